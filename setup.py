@@ -1,0 +1,109 @@
+"""Build of overspill: Python packages mapped under one import name, and two native extensions.
+
+The compiler is probed first.  Without one the install is an honest pure wheel (the pure-torch and
+pure-Python fallbacks run); with one, any compile error is fatal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+ROOTS = {
+    "overspill": "offload",
+    "overspill.optim": "optim",
+    "overspill.io_engine": "io_engine",
+    "overspill.cuda_sources": "csrc/cuda",
+}
+ROOMS = ("schedule", "runtime", "observe", "train", "cli", "integrations")
+PACKAGES = [*ROOTS, *(f"overspill.{room}" for room in ROOMS)]
+COMPILE_ARGS = [
+    "-std=c++17",
+    "-O3",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+]
+
+
+def compiler_works() -> bool:
+    """Whether the C++ compiler that setuptools will use turns a small program into an object."""
+    command = (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
+    if shutil.which(command[0]) is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text("#include <thread>\nint main() { return 0; }\n")
+        done = subprocess.run(
+            [*command, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")],
+            capture_output=True,
+            check=False,
+        )
+        return done.returncode == 0 and (Path(folder) / "probe.o").exists()
+
+
+def extensions() -> list[Extension]:
+    import nanobind
+
+    common = {
+        "define_macros": [
+            ("Py_LIMITED_API", "0x030A0000"),
+            ("NB_BACKEND_MODULE", "nanobind_backend"),
+            ("NB_BACKEND_PYPI", "nanobind-backend"),
+        ],
+        "extra_compile_args": COMPILE_ARGS,
+        "extra_link_args": ["-pthread"],
+        "language": "c++",
+        "py_limited_api": True,
+    }
+    folders = {"overspill.io_engine._native": "csrc/io", "overspill.optim._native": "csrc/cpu"}
+    return [
+        Extension(
+            name,
+            sources=sorted(str(p.relative_to(HERE)) for p in (HERE / folder).glob("*.cpp")),
+            depends=sorted(str(p.relative_to(HERE)) for p in (HERE / folder).glob("*.[hi]*")),
+            include_dirs=[nanobind.include_dir(), folder],
+            **common,
+        )
+        for name, folder in folders.items()
+    ]
+
+
+class FreshBuildPy(build_py):
+    """Starts from an empty build_lib, so that deleted modules do not come back."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+native = compiler_works()
+if not native and os.environ.get("OVERSPILL_REQUIRE_NATIVE") == "1":
+    raise SystemExit("OVERSPILL_REQUIRE_NATIVE=1, but no working C++ compiler was found (see CXX)")
+
+setup(
+    name="overspill",
+    version="0.1.0",
+    packages=PACKAGES,
+    package_dir=ROOTS,
+    package_data={"overspill.cuda_sources": ["*.cu", "*.cuh"], "overspill": ["py.typed"]},
+    ext_modules=extensions() if native else [],
+    cmdclass={"build_py": FreshBuildPy, "build_ext": build_ext},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if native else {},
+    python_requires=">=3.10",
+    entry_points={"console_scripts": ["overspill=overspill.cli:main"]},
+)
