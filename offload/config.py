@@ -1,0 +1,221 @@
+"""What the user may set: the frozen ``OffloadConfig``, the tiers, and the reading of sizes."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from .observe.rates import Rates
+
+__all__ = ["OffloadConfig", "Size", "Tier", "parse_size"]
+
+_FACTORS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*")
+
+
+class Tier(str, enum.Enum):
+    """Where bytes live.  A ``str``, so ``optimizer.memory["host"]`` and ``[Tier.HOST]`` agree."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A budget as asked for: absolute ``nbytes``, a ``share`` of what is free, or neither (auto)."""
+
+    nbytes: int | None = None
+    share: float | None = None
+
+    def resolve(self, free_bytes: int, margin_bytes: int) -> int:
+        """The budget in bytes, given what is free now; ``margin_bytes`` stays unused by ``auto``."""
+        if self.nbytes is not None:
+            return self.nbytes
+        if self.share is not None:
+            return int(free_bytes * self.share)
+        return max(0, free_bytes - margin_bytes)
+
+
+def parse_size(value: int | str, name: str) -> Size:
+    """Reads ``10 * 2**30``, ``"10GiB"``, ``"80%"`` or ``"auto"``.
+
+    Raises:
+        ValueError: a negative, non-finite or unreadable size, or an unknown unit.
+        TypeError: neither a number nor a text.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name} must be bytes or a text such as '10GiB', got {value!r}")
+    if isinstance(value, (int, float)):
+        if not math.isfinite(value) or value < 0 or value != int(value):
+            raise ValueError(f"{name} must be a whole number of bytes >= 0, got {value!r}")
+        return Size(nbytes=int(value))
+    if value.strip().lower() == "auto":
+        return Size()
+    match = _SIZE.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{name}: cannot read {value!r} as a size; write '10GiB', '80%' or 'auto'")
+    number, unit = float(match[1]), match[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ValueError(f"{name}: a share must lie above 0% and up to 100%, got {value!r}")
+        return Size(share=number / 100)
+    if unit not in _FACTORS:
+        known = ", ".join(["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"])
+        raise ValueError(f"{name}: unknown unit {match[2]!r} in {value!r}; known: {known}, %")
+    return Size(nbytes=int(number * _FACTORS[unit]))
+
+
+def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _at_least(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Every keyword of ``wrap``, ``plan`` and ``resume``.
+
+    Attributes:
+        device: ``"cuda[:i]"``, ``"cpu"``, ``"sim"``; ``None`` takes the accelerator, else the CPU.
+        device_memory, host_memory: what the engine may HOLD there: bytes, ``"10GiB"``, ``"80%"``
+            of what is free, or ``"auto"`` (free memory less a margin, cgroup limits honoured).
+        nvme: a directory, or a list of directories that are striped; ``None`` for no third tier.
+        nvme_memory: disk the store may use, as above.
+        precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps them.
+        master: ``"split"`` (lossless, bf16 weights), ``"fp32"``, or ``"auto"``.
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        max_grad_norm: exact clipping by the global L2 norm, inside the engine.
+        update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
+        accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
+        units: module names that form units; the rest is found.
+        weights: safetensors file or Hugging Face folder to stream in.
+        init: for a meta model: called on each module of a unit to initialise its parameters.
+        prefetch_depth: units fetched ahead of use; ``None`` lets the plan choose.
+        threads: CPU threads of the optimizer update; ``None`` takes the physical cores.
+        checksum: verify every byte that comes back from disk.
+        rates: the machine's rates; ``None`` measures them once.
+        durable, commit_every, extra, on_nonfinite: see the chapter on checkpoints.
+        verbose: log the whole plan, not only its one line.
+    """
+
+    device: str | None = None
+    device_memory: int | str = "auto"
+    host_memory: int | str = "auto"
+    nvme: tuple[Path, ...] | None = None
+    nvme_memory: int | str = "auto"
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    master: Literal["auto", "split", "fp32"] = "auto"
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    max_grad_norm: float | None = None
+    update: Literal["auto", "step", "backward", "next_forward"] = "auto"
+    accumulate: int = 1
+    units: tuple[str, ...] | None = None
+    weights: Path | None = None
+    init: Callable[[torch.nn.Module], None] | None = None
+    prefetch_depth: int | None = None
+    threads: int | None = None
+    checksum: bool = True
+    rates: Rates | None = None
+    durable: bool = True
+    commit_every: int = 1
+    extra: Callable[[], Mapping[str, Any]] | None = None
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
+    verbose: bool = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> OffloadConfig:
+        """Reads keywords as the user gave them; an unknown one is a ``TypeError`` that names it."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise TypeError(f"unknown option {name!r}{hint}")
+        values = dict(options)
+        if isinstance(values.get("device"), torch.device):
+            values["device"] = str(values["device"])
+        nvme = values.get("nvme")
+        if nvme is not None:
+            listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
+            if not listed:
+                raise ValueError("nvme: an empty list; give a directory or None")
+            values["nvme"] = tuple(Path(folder) for folder in listed)
+        if values.get("units") is not None:
+            if isinstance(values["units"], str):
+                raise TypeError("units must be a list of module names, got one text")
+            values["units"] = tuple(values["units"])
+        if values.get("weights") is not None:
+            values["weights"] = Path(values["weights"])
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for name in ("device_memory", "host_memory", "nvme_memory"):
+            parse_size(getattr(self, name), name)
+        _choice("precision", self.precision, (None, "bf16", "fp16", "fp32"))
+        _choice("master", self.master, ("auto", "split", "fp32"))
+        _choice("moments", self.moments, ("fp32", "bf16", "int8"))
+        _choice("update", self.update, ("auto", "step", "backward", "next_forward"))
+        _choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
+        for name in ("checksum", "durable", "verbose"):
+            _choice(name, getattr(self, name), (True, False))
+        _at_least("accumulate", self.accumulate, 1)
+        _at_least("commit_every", self.commit_every, 1)
+        if self.prefetch_depth is not None:
+            _at_least("prefetch_depth", self.prefetch_depth, 0)
+        if self.threads is not None:
+            _at_least("threads", self.threads, 1)
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ValueError(f"max_grad_norm must be a positive number, got {self.max_grad_norm!r}")
+        if self.rates is not None and not isinstance(self.rates, Rates):
+            raise TypeError(f"rates must be an overspill.Rates, got {type(self.rates).__name__}")
+        for name in ("init", "extra"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+        self._refuse_contradictions()
+
+    def _refuse_contradictions(self) -> None:
+        if self.update == "backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                "update='backward' applies gradients before the global norm is known, so it "
+                "cannot clip exactly; use update='step' or drop max_grad_norm"
+            )
+        if self.device is not None and self.device.split(":")[0] == "cpu":
+            if self.device_memory != "auto":
+                raise ValueError(
+                    "device_memory: device='cpu' has one memory tier; set host_memory instead"
+                )
+        if self.update == "next_forward":
+            raise ValueError(
+                "update='next_forward' is not available in this version; use 'step' or 'backward'"
+            )
+        if self.on_nonfinite != "raise":
+            raise ValueError(
+                f"on_nonfinite={self.on_nonfinite!r} needs rollback, which this version lacks; "
+                "use 'raise'"
+            )
+        if self.init is not None and self.weights is not None:
+            raise ValueError("give weights= or init=, not both")
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The dtype asked for by ``precision``, or ``None``."""
+        table = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        return None if self.precision is None else table[cast(str, self.precision)]

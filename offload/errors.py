@@ -1,0 +1,36 @@
+"""Errors of the engine.  Each names the object, the tier, the need, what is there, and a remedy."""
+
+from __future__ import annotations
+
+from .io_engine.errors import CorruptionError, IoError, OffloadError
+
+__all__ = ["BudgetError", "CorruptionError", "IoError", "OffloadError", "format_bytes"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(nbytes: float) -> str:
+    """``nbytes`` with a binary unit and at most one decimal, as budgets are written: ``12 MiB``."""
+    value, unit = float(nbytes), 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    text = f"{value:.1f}".rstrip("0").rstrip(".")
+    return f"{text} {_UNITS[unit]}"
+
+
+class BudgetError(OffloadError):
+    """A tier has no room for what was asked.
+
+    Attributes: ``what`` (the object), ``tier`` (``"device"``, ``"host"``, ``"nvme"``),
+    ``need_bytes``, ``have_bytes`` and ``remedy``.
+    """
+
+    def __init__(
+        self, what: str, tier: str, need_bytes: int, have_bytes: int, of_bytes: int, remedy: str
+    ) -> None:
+        self.what, self.tier, self.remedy = what, tier, remedy
+        self.need_bytes, self.have_bytes, self.of_bytes = need_bytes, have_bytes, of_bytes
+        super().__init__(
+            f"{what} needs {format_bytes(need_bytes)} of {tier} memory; "
+            f"{format_bytes(have_bytes)} of {format_bytes(of_bytes)} is free; {remedy}"
+        )

@@ -1,0 +1,75 @@
+"""Offsets in one fixed span of memory: first fit, with neighbours joined again when freed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from ..config import Tier
+
+
+class Place(NamedTuple):
+    """A slot: ``nbytes`` at ``offset`` in the one arena of ``tier``."""
+
+    tier: Tier
+    offset: int
+    nbytes: int
+
+    def overlaps(self, other: Place) -> bool:
+        return (
+            self.tier is other.tier
+            and self.offset < other.offset + other.nbytes
+            and other.offset < self.offset + self.nbytes
+        )
+
+
+class Arena:
+    """Hands out places of ``[base, base + nbytes)`` of a tier.  Pure arithmetic, no memory."""
+
+    def __init__(self, tier: Tier, base: int, nbytes: int) -> None:
+        self.tier, self.base, self.nbytes = tier, base, nbytes
+        self.used_bytes = 0
+        self._free: list[tuple[int, int]] = [(base, nbytes)] if nbytes else []
+
+    def allocate(self, nbytes: int) -> Place | None:
+        """A place of ``nbytes``, or ``None`` where no hole is long enough."""
+        if nbytes == 0:
+            return Place(self.tier, self.base, 0)
+        for i, (offset, length) in enumerate(self._free):
+            if length >= nbytes:
+                if length == nbytes:
+                    del self._free[i]
+                else:
+                    self._free[i] = (offset + nbytes, length - nbytes)
+                self.used_bytes += nbytes
+                return Place(self.tier, offset, nbytes)
+        return None
+
+    def free(self, place: Place) -> None:
+        """Gives a place back."""
+        if place.nbytes == 0:
+            return
+        offset, nbytes = place.offset, place.nbytes
+        at = bisect_left(self._free, (offset, 0))
+        if at < len(self._free) and self._free[at][0] == offset + nbytes:
+            nbytes += self._free.pop(at)[1]
+        if at > 0 and sum(self._free[at - 1]) == offset:
+            before, length = self._free.pop(at - 1)
+            offset, nbytes = before, nbytes + length
+        insort(self._free, (offset, nbytes))
+        self.used_bytes -= place.nbytes
+
+    def fits_after(self, nbytes: int, freed: list[Place]) -> bool:
+        """Whether ``nbytes`` would fit once ``freed`` were given back."""
+        if nbytes == 0 or any(length >= nbytes for _, length in self._free):
+            return True
+        if not freed:
+            return False
+        spans = sorted([*self._free, *((p.offset, p.nbytes) for p in freed)])
+        end = run = -1
+        for offset, length in spans:
+            run = run + length if offset == end else length
+            end = offset + length
+            if run >= nbytes:
+                return True
+        return False

@@ -1,0 +1,190 @@
+"""What goes into the residency machine (signals) and what comes out (instructions)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple, Union
+
+from .arena import Place
+
+
+class Kind(enum.Enum):
+    """What an extent holds."""
+
+    WEIGHTS = "weights"  # indexed by unit
+    GRADS = "grads"  # indexed by unit
+    STATE = "state"  # indexed by subgroup
+
+
+class Item(NamedTuple):
+    kind: Kind
+    index: int
+
+
+# -- instructions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Read:
+    """Disk to host: extent ``role`` of ``item`` into ``place``.  ``urgent`` overtakes prefetch."""
+
+    item: Item
+    role: int
+    place: Place
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Zeroes into ``place``: the state of ``item`` was never written."""
+
+    item: Item
+    place: Place
+
+
+@dataclass(frozen=True)
+class Write:
+    """Host to disk: ``place`` into extent ``role`` of ``item``."""
+
+    item: Item
+    role: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """Host to device: the weights of ``unit``."""
+
+    unit: int
+    source: Place
+    place: Place
+
+
+@dataclass(frozen=True)
+class CopyOut:
+    """Device to host: the gathered gradients of ``unit``."""
+
+    unit: int
+    source: Place
+    place: Place
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Bring arrived gradients of ``unit`` into ``place``: add or convert from ``source``."""
+
+    unit: int
+    source: Place
+    place: Place
+
+
+@dataclass(frozen=True)
+class Update:
+    """Run the optimizer on one subgroup; a place is ``None`` where it is not needed."""
+
+    subgroup: int
+    unit: int
+    weights: Place
+    grads: Place
+    state: Place
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Tell whoever holds ``ticket`` that it may go on; ``place`` is what it was given, if any."""
+
+    ticket: int
+    place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Nothing under way could ever make room for ``unit``: ``need_bytes`` against ``have_bytes``."""
+
+    ticket: int
+    unit: int
+    tier: str
+    need_bytes: int
+    have_bytes: int
+
+
+Work = Union[Read, Clear, Write, CopyIn, CopyOut, Settle, Update]
+Instruction = Union[Work, Grant, Refuse]
+
+
+# -- signals ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Need:
+    """Compute is about to use ``unit``; grant ``ticket`` when its weights are there (pinned)."""
+
+    unit: int
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Compute let go of ``unit``.  ``held``: units into whose slots a graph points (see Freed)."""
+
+    unit: int
+    held: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Freed:
+    """The last reference into a slot of ``unit`` that was held by a graph is gone."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class GradRoom:
+    """A place for the gradients of ``unit`` is wanted; ``merge``: with the earlier ones in it."""
+
+    unit: int
+    ticket: int
+    merge: bool = False
+
+
+@dataclass(frozen=True)
+class GradReady:
+    """The gradients of ``unit`` are gathered.  ``merge``: earlier ones of the step must be kept;
+    ``update``: nothing more comes, the update may run now."""
+
+    unit: int
+    merge: bool = False
+    update: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """Update ``units`` (those not updated already); grant ``ticket`` when all has landed."""
+
+    units: tuple[int, ...]
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Grant ``ticket`` once every gradient that is on its way has arrived."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """``work`` is finished."""
+
+    work: Work
+
+
+@dataclass(frozen=True)
+class Failed:
+    """``work`` failed; from now on the machine only drains."""
+
+    work: Work
+
+
+Signal = Union[Need, Release, Freed, GradRoom, GradReady, Step, Settled, Done, Failed]

@@ -1,0 +1,73 @@
+"""The recorded order of uses, and the next use of every unit in it."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Iterator
+
+NEVER = 1 << 60
+
+
+class Use(enum.Enum):
+    """What a unit's weights are wanted for."""
+
+    COMPUTE = "compute"
+    UPDATE = "update"
+
+
+class Order:
+    """Follows the order recorded in the last step; records the present one.
+
+    Positions are counted from the cursor; the recorded step repeats for ever.  When the present
+    step leaves the record, the cursor jumps to the next place where the use occurs; where there
+    is none it stays, and prefetch guesses badly until the step ends.  Nothing but speed depends
+    on it.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._events: list[tuple[Use, int]] = []
+        self._positions: dict[tuple[Use, int], list[int]] = {}
+        self._cursor = 0
+        self._recording: list[tuple[Use, int]] = []
+        self._longest = longest
+
+    def observe(self, use: Use, unit: int) -> None:
+        """The unit is used now."""
+        event = (use, unit)
+        if self._recording and self._recording[-1] == event:
+            return
+        self._recording.append(event)
+        if len(self._recording) >= self._longest:
+            self.end_step()
+            return
+        if self._events:
+            ahead = self._ahead(event)
+            if ahead < NEVER:
+                self._cursor = (self._cursor + ahead + 1) % len(self._events)
+
+    def end_step(self) -> None:
+        """What was recorded since the last end becomes the order of the next step."""
+        self._events, self._recording, self._cursor = self._recording, [], 0
+        self._positions = {}
+        for position, event in enumerate(self._events):
+            self._positions.setdefault(event, []).append(position)
+
+    def _ahead(self, event: tuple[Use, int]) -> int:
+        positions = self._positions.get(event)
+        if not positions:
+            return NEVER
+        at = bisect_left(positions, self._cursor)
+        if at < len(positions):
+            return positions[at] - self._cursor
+        return positions[0] + len(self._events) - self._cursor
+
+    def next_use(self, use: Use, unit: int) -> int:
+        """How many uses away the unit's next such use is; ``NEVER`` where none is known."""
+        return self._ahead((use, unit))
+
+    def upcoming(self, count: int) -> Iterator[tuple[int, Use, int]]:
+        """The next ``count`` uses as (distance, use, unit)."""
+        for distance in range(min(count, len(self._events))):
+            use, unit = self._events[(self._cursor + distance) % len(self._events)]
+            yield distance, use, unit

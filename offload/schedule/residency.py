@@ -1,0 +1,248 @@
+"""The residency machine: signals in, instructions out.  Pure: no device, I/O, threads or clock.
+
+Every decision about what is where is made here, under one lock, by whoever drives the machine (the
+runtime's pump, or the simulator).  Demand goes before arrivals, arrivals before updates, updates
+before prefetch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from ..config import Tier
+from .gradients import Gradients
+from .layout import Layout
+from .messages import (
+    Clear,
+    CopyIn,
+    CopyOut,
+    Done,
+    Failed,
+    Freed,
+    GradReady,
+    GradRoom,
+    Grant,
+    Instruction,
+    Kind,
+    Need,
+    Read,
+    Refuse,
+    Release,
+    Settle,
+    Settled,
+    Signal,
+    Step,
+    Update,
+    Work,
+    Write,
+)
+from .order import Order, Use
+from .updates import Updates
+from .weights import Weights
+
+
+class Residency:
+    """Decides what moves when.  ``handle`` takes one signal; ``validate`` checks all invariants."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.order = Order(longest=64 * max(1, len(layout.units)))
+        self._out: list[Instruction] = []
+        self.weights = Weights(layout, self.order, self._emit)
+        self.gradients = Gradients(layout, self._emit)
+        self.updates = Updates(layout, self.order, self.weights, self.gradients, self._emit)
+        self._groups = [(unit.index, *unit.shares) for unit in layout.units]
+        self._demands: deque[Need] = deque()
+        self._step: Step | None = None
+        self._settled: list[Settled] = []
+        self.in_flight: dict[Work, int] = {}
+        self.failed = False
+
+    def _emit(self, instruction: Instruction) -> None:
+        if not isinstance(instruction, (Grant, Refuse)):
+            self.in_flight[instruction] = self.in_flight.get(instruction, 0) + 1
+        self._out.append(instruction)
+
+    def handle(self, signal: Signal) -> list[Instruction]:
+        """Takes one signal and returns what is to be done, in order."""
+        if isinstance(signal, (Done, Failed)):
+            self._finish(signal)
+        else:
+            self._enter(signal)
+        if not self.failed:
+            self._advance()
+        out, self._out = self._out, []
+        return out
+
+    # -- signals --------------------------------------------------------------------------------
+
+    def _enter(self, signal: Signal) -> None:
+        if isinstance(signal, Need):
+            self._demands.append(signal)
+        elif isinstance(signal, Release):
+            for unit in self._groups[signal.unit]:
+                item = self.weights.units[unit]
+                assert item.pins > 0, f"unit {unit} was released more often than needed"
+                item.pins -= 1
+            for unit in signal.held:
+                self.weights.units[unit].held += 1
+        elif isinstance(signal, Freed):
+            self.weights.freed(signal.unit)
+        elif isinstance(signal, GradRoom):
+            self.gradients.want_room(signal)
+        elif isinstance(signal, GradReady):
+            self.gradients.ready(signal)
+            if signal.update:
+                self.updates.add(signal.unit)
+        elif isinstance(signal, Step):
+            assert self._step is None, "one step at a time"
+            self._step = signal
+            for unit in signal.units:
+                self.updates.add(unit)
+        elif isinstance(signal, Settled):
+            self._settled.append(signal)
+        else:
+            raise TypeError(f"not a signal: {signal!r}")
+
+    def _finish(self, signal: Done | Failed) -> None:
+        work = signal.work
+        count = self.in_flight[work]
+        if count == 1:
+            del self.in_flight[work]
+        else:
+            self.in_flight[work] = count - 1
+        if isinstance(signal, Failed):
+            self.failed = True
+        if self.failed:
+            return
+        if isinstance(work, (Read, Write, Clear)):
+            self._moved(work)
+        elif isinstance(work, CopyIn):
+            self.weights.copy_done(work.unit)
+        elif isinstance(work, CopyOut):
+            self.gradients.copied_out(work.unit)
+        elif isinstance(work, Settle):
+            self.gradients.settled(work.unit)
+        else:
+            self.updates.update_done(work)
+
+    def _moved(self, work: Read | Write | Clear) -> None:
+        kind, index = work.item
+        written = isinstance(work, Write)
+        if kind is Kind.STATE:
+            if written:
+                self.updates.state_written(index)
+            else:
+                self.updates.state_ready(index)
+        elif kind is Kind.GRADS:
+            if written:
+                self.gradients.write_done(index)
+            else:
+                self.gradients.read_done(index)
+        elif written:
+            self.weights.write_done(index)
+            self.updates.weights_written()
+        else:
+            self.weights.read_done(index)
+
+    # -- progress -------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        while self._demands and self._serve(self._demands[0]):
+            self._demands.popleft()
+        self.gradients.advance()
+        self.updates.advance()
+        if self._settled and not self.gradients.moving:
+            for signal in self._settled:
+                self._emit(Grant(signal.ticket))
+            self._settled.clear()
+        if self._step is not None and not self.updates.busy:
+            self.updates.end_step()
+            self.weights.commit()
+            self.order.end_step()
+            self._emit(Grant(self._step.ticket))
+            self._step = None
+        self._prefetch()
+        assert self.in_flight or not self._waiting, "someone waits and nothing moves"
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether anyone waits for what only the end of a move could bring."""
+        return bool(self._demands or self.gradients.room_wanted or self._step or self._settled)
+
+    def _serve(self, need: Need) -> bool:
+        """Brings a demanded unit and those it shares to compute; grants when all are usable."""
+        group = self._groups[need.unit]
+        blocked = [u for u in group if not self.weights.toward_compute(u, -1, spare=group)]
+        if blocked and not self.in_flight:
+            # The group's own members may stand in each other's way: start over from nothing.
+            self._clear_away(group)
+            blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
+            if blocked and not self.in_flight:
+                self._refuse(need, blocked[0])
+                return True
+        if not all(self.weights.usable(u) for u in group):
+            return False
+        for unit in group:
+            self.weights.units[unit].pins += 1
+        self.order.observe(Use.COMPUTE, need.unit)
+        self._emit(Grant(need.ticket))
+        return True
+
+    def _clear_away(self, group: Iterable[int]) -> None:
+        tier = self.layout.compute_tier
+        for unit in group:
+            if self.weights.evictable(unit, tier) is not None:
+                self.weights.drop(unit, tier)
+
+    def _refuse(self, need: Need, unit: int) -> None:
+        tier = self.layout.compute_tier
+        arena = (
+            self.weights.device_arena if tier is Tier.DEVICE else self.weights.host_arena
+        )
+        nbytes = self.weights.units[unit].nbytes
+        free = arena.nbytes - arena.used_bytes
+        self._emit(Refuse(need.ticket, unit, tier.value, nbytes, free))
+
+    def _prefetch(self) -> None:
+        room = True
+        for distance, use, unit in self.order.upcoming(self.layout.prefetch_depth):
+            if use is Use.COMPUTE:
+                for member in self._groups[unit]:
+                    if room:
+                        room = self.weights.toward_compute(member, distance)
+                    elif self.layout.has_device:
+                        self.weights.toward_host(member, distance)
+            elif self.layout.homes[unit].weights is not Tier.DEVICE:
+                self.weights.toward_host(unit, distance)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing under way and nothing waiting."""
+        return not (
+            self.in_flight
+            or self._demands
+            or self._step
+            or self._settled
+            or self.updates.busy
+            or self.gradients.moving
+            or self.gradients.room_wanted
+        )
+
+    def abandon(self) -> list[int]:
+        """After a failure: the tickets of all who still wait, each once."""
+        tickets = [need.ticket for need in self._demands]
+        tickets += [wish.ticket for wish in self.gradients.room_wanted]
+        tickets += [signal.ticket for signal in self._settled]
+        for unit in self.gradients.units:
+            if isinstance(unit.arrival, GradRoom):
+                tickets.append(unit.arrival.ticket)
+                unit.arrival = None
+        if self._step is not None:
+            tickets.append(self._step.ticket)
+        self._demands.clear()
+        self.gradients.room_wanted.clear()
+        self._settled.clear()
+        self._step = None
+        return tickets

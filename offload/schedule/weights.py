@@ -1,0 +1,290 @@
+"""The weights of every unit: which copies exist, which is current, and who may be evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..config import Tier
+from .arena import Arena, Place
+from .layout import Layout
+from .messages import CopyIn, Item, Kind, Read, Work, Write
+from .order import NEVER, Order, Use
+
+
+class Roles:
+    """The committed and the working extent of an item; ``newest`` is what a read must see.
+
+    A write never targets the committed extent.  Without durability there is one extent.
+    """
+
+    __slots__ = ("committed", "newest", "pair", "written")
+
+    def __init__(self, pair: bool) -> None:
+        self.pair, self.committed, self.newest, self.written = pair, 0, 0, False
+
+    def target(self) -> int:
+        """The extent that the next write goes to."""
+        return 1 - self.committed if self.pair and self.written else 0
+
+    def wrote(self) -> None:
+        self.newest, self.written = self.target(), True
+
+    def commit(self) -> None:
+        self.committed = self.newest
+
+
+@dataclass
+class Copy:
+    """A copy of a unit's weights in a memory tier.
+
+    ``valid`` once it has arrived; ``holds`` counts what still reads or writes it.
+    """
+
+    place: Place
+    valid: bool
+    fixed: bool
+    holds: int = 0
+
+
+class _Unit:
+    """The copies of one unit's weights.
+
+    ``pins`` counts compute's uses of the compute-tier copy and ``held`` the dead storages that a
+    graph keeps over it; ``orphans`` are device slots that only such storages still use.
+    ``stored`` says that the newest extent is current, ``updating`` that an update is queued: until
+    it is done nobody computes with the unit.
+    """
+
+    __slots__ = (
+        "device", "held", "host", "nbytes", "orphans", "pins", "roles", "stored", "updating"
+    )  # fmt: skip
+
+    def __init__(self, nbytes: int, pair: bool) -> None:
+        self.nbytes = nbytes
+        self.host: Copy | None = None
+        self.device: Copy | None = None
+        self.orphans: list[Place] = []
+        self.pins = self.held = 0
+        self.stored = self.updating = False
+        self.roles = Roles(pair)
+
+
+class Weights:
+    """Moves weights between the tiers by emitting instructions; evicts by the next known use."""
+
+    def __init__(self, layout: Layout, order: Order, emit: Callable[[Work], None]) -> None:
+        self.layout, self.order, self._emit = layout, order, emit
+        regions = layout.regions
+        self.host_arena = Arena(Tier.HOST, regions.host_fixed, regions.host_weights)
+        self.device_arena = Arena(Tier.DEVICE, regions.device_fixed, regions.device_weights)
+        self.units: list[_Unit] = []
+        self._users = [
+            [u.index, *(other.index for other in layout.units if u.index in other.shares)]
+            for u in layout.units
+        ]
+        for unit, home in zip(layout.units, layout.homes, strict=True):
+            item = _Unit(unit.weight_bytes, layout.durable)
+            if home.host_place is not None:
+                item.host = Copy(home.host_place, valid=True, fixed=True)
+            if home.device_place is not None:
+                item.device = Copy(home.device_place, valid=True, fixed=True)
+            if home.weights is Tier.NVME:
+                item.stored = item.roles.written = True
+            self.units.append(item)
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def compute_copy(self, unit: int) -> Copy | None:
+        """The copy that compute uses."""
+        item = self.units[unit]
+        return item.device if self.layout.has_device else item.host
+
+    def usable(self, unit: int) -> bool:
+        """Whether compute may be told to go on (on a device, its stream waits for the copy)."""
+        copy = self.compute_copy(unit)
+        if copy is None or self.units[unit].updating:
+            return False
+        return self.layout.has_device or copy.valid
+
+    def host_valid(self, unit: int) -> bool:
+        """Whether the update can use a host copy now."""
+        host = self.units[unit].host
+        return host is not None and host.valid
+
+    # -- toward compute -------------------------------------------------------------------------
+
+    def toward_compute(self, unit: int, distance: int, spare: Iterable[int] = ()) -> bool:
+        """Brings a unit closer to compute.  ``False``: there is no room at this distance.
+
+        ``distance`` is how many uses away the unit is (-1: now); only copies that are used later
+        give way.  ``spare`` names units that must not.
+        """
+        if not self.layout.has_device:
+            return self.toward_host(unit, distance, spare)
+        item = self.units[unit]
+        if item.device is not None or item.updating:
+            return True
+        if not self.host_valid(unit):
+            return self.toward_host(unit, distance, spare)
+        place = self._room(self.device_arena, item.nbytes, distance, spare)
+        if place is None:
+            return False
+        item.device = Copy(place, valid=False, fixed=False)
+        self._copy_in(unit, item)
+        return True
+
+    def toward_host(self, unit: int, distance: int, spare: Iterable[int] = ()) -> bool:
+        """Starts to read a unit into host memory, where it is not there or on its way already."""
+        item = self.units[unit]
+        if item.host is not None:
+            return True
+        place = self._room(self.host_arena, item.nbytes, distance, spare)
+        if place is None:
+            return False
+        assert item.stored, f"unit {unit} has no current copy to read"
+        item.host = Copy(place, valid=False, fixed=False, holds=1)
+        self._emit(Read(Item(Kind.WEIGHTS, unit), item.roles.newest, place, urgent=distance < 0))
+        return True
+
+    def _copy_in(self, unit: int, item: _Unit) -> None:
+        assert item.host is not None and item.device is not None
+        item.host.holds += 1
+        item.device.valid = False
+        item.device.holds += 1
+        self._emit(CopyIn(unit, item.host.place, item.device.place))
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def evictable(self, unit: int, tier: Tier) -> Copy | None:
+        """The unit's copy in ``tier`` if it may be dropped: clean, arrived, unused, not fixed."""
+        item = self.units[unit]
+        copy = item.device if tier is Tier.DEVICE else item.host
+        if copy is None or copy.fixed or not copy.valid or copy.holds:
+            return None
+        if tier is self.layout.compute_tier and (item.pins or item.held):
+            return None
+        if tier is Tier.HOST and not item.stored:
+            return None
+        return copy
+
+    def _next_use(self, unit: int, tier: Tier) -> int:
+        compute = min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
+        update = self.order.next_use(Use.UPDATE, unit)
+        if tier is Tier.DEVICE:
+            return compute if compute < update else NEVER
+        return min(compute, update)
+
+    def _room(
+        self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]
+    ) -> Place | None:
+        place = arena.allocate(nbytes)
+        if place is not None:
+            return place
+        keep = set(spare)
+        victims: list[tuple[int, int, Copy]] = []
+        for unit in range(len(self.units)):
+            copy = self.evictable(unit, arena.tier)
+            if copy is not None and unit not in keep and copy.place.nbytes:
+                use = self._next_use(unit, arena.tier)
+                if use > distance:
+                    victims.append((use, unit, copy))
+        if not arena.fits_after(nbytes, [copy.place for _, _, copy in victims]):
+            return None
+        victims.sort(key=lambda victim: (-victim[0], victim[1]))
+        for _, unit, _ in victims:
+            self.drop(unit, arena.tier)
+            place = arena.allocate(nbytes)
+            if place is not None:
+                return place
+        raise AssertionError("an arena that would fit after all evictions did not")
+
+    def drop(self, unit: int, tier: Tier) -> None:
+        """Forgets a clean copy and frees its slot."""
+        item = self.units[unit]
+        copy = self.evictable(unit, tier)
+        assert copy is not None, f"unit {unit} must not be evicted from {tier.value}"
+        if tier is Tier.DEVICE:
+            item.device = None
+            self.device_arena.free(copy.place)
+        else:
+            item.host = None
+            self.host_arena.free(copy.place)
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def read_done(self, unit: int) -> None:
+        host = self.units[unit].host
+        assert host is not None
+        host.valid = True
+        host.holds -= 1
+
+    def copy_done(self, unit: int) -> None:
+        item = self.units[unit]
+        assert item.host is not None and item.device is not None
+        item.host.holds -= 1
+        item.device.holds -= 1
+        item.device.valid = item.device.holds == 0
+
+    def begin_update(self, unit: int) -> None:
+        """An update is queued: the device copy is of no more use, unless it stays for good."""
+        item = self.units[unit]
+        assert item.pins == 0, f"unit {unit} is in use and cannot be updated"
+        item.updating = True
+        if item.device is not None and not item.device.fixed:
+            if self.evictable(unit, Tier.DEVICE) is not None:
+                self.drop(unit, Tier.DEVICE)
+            elif item.held and not item.device.holds:
+                item.orphans.append(item.device.place)
+                item.device = None
+
+    def may_update(self, unit: int) -> bool:
+        """Whether no copy of the old values is under way any more."""
+        device = self.units[unit].device
+        return device is None or device.holds == 0
+
+    def freed(self, unit: int) -> None:
+        """A graph let go of a dead storage."""
+        item = self.units[unit]
+        assert item.held > 0
+        item.held -= 1
+        if item.held == 0:
+            for place in item.orphans:
+                self.device_arena.free(place)
+            item.orphans.clear()
+
+    def hold_host(self, unit: int) -> None:
+        """The update is about to use the host copy."""
+        host = self.units[unit].host
+        assert host is not None and host.valid
+        host.holds += 1
+
+    def updated(self, unit: int) -> None:
+        """The host copy has new values: write it back, and refresh or drop the device copy."""
+        item, home = self.units[unit], self.layout.homes[unit]
+        item.updating = False
+        if home.weights is Tier.DEVICE:
+            return
+        assert item.host is not None
+        if item.device is not None:
+            if item.device.fixed:
+                self._copy_in(unit, item)
+            else:
+                self.drop(unit, Tier.DEVICE)
+        if home.weights is Tier.NVME:
+            item.stored = False
+            self._emit(Write(Item(Kind.WEIGHTS, unit), item.roles.target(), item.host.place))
+        else:
+            item.host.holds -= 1
+
+    def write_done(self, unit: int) -> None:
+        item = self.units[unit]
+        assert item.host is not None
+        item.roles.wrote()
+        item.stored = True
+        item.host.holds -= 1
+
+    def commit(self) -> None:
+        """What is stored now is the committed state."""
+        for item in self.units:
+            item.roles.commit()
