@@ -29,10 +29,10 @@ _REST = (Phase.EMPTY, Phase.HELD, Phase.STORED)
 
 
 class _Unit:
-    __slots__ = ("arrival", "device", "phase", "slot", "staging")
+    __slots__ = ("arrival", "device", "phase", "rested", "slot", "staging")
 
     def __init__(self) -> None:
-        self.phase = Phase.EMPTY
+        self.phase = self.rested = Phase.EMPTY
         self.slot: Place | None = None  # in host memory, as the update reads it
         self.device: Place | None = None  # gathered, on the device
         self.staging: Place | None = None  # copied out, before a merge or a conversion
@@ -128,6 +128,7 @@ class Gradients:
             assert item.slot is not None
             self._emit(Settle(signal.unit, item.slot, item.slot))
         else:
+            item.rested, item.phase = item.phase, Phase.ARRIVING
             self.arrivals.append(signal)
 
     def _arrive(self, signal: GradReady) -> bool:
@@ -142,11 +143,10 @@ class Gradients:
             item.staging = self.host_arena.allocate(gathered)
             if item.staging is None:
                 return False
-        if signal.merge and item.phase is Phase.STORED:
+        if signal.merge and item.rested is Phase.STORED:
             item.phase, item.arrival = Phase.READING, signal
             self._emit(Read(Item(Kind.GRADS, signal.unit), 0, item.slot, urgent=True))
             return True
-        item.phase = Phase.ARRIVING
         self._emit(CopyOut(signal.unit, item.device, item.staging or item.slot))
         return True
 

@@ -64,9 +64,14 @@ class Needs:
 
     fields_of: FieldsOf
     accumulate: int
-    transient_grads: bool  # the update consumes gradients on arrival
+    update_in_backward: bool
     durable: bool
     prefetch_depth: int | None
+
+    @property
+    def transient_grads(self) -> bool:
+        """Whether the update consumes gradients on arrival, so that they need no home."""
+        return self.update_in_backward and self.accumulate == 1
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class _Planner:
         demand = max(self._group_bytes(u) for u in self.units)
         # An update in the middle of backward needs its unit beside the one that computes; the
         # factor two lets it in wherever the latter lies.
-        beside = 2 * largest if self.needs.transient_grads else 0
+        beside = 2 * largest if self.needs.update_in_backward else 0
         return min(total, max(demand, largest) + beside + ahead * largest)
 
     def _host_grads(self) -> int:
@@ -239,7 +244,7 @@ class _Planner:
 
     def _move_to_device(self, spend: _Spend) -> None:
         """Gradients and state of as many units as fit, once all weights are resident."""
-        if self.needs.transient_grads:
+        if self.needs.update_in_backward:
             return
         for unit in self.units:
             nbytes = self.grad_bytes[unit.index] + self._state_bytes(unit.index)

@@ -1,0 +1,330 @@
+"""Carries the machine's instructions out, and feeds the results back as signals.
+
+One pump thread calls the machine; everybody else only puts signals into its queue.  Moves end on
+threads of the I/O engine and of the accelerator, updates on the update worker; each puts ``Done``
+or ``Failed`` back.  After a failure the machine drains, whoever waits is woken with the error, and
+later calls are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import BudgetError, OffloadError
+from ..io_engine import IoEngine, Ticket
+from ..observe.trace import Trace
+from ..schedule.arena import Place
+from ..schedule.invariants import validate
+from ..schedule.messages import (
+    Clear,
+    CopyIn,
+    CopyOut,
+    Done,
+    Failed,
+    Grant,
+    Instruction,
+    Kind,
+    Need,
+    Read,
+    Refuse,
+    Release,
+    Settle,
+    Signal,
+    Update,
+    Work,
+    Write,
+)
+from ..schedule.residency import Residency
+from .accelerator import Accelerator, CopyDone, Event
+from .events import RangeEvents
+from .extents import Extents
+from .pools import Arenas
+
+
+class _Waiter:
+    """Somebody who waits for a grant."""
+
+    __slots__ = ("abandoned", "error", "event", "place", "signal")
+
+    def __init__(self, signal: Signal) -> None:
+        self.signal = signal
+        self.event = threading.Event()
+        self.place: Place | None = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+
+
+class Executor:
+    """The moving part around the machine.  ``work_on`` runs updates and merges on the worker."""
+
+    def __init__(
+        self,
+        machine: Residency,
+        arenas: Arenas,
+        accelerator: Accelerator,
+        io: IoEngine | None,
+        extents: Extents,
+        trace: Trace,
+        work_on: Callable[[Clear | Settle | Update], None],
+        *,
+        check: bool,
+    ) -> None:
+        self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
+        self._io, self._extents, self._trace, self._work_on = io, extents, trace, work_on
+        self._check = check
+        self._names = [unit.name for unit in machine.layout.units]
+        self.device_events = RangeEvents()
+        self._queue: queue.SimpleQueue[Signal | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Clear | Settle | Update | None] = queue.SimpleQueue()
+        self._tickets = itertools.count()
+        self._waiters: dict[int, _Waiter] = {}
+        self.lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._raised = False
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._pump, name="overspill-pump", daemon=True),
+            threading.Thread(target=self._work, name="overspill-update", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- for the other threads ------------------------------------------------------------------
+
+    def tell(self, signal: Signal) -> None:
+        """Puts a signal into the queue and goes on."""
+        self.raise_failure()
+        self._queue.put(signal)
+
+    def request(self, make: Callable[[int], Signal]) -> Place | None:
+        """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
+
+        Raises:
+            OffloadError: the engine failed; its cause is attached.
+        """
+        self.raise_failure()
+        ticket = next(self._tickets)
+        waiter = _Waiter(make(ticket))
+        self._waiters[ticket] = waiter
+        self._queue.put(waiter.signal)
+        try:
+            waiter.event.wait()
+        except BaseException:
+            self._abandon(ticket, waiter)
+            raise
+        if waiter.error is not None:
+            self._raise(waiter.error)
+        return waiter.place
+
+    def _abandon(self, ticket: int, waiter: _Waiter) -> None:
+        """The waiting thread was interrupted: what it is granted later goes straight back."""
+        with self.lock:
+            waiter.abandoned = True
+            granted = waiter.event.is_set()
+        if granted and isinstance(waiter.signal, Need):
+            self._queue.put(Release(waiter.signal.unit))
+
+    def raise_failure(self) -> None:
+        """Raises what failed in the background: once with its cause, then as a refusal."""
+        if self._closed:
+            raise OffloadError("the engine is closed; wrap the model again to train on")
+        if self._error is not None:
+            self._raise(self._error)
+
+    def _raise(self, error: BaseException) -> None:
+        if isinstance(error, BudgetError) and self._error is None:
+            raise error
+        if self._raised:
+            raise OffloadError(
+                "the engine stopped after an earlier error; close it, and wrap the model again"
+            ) from error
+        self._raised = True
+        if isinstance(error, OffloadError):
+            raise error
+        raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def settle_down(self) -> None:
+        """Blocks until nothing moves and nothing waits."""
+        while not self.failed:
+            with self.lock:
+                if self._queue.empty() and self.machine.idle:
+                    return
+            time.sleep(0.0002)
+        self.raise_failure()
+
+    # -- the pump -------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while (signal := self._queue.get()) is not None:
+            with self.lock:
+                try:
+                    instructions = self.machine.handle(signal)
+                    if self._check and not self.machine.failed:
+                        validate(self.machine)
+                except BaseException as error:
+                    self._fail(error)
+                    continue
+                for instruction in instructions:
+                    self._carry_out(instruction)
+                if self._error is not None:
+                    self._wake_all()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self.machine.failed = True
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for ticket in self.machine.abandon():
+            self._grant(ticket, None, self._error)
+
+    def _grant(self, ticket: int, place: Place | None, error: BaseException | None) -> None:
+        waiter = self._waiters.pop(ticket)
+        waiter.place, waiter.error = place, error
+        if waiter.abandoned and error is None and isinstance(waiter.signal, Need):
+            self._queue.put(Release(waiter.signal.unit))
+        waiter.event.set()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Grant):
+            self._grant(instruction.ticket, instruction.place, None)
+        elif isinstance(instruction, Refuse):
+            self._grant(instruction.ticket, None, self._refusal(instruction))
+        else:
+            try:
+                self._start(instruction)
+            except BaseException as error:
+                self._finished(instruction, error)
+
+    def _refusal(self, refuse: Refuse) -> BudgetError:
+        regions = self.machine.layout.regions
+        total = regions.device_bytes if refuse.tier == "device" else regions.host_bytes
+        return BudgetError(
+            f"unit {self._names[refuse.unit]!r}", refuse.tier, refuse.need_bytes,
+            refuse.have_bytes, total,
+            f"raise {refuse.tier}_memory, or free graphs that still hold weights",
+        )  # fmt: skip
+
+    def _start(self, work: Work) -> None:
+        if isinstance(work, (Read, Write)):
+            self._transfer(work)
+        elif isinstance(work, CopyIn):
+            self._copy_in(work)
+        elif isinstance(work, CopyOut):
+            self._copy_out(work)
+        else:
+            self._tasks.put(work)
+
+    def _finished(self, work: Work, error: BaseException | None) -> None:
+        if error is not None:
+            if self._error is None:
+                self._error = error
+            self._queue.put(Failed(work))
+        else:
+            self._queue.put(Done(work))
+
+    # -- moves ----------------------------------------------------------------------------------
+
+    def _transfer(self, work: Read | Write) -> None:
+        assert self._io is not None
+        extent = self._extents.of(work.item, work.role)
+        memory = self.arenas.bytes_of(work.place).numpy()
+        lane = "read" if isinstance(work, Read) else "write"
+        name = self._item_name(work)
+
+        def done(ticket: Ticket) -> None:
+            self._trace.add(lane, name, ticket.started_ns, ticket.finished_ns, ticket.nbytes)
+            self._finished(work, ticket.error)
+
+        if isinstance(work, Read):
+            self._io.read(extent, memory, urgent=work.urgent, on_done=done)
+        else:
+            self._io.write(extent, memory, on_done=done)
+
+    def _item_name(self, work: Read | Write) -> str:
+        kind, index = work.item
+        if kind is Kind.STATE:
+            return f"state {index}"
+        return f"{kind.value} {self._names[index]}"
+
+    def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:
+        def done(copy: CopyDone) -> None:
+            name = self._names[work.unit]
+            self._trace.add(lane, name, copy.started_ns, copy.finished_ns, copy.nbytes)
+            self._finished(work, copy.error)
+
+        return done
+
+    def _copy_in(self, work: CopyIn) -> None:
+        event = self.accelerator.copy_in(
+            self.arenas.bytes_of(work.place),
+            self.arenas.bytes_of(work.source),
+            after=self.device_events.over(work.place),
+            on_done=self._copied(work, "copy_in"),
+        )
+        self.device_events.set(work.place, event)
+
+    def _copy_out(self, work: CopyOut) -> None:
+        event = self.accelerator.copy_out(
+            self.arenas.bytes_of(work.place).narrow(0, 0, work.source.nbytes),
+            self.arenas.bytes_of(work.source),
+            after=self.device_events.over(work.source),
+            on_done=self._copied(work, "copy_out"),
+        )
+        self.device_events.set(work.source, event)
+
+    def mark_device_use(self, place: Place, event: Event) -> None:
+        """Compute has used ``place`` up to ``event``; the next copy over it waits."""
+        with self.lock:
+            self.device_events.set(place, event)
+
+    def wait_for(self, place: Place) -> None:
+        """The calling thread's compute waits for what was last done with ``place``."""
+        with self.lock:
+            events = self.device_events.over(place)
+        for event in events:
+            self.accelerator.wait(event)
+
+    # -- the update worker ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            started = time.perf_counter_ns()
+            try:
+                self._work_on(task)
+            except BaseException as error:
+                self._finished(task, error)
+                continue
+            if isinstance(task, Update):
+                name = self._names[task.unit]
+                nbytes = task.state.nbytes
+                self._trace.add("update", name, started, time.perf_counter_ns(), nbytes)
+            self._finished(task, None)
+
+    def close(self) -> None:
+        """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
+        if self._closed:
+            return
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with self.lock:
+                if self._queue.empty() and not self.machine.in_flight:
+                    break
+            time.sleep(0.0005)
+        self._closed = True
+        self._tasks.put(None)
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=60)
+        for waiter in list(self._waiters.values()):
+            waiter.error = OffloadError("the engine was closed")
+            waiter.event.set()

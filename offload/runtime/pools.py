@@ -1,0 +1,117 @@
+"""Budgets, and the two arenas of memory that the engine holds: all of it taken at the start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..config import Tier
+from ..errors import BudgetError
+from ..schedule.arena import Place
+
+
+class Reservation:
+    """Bytes taken from a budget until ``release``."""
+
+    def __init__(self, budget: Budget, nbytes: int) -> None:
+        self._budget, self.nbytes = budget, nbytes
+        self._held = True
+
+    def release(self) -> None:
+        """Gives the bytes back; a second call does nothing."""
+        if self._held:
+            self._held = False
+            self._budget._give_back(self.nbytes)
+
+
+class Budget:
+    """What one tier may hold.  The only truth: nothing is allocated without a reservation."""
+
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self.tier, self.budget_bytes = tier, nbytes
+        self._lock = threading.Lock()
+        self._held = self._peak = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reserve(self, nbytes: int, what: str, remedy: str) -> Reservation:
+        """Takes ``nbytes`` for ``what``.
+
+        Raises:
+            BudgetError: the tier has no room; ``remedy`` says what would help.
+        """
+        with self._lock:
+            if self._held + nbytes > self.budget_bytes:
+                raise BudgetError(
+                    what, self.tier.value, nbytes, self.budget_bytes - self._held,
+                    self.budget_bytes, remedy,
+                )  # fmt: skip
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
+        return Reservation(self, nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held -= nbytes
+
+
+@dataclass(frozen=True)
+class Arenas:
+    """One flat uint8 tensor per memory tier, and the typed views into them."""
+
+    host: torch.Tensor | None
+    device: torch.Tensor | None
+
+    def bytes_of(self, place: Place) -> torch.Tensor:
+        """The flat uint8 view of a place."""
+        arena = self.device if place.tier is Tier.DEVICE else self.host
+        assert arena is not None, f"no arena of {place.tier.value} memory"
+        return arena.narrow(0, place.offset, place.nbytes)
+
+    def typed(
+        self, place: Place, offset: int, dtype: torch.dtype, numel: int
+    ) -> torch.Tensor:
+        """``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
+        memory = self.bytes_of(place).narrow(0, offset, numel * dtype.itemsize)
+        return memory.view(dtype)
+
+
+class HeldMemory:
+    """Owns both arenas with their reservations; ``close`` frees and gives back."""
+
+    def __init__(self) -> None:
+        self.arenas = Arenas(None, None)
+        self._undo: list[Callable[[], None]] = []
+
+    def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+                  free: Callable[[], None]) -> None:  # fmt: skip
+        """Reserves and allocates the host arena."""
+        if nbytes:
+            reservation = budget.reserve(nbytes, "the host arena", "raise host_memory")
+            self._undo.append(reservation.release)
+            self._undo.append(free)
+            self.arenas = Arenas(allocate(nbytes), self.arenas.device)
+
+    def take_device(
+        self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor]
+    ) -> None:
+        """Reserves and allocates the device arena."""
+        if nbytes:
+            reservation = budget.reserve(nbytes, "the device arena", "raise device_memory")
+            self._undo.append(reservation.release)
+            self.arenas = Arenas(self.arenas.host, allocate(nbytes))
+
+    def close(self) -> None:
+        """Frees everything, in the opposite order; a second call does nothing."""
+        self.arenas = Arenas(None, None)
+        while self._undo:
+            self._undo.pop()()

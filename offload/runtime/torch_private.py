@@ -1,0 +1,83 @@
+"""Every private PyTorch interface that the engine uses, in one place.
+
+Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+TRIED = ("2.11", "2.13")
+
+F = TypeVar("F", bound=Callable[..., Any])
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
+    """Makes the pair the innermost one of this thread."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Takes the innermost pair away."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+
+
+def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
+    """The innermost pair of this thread, or ``None``."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return None if pair is None else (pair[0], pair[1])
+
+
+def current_graph_task() -> int:
+    """Number of the backward pass that this thread runs, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the present backward pass is over (not if it raises)."""
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def storage_over(memory: torch.Tensor) -> torch.UntypedStorage:
+    """A new storage object over the bytes of ``memory``, which must outlive it."""
+    return torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined,no-any-return]
+        memory.data_ptr(), memory.device, memory.numel() * memory.element_size()
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage that ``tensor`` points into."""
+    return tensor.untyped_storage()._cdata
+
+
+class StorageWatch:
+    """Tells whether anybody still refers to a storage, without being one who does."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)
+
+    @property
+    def expired(self) -> bool:
+        return bool(self._reference.expired())
+
+
+def make_wrapper(
+    cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor of a wrapper subclass: shape and device of ``like``, no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        cls, like.shape, dtype=dtype, device=like.device, requires_grad=False
+    )
+
+
+def not_compiled(function: F) -> F:
+    """``torch.compile`` runs ``function`` as it is, without tracing into it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,267 @@
+"""What the update worker does: run the rule on a subgroup, and merge gradients that arrive.
+
+Parameters without a gradient in this step keep their weights, state and step count, so a subgroup
+is updated in runs of neighbours that have a gradient and share their count.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import Tier
+from ..errors import OffloadError
+from ..optim import Rule, StepScalars, accumulate, sum_of_squares
+from ..schedule.layout import Layout
+from ..schedule.messages import Clear, Settle, Update
+from ..schedule.partition import Chunk, Unit, align
+from ..schedule.plan import host_grad_dtype
+from ..schedule.subgroups import Subgroup
+from .accelerator import Accelerator
+from .pools import Arenas
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``."""
+
+    start: int
+    stop: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """How one unit's gradients came: parameters that replace, and parameters that add."""
+
+    fresh: tuple[int, ...]
+    added: tuple[int, ...]
+
+
+class GradLayout:
+    """Where each chunk's gradients lie in the host's copy of a unit's gradients."""
+
+    def __init__(self, units: Sequence[Unit], accumulated: int) -> None:
+        self.dtypes: list[list[torch.dtype]] = []
+        self.offsets: list[list[int]] = []
+        for unit in units:
+            offset, offsets, dtypes = 0, [], []
+            for chunk in unit.chunks:
+                dtype = host_grad_dtype(chunk.dtype, accumulated)
+                offsets.append(offset)
+                dtypes.append(dtype)
+                if chunk.group is not None:
+                    offset = align(offset + chunk.numel * dtype.itemsize, 4096)
+            self.offsets.append(offsets)
+            self.dtypes.append(dtypes)
+
+
+class Updater:
+    """Owned by the engine, called by the update worker alone; hooks hand it facts under a lock."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        arenas: Arenas,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        accelerator: Accelerator,
+        accumulated: int,
+        *,
+        norms: bool,
+    ) -> None:
+        self.layout, self.arenas, self.rule = layout, arenas, rule
+        self.accelerator, self.grads = accelerator, GradLayout(layout.units, accumulated)
+        self._groups, self._norms = groups, norms
+        self._subgroups = {s.index: s for group in layout.subgroups for s in group}
+        count = 1 + max((p.index for u in layout.units for _, p in u.params), default=-1)
+        self.steps = [0] * count
+        self.squares: dict[int, float] = {}
+        self.nonfinite: list[str] = []
+        self._lock = threading.Lock()
+        self._arrived: dict[int, list[Arrived]] = {}
+        self._present: dict[int, frozenset[int]] = {}
+        self._scalars: dict[tuple[int, int], StepScalars] = {}
+        self._snapshot: list[dict[str, Any]] | None = None
+        self.grad_scale = 1.0
+
+    # -- facts from the other threads -----------------------------------------------------------
+
+    def arrived(self, unit: int, arrival: Arrived) -> None:
+        """Says how the gradients come that are about to be copied out."""
+        with self._lock:
+            self._arrived.setdefault(unit, []).append(arrival)
+
+    def present(self, unit: int, params: frozenset[int]) -> None:
+        """Says which parameters of the unit have a gradient in this step."""
+        self._present[unit] = params
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the hyper-parameters, once per step, before its first update."""
+        if self._snapshot is None:
+            self._snapshot = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+
+    def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """The name of a hyper-parameter that was changed after the step's first update."""
+        for taken, group in zip(self._snapshot or (), groups, strict=False):
+            for key, value in taken.items():
+                if key in group and not _same(group[key], value):
+                    return key
+        return None
+
+    def end_step(self) -> None:
+        """Forgets what belonged to the step that is over."""
+        self._snapshot = None
+        self._scalars.clear()
+        self._present.clear()
+        self.squares.clear()
+        self.grad_scale = 1.0
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def work_on(self, task: Clear | Settle | Update) -> None:
+        """Runs one task; called on the update worker."""
+        if isinstance(task, Clear):
+            self.arenas.bytes_of(task.place).zero_()
+        elif isinstance(task, Settle):
+            self._settle(task)
+        else:
+            self._update(task)
+
+    def _settle(self, task: Settle) -> None:
+        unit = self.layout.units[task.unit]
+        if task.source != task.place:
+            with self._lock:
+                arrival = self._arrived[task.unit].pop(0)
+            for number, chunk in enumerate(unit.chunks):
+                if chunk.group is not None:
+                    self._merge(task, number, chunk, arrival)
+        else:
+            with self._lock:
+                self._arrived.get(task.unit, []).clear()
+        if self._norms:
+            for number, chunk in enumerate(unit.chunks):
+                if chunk.group is not None:
+                    self._measure(task, number, chunk)
+
+    def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
+        source = self.arenas.typed(task.source, chunk.grad_offset, chunk.dtype, chunk.numel)
+        target = self._grads(task, task.unit, number)
+        for spec in chunk.params:
+            span = slice(spec.offset, spec.offset + align(spec.numel, 64 // chunk.dtype.itemsize))
+            if spec.index in arrival.fresh:
+                target[span].copy_(source[span])
+            elif spec.index in arrival.added:
+                if target.dtype == torch.float32:
+                    accumulate(target[span], source[span])
+                else:
+                    target[span].add_(source[span])
+
+    def _measure(self, task: Settle, number: int, chunk: Chunk) -> None:
+        flat = self._grads(task, task.unit, number)
+        for spec in chunk.params:
+            grad = flat[spec.offset : spec.offset + spec.numel]
+            self.squares[spec.index] = sum_of_squares(grad)
+
+    def _grads(self, task: Settle | Update, unit: int, number: int) -> torch.Tensor:
+        place = task.place if isinstance(task, Settle) else task.grads
+        dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]
+        numel = self.layout.units[unit].chunks[number].numel
+        return self.arenas.typed(place, offset, dtype, numel)
+
+    def _update(self, task: Update) -> None:
+        subgroup = self._subgroups[task.subgroup]
+        unit = self.layout.units[task.unit]
+        chunk = unit.chunks[subgroup.chunk]
+        weights = self.arenas.typed(task.weights, chunk.byte_offset, chunk.dtype, chunk.numel)
+        grads = self._grads(task, task.unit, subgroup.chunk)
+        if task.weights.tier is Tier.DEVICE:
+            with self.accelerator.update_stream():
+                self._run(task, subgroup, chunk, weights, grads)
+                self.accelerator.record().synchronize()
+        else:
+            self._run(task, subgroup, chunk, weights, grads)
+
+    def _run(
+        self,
+        task: Update,
+        subgroup: Subgroup,
+        chunk: Chunk,
+        weights: torch.Tensor,
+        grads: torch.Tensor,
+    ) -> None:
+        state = {
+            f.name: self.arenas.typed(task.state, f.offset, f.dtype, f.numel)
+            for f in subgroup.fields
+        }
+        assert chunk.group is not None
+        for run in self._runs(task.unit, chunk, subgroup):
+            inside = slice(run.start - subgroup.start, run.stop - subgroup.start)
+            finite = self.rule.update(
+                grads[run.start : run.stop],
+                weights[run.start : run.stop],
+                {f.name: _part(state[f.name], inside, subgroup.count) for f in subgroup.fields},
+                self._scalars_for(chunk.group, run.step),
+            )
+            if not finite:
+                self.nonfinite.append(self.layout.units[task.unit].name)
+
+    def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
+        """The runs of a subgroup; borders between parameters belong to the one before."""
+        present = self._present[unit]
+        runs: list[Run] = []
+        end = subgroup.start + subgroup.count
+        for spec in chunk.params:
+            stop = spec.offset + align(max(spec.numel, 1), 64 // chunk.dtype.itemsize)
+            low, high = max(spec.offset, subgroup.start), min(stop, end)
+            if low >= high or spec.index not in present:
+                continue
+            step = self.steps[spec.index] + 1
+            if runs and runs[-1].stop == low and runs[-1].step == step:
+                runs[-1] = Run(runs[-1].start, high, step)
+            else:
+                runs.append(Run(low, high, step))
+        return runs
+
+    def _scalars_for(self, group: int, step: int) -> StepScalars:
+        scalars = self._scalars.get((group, step))
+        if scalars is None:
+            assert self._snapshot is not None
+            scalars = self.rule.scalars(self._snapshot[group], step, self.grad_scale)
+            self._scalars[group, step] = scalars
+        return scalars
+
+    # -- the norm -------------------------------------------------------------------------------
+
+    def total_norm(self, params: Sequence[int]) -> float:
+        """The global L2 norm of the step's gradients, summed exactly in the order of indices."""
+        return math.sqrt(math.fsum(self.squares[index] for index in sorted(params)))
+
+    def raise_nonfinite(self) -> None:
+        """Raises when an update gave values that are not finite."""
+        if self.nonfinite:
+            names = ", ".join(dict.fromkeys(self.nonfinite))
+            self.nonfinite.clear()
+            raise OffloadError(
+                f"the update gave values that are not finite in {names}; lower the learning rate, "
+                "clip with max_grad_norm, or look for the first loss that is not finite"
+            )
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
+    return bool(left == right)
+
+
+def _part(field: torch.Tensor, inside: slice, count: int) -> torch.Tensor:
+    """The part of a state field that belongs to a run; per-block fields scale with it."""
+    if field.numel() == count:
+        return field[inside]
+    per = -(-count // field.numel())
+    return field[inside.start // per : -(-inside.stop // per)]

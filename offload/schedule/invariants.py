@@ -1,0 +1,90 @@
+"""What must hold after every signal, whatever the order of events.  Raises ``AssertionError``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..config import Tier
+from .arena import Arena, Place
+from .messages import Item, Kind, Read, Write
+from .residency import Residency
+from .weights import Roles
+
+
+def validate(machine: Residency) -> None:
+    """Checks every invariant of the machine; about 10 us a unit, for tests and debugging."""
+    _owners(machine)
+    _currency(machine)
+    _extents(machine)
+
+
+def _owners(machine: Residency) -> None:
+    """No slot has two owners; each lies in its region; regions account for exactly their slots."""
+    weights, grads, updates = machine.weights, machine.gradients, machine.updates
+    groups: list[tuple[Arena, list[Place]]] = [
+        (weights.host_arena, []),
+        (weights.device_arena, []),
+        (grads.host_arena, []),
+        (grads.device_arena, []),
+        (updates.arena, []),
+    ]
+    host_w, device_w, host_g, device_g, states = (places for _, places in groups)
+    for item in weights.units:
+        host_w += [item.host.place] if item.host and not item.host.fixed else []
+        device_w += [item.device.place] if item.device and not item.device.fixed else []
+        device_w += item.orphans
+    for unit, home in zip(grads.units, machine.layout.homes, strict=True):
+        if unit.slot is not None and home.grad_place is None:
+            host_g.append(unit.slot)
+        host_g += [unit.staging] if unit.staging else []
+        device_g += [unit.device] if unit.device else []
+    homes = [place for home in machine.layout.homes for place in home.state_places]
+    for state, fixed in zip(updates.states, homes, strict=True):
+        states += [state.place] if state.place is not None and fixed is None else []
+    for arena, places in groups:
+        end = arena.base
+        for place in sorted(p for p in places if p.nbytes):
+            assert place.tier is arena.tier, f"{place} lies in the wrong tier"
+            assert place.offset >= end, f"{place} overlaps its neighbour, or leaves its region"
+            end = place.offset + place.nbytes
+        assert end <= arena.base + arena.nbytes, f"region of {arena.tier.value} memory is passed"
+        used = sum(p.nbytes for p in places)
+        assert used == arena.used_bytes, f"{arena.used_bytes} bytes accounted, {used} owned"
+
+
+def _currency(machine: Residency) -> None:
+    """Every unit has a current copy; nothing dirty can be evicted; counts are not negative."""
+    for number, item in enumerate(machine.weights.units):
+        home = machine.layout.homes[number]
+        current = item.stored or home.weights is Tier.DEVICE
+        current = current or (item.host is not None and item.host.valid)
+        assert current, f"unit {number} has no current copy"
+        assert item.pins >= 0 and item.held >= 0, f"unit {number} was released too often"
+        for copy in (item.host, item.device):
+            assert copy is None or copy.holds >= 0, f"unit {number} was let go too often"
+        if not item.stored and home.weights is Tier.NVME:
+            assert item.host is not None and item.host.holds > 0, f"unit {number} may be lost"
+        if item.pins:
+            copy = machine.weights.compute_copy(number)
+            assert copy is not None, f"unit {number} is in use but not there"
+
+
+def _extents(machine: Residency) -> None:
+    """One writer per extent, none on a committed one, and no read beside a write of its item."""
+    writes = Counter(w.item for w in machine.in_flight if isinstance(w, Write))
+    for work, count in machine.in_flight.items():
+        if isinstance(work, Write):
+            assert count == 1 and writes[work.item] == 1, f"two writers of {work.item}"
+            roles = _roles(machine, work.item)
+            if roles is not None and roles.pair and roles.written:
+                assert work.role != roles.committed, f"{work.item} overwrites its committed extent"
+        elif isinstance(work, Read):
+            assert not writes[work.item], f"{work.item} is read while it is written"
+
+
+def _roles(machine: Residency, item: Item) -> Roles | None:
+    if item.kind is Kind.WEIGHTS:
+        return machine.weights.units[item.index].roles
+    if item.kind is Kind.STATE:
+        return machine.updates.states[item.index].roles
+    return None
