@@ -206,6 +206,10 @@ class OffloadConfig:
             raise ValueError(
                 "update='next_forward' is not available in this version; use 'step' or 'backward'"
             )
+        if self.moments != "fp32":
+            raise ValueError(
+                f"moments={self.moments!r} is not available in this version; use 'fp32'"
+            )
         if self.on_nonfinite != "raise":
             raise ValueError(
                 f"on_nonfinite={self.on_nonfinite!r} needs rollback, which this version lacks; "

@@ -230,6 +230,14 @@ class Residency:
             or self.gradients.room_wanted
         )
 
+    def drop_caches(self) -> None:
+        """Drops every copy that is only cached.  Nothing may be under way."""
+        assert self.idle, "caches are dropped only while nothing moves"
+        for tier in (Tier.DEVICE, Tier.HOST):
+            for unit in range(len(self.layout.units)):
+                if self.weights.evictable(unit, tier) is not None:
+                    self.weights.drop(unit, tier)
+
     def abandon(self) -> list[int]:
         """After a failure: the tickets of all who still wait, each once."""
         tickets = [need.ticket for need in self._demands]

@@ -1,0 +1,76 @@
+"""From what the user asked for to bytes per tier: free memory measured, cgroup limits honoured."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from .config import OffloadConfig, parse_size
+from .runtime.accelerator import Accelerator
+from .schedule.plan import Budgets
+
+HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things
+DEVICE_MARGIN = 0.5  # of free device memory stays free for activations, gradients and kernels
+DISK_MARGIN = 0.05
+SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def free_host_bytes() -> int:
+    """Host memory that can be had now: the least of what the system and the cgroup leave."""
+    free = int(psutil.virtual_memory().available)
+    for limit_file, used_file in _CGROUPS:
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            free = min(free, max(0, int(limit) - used))
+    return free
+
+
+def free_disk_bytes(directories: Sequence[Path]) -> int:
+    """Disk that an equal stripe over all directories can take: the smallest times their number."""
+    return min(shutil.disk_usage(folder).free for folder in directories) * len(directories)
+
+
+def resolve_budgets(config: OffloadConfig, accelerator: Accelerator) -> Budgets:
+    """The budgets in bytes.
+
+    Raises:
+        ValueError: ``device_memory`` was given but there is no device memory; a missing folder.
+    """
+    host_free = free_host_bytes()
+    host = parse_size(config.host_memory, "host_memory")
+    device: int | None = None
+    if accelerator.has_device_memory:
+        asked = parse_size(config.device_memory, "device_memory")
+        if accelerator.kind == "cuda":
+            free = int(torch.cuda.mem_get_info(accelerator.device)[0])
+            device = asked.resolve(free, int(free * DEVICE_MARGIN))
+        else:
+            device = asked.resolve(SIM_DEVICE_BYTES, 0)
+    elif config.device_memory != "auto":
+        raise ValueError(
+            "device_memory: there is no device here, so there is one memory tier; set host_memory"
+        )
+    nvme: int | None = None
+    if config.nvme is not None:
+        for folder in config.nvme:
+            if not folder.is_dir():
+                raise ValueError(f"nvme: {folder} is not a directory; create it first")
+        free = free_disk_bytes(config.nvme)
+        asked = parse_size(config.nvme_memory, "nvme_memory")
+        nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free)
+    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme)

@@ -1,0 +1,362 @@
+"""The composition root: builds the parts for one model, owns their lifetime, and runs the step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .config import OffloadConfig, Tier
+from .errors import OffloadError
+from .io_engine import IoEngine, Lease, allocate_host
+from .observe.stats import MemoryStats, Stats, step_stats
+from .observe.trace import Trace
+from .optim import Rule
+from .runtime.accelerator import Accelerator
+from .runtime.backward import Backward
+from .runtime.contents import Contents
+from .runtime.direct import DirectAccess
+from .runtime.executor import Executor
+from .runtime.extents import Extents
+from .runtime.gradient_tensor import GradientAccess, OffloadedGradient
+from .runtime.gradients import GradientCollector
+from .runtime.hooks import ModuleHooks
+from .runtime.pools import Budget, HeldMemory
+from .runtime.residences import Residences
+from .runtime.saved import SavedTensors
+from .runtime.updates import Updater
+from .schedule.arena import Place
+from .schedule.messages import Item, Kind, Settled, Step
+from .schedule.partition import Partition
+from .schedule.plan import Budgets, Plan, host_grad_dtype
+from .schedule.residency import Residency
+
+log = logging.getLogger("overspill")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that is decided before anything is allocated."""
+
+    config: OffloadConfig
+    parts: Partition
+    plan: Plan
+    budgets: Budgets
+    rule: Rule
+    update: str  # "step" or "backward"
+
+
+class Engine:
+    """One wrapped model.  Never copied or pickled: the weights are not all in the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        blueprint: Blueprint,
+        accelerator: Accelerator,
+    ) -> None:
+        assert blueprint.plan.layout is not None
+        self.model, self.groups, self.blueprint = model, groups, blueprint
+        self.config, self.parts, self.layout = (
+            blueprint.config, blueprint.parts, blueprint.plan.layout
+        )  # fmt: skip
+        self.accelerator, self.trace = accelerator, Trace()
+        self.closed = self._materialized = False
+        self.step_count = self.micro_steps = 0
+        self.versions = [0] * len(self.parts.units)
+        self._unit_place: dict[int, tuple[int, int]] = {}
+        self.stats = Stats.empty()
+        self.budgets = {
+            Tier.DEVICE: Budget(Tier.DEVICE, blueprint.budgets.device or 0),
+            Tier.HOST: Budget(Tier.HOST, blueprint.budgets.host),
+            Tier.NVME: Budget(Tier.NVME, blueprint.budgets.nvme or 0),
+        }
+        self._held = HeldMemory()
+        self.io: IoEngine | None = None
+        self._lease: Lease | None = None
+        self._build()
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Takes memory and disk, and starts the threads.  On an error nothing stays behind."""
+        try:
+            self._take_memory()
+            self._take_disk()
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+
+    def _take_memory(self) -> None:
+        regions = self.layout.regions
+        self._held.take_host(
+            self.budgets[Tier.HOST], regions.host_bytes, self._allocate_host, self._free_host
+        )
+        if self.accelerator.has_device_memory:
+            self._held.take_device(
+                self.budgets[Tier.DEVICE], regions.device_bytes, self.accelerator.allocate
+            )
+
+    def _allocate_host(self, nbytes: int) -> torch.Tensor:
+        self._lease = allocate_host(nbytes)
+        self.accelerator.page_lock(self._lease.address, self._lease.nbytes)
+        return torch.from_numpy(self._lease.array)[:nbytes]
+
+    def _free_host(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def _take_disk(self) -> None:
+        disk = self.blueprint.plan.disk_bytes
+        if disk == 0 or self.config.nvme is None:
+            return
+        self.budgets[Tier.NVME].reserve(disk, "the store", "raise nvme_memory")
+        self.io = IoEngine(
+            list(self.config.nvme), disk, checksum=self.config.checksum, ephemeral=True
+        )
+
+    def _start(self) -> None:
+        config, layout = self.config, self.layout
+        self.extents = Extents(layout, self.io)
+        self.updater = Updater(
+            layout, self._held.arenas, self.blueprint.rule, self.groups, self.accelerator,
+            config.accumulate, norms=config.max_grad_norm is not None,
+        )  # fmt: skip
+        machine = Residency(layout)
+        self.executor = Executor(
+            machine, self._held.arenas, self.accelerator, self.io, self.extents, self.trace,
+            self.updater.work_on, check=os.environ.get("OVERSPILL_VALIDATE") == "1",
+        )  # fmt: skip
+        self.direct = DirectAccess(layout, self.executor, self.io, self.extents)
+        self.contents = Contents(layout, self._held.arenas, self.direct)
+        self.residences = Residences(
+            self.parts, self.executor, self.accelerator, self._compute_place
+        )
+        self.backward = Backward(self.residences, self._backward_over)
+        self.saved = SavedTensors(
+            self.residences, self.versions, self._index_of, self.backward.enter
+        )
+        for unit in self.parts.units:
+            for place, (_, spec) in enumerate(unit.params):
+                self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)
+
+    def install(self) -> None:
+        """Hooks up the model, once all homes are filled."""
+        self.residences.install()
+        me = weakref.ref(self)  # p.grad must not keep the engine: such a ring is never collected
+
+        def alive() -> Engine:
+            engine = me()
+            if engine is None or engine.closed:
+                raise OffloadError("the engine of this gradient is closed")
+            return engine
+
+        self.access = GradientAccess(
+            lambda index, grad: alive()._add_grad(index, grad),
+            lambda index: alive().read_grad(index),
+            lambda index, value: alive().write_grad(index, value),
+        )
+        self.collector = GradientCollector(
+            self.parts, self.executor, self.accelerator, self.updater, self.backward,
+            self._may_update, self._make_grad,
+        )  # fmt: skip
+        self.hooks = ModuleHooks(
+            self.model, self.residences, self.saved, self.backward, self.executor.raise_failure
+        )
+
+    def _compute_place(self, unit: int) -> Place:
+        copy = self.executor.machine.weights.compute_copy(unit)
+        assert copy is not None, f"unit {unit} is not in memory"
+        return copy.place
+
+    def _index_of(self, p: torch.Tensor) -> tuple[int, int] | None:
+        found = self._unit_place.get(id(p))
+        if found is None or not self.residences.streamed[found[0]]:
+            return None
+        return found
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _make_grad(self, index: int) -> OffloadedGradient:
+        p = self.parts.parameters[index]
+        dtype = host_grad_dtype(p.dtype, self.config.accumulate)
+        if dtype != p.dtype:
+            p.grad_dtype = None  # type: ignore[assignment]
+        return OffloadedGradient(p, dtype, index, self.access)
+
+    def _add_grad(self, index: int, grad: torch.Tensor) -> None:
+        self._refuse_consumed(index)
+        low = self.parts.parameters[index].dtype != torch.float32
+        if low and self.config.accumulate == 1 and index not in self._pending_params():
+            raise OffloadError(
+                "a second backward() added to gradients that are kept in "
+                f"{self.parts.parameters[index].dtype}; pass accumulate=N (micro-steps per step) "
+                "so that the plan keeps them in fp32"
+            )
+        self.collector.add(index, grad)
+
+    def _pending_params(self) -> set[int]:
+        return {i for p in self.collector.pending.values() for i in (*p.fresh, *p.added)}
+
+    def _refuse_consumed(self, index: int) -> None:
+        if self.parts.unit_of[index] in self.executor.machine.updates.updated:
+            raise OffloadError(
+                "update='backward' has applied this gradient already; set accumulate=N for several "
+                "backward() per step, or update='step' to use gradients between backward and step"
+            )
+
+    def _grad_view(self, index: int) -> torch.Tensor:
+        """The parameter's gradient at its place, after everything has arrived."""
+        self._refuse_consumed(index)
+        self.collector.deliver_all()
+        self.executor.request(Settled)
+        unit = self.parts.unit_of[index]
+        self.direct.settle()
+        place = self.direct.load(Item(Kind.GRADS, unit))
+        for number, chunk in enumerate(self.parts.units[unit].chunks):
+            for spec in chunk.params:
+                if spec.index == index:
+                    flat = self._held.arenas.typed(
+                        place, self.updater.grads.offsets[unit][number],
+                        self.updater.grads.dtypes[unit][number], chunk.numel,
+                    )  # fmt: skip
+                    return flat[spec.offset : spec.offset + spec.numel].as_strided(
+                        spec.shape, spec.stride, flat.storage_offset() + spec.offset
+                    )
+        raise KeyError(index)
+
+    def read_grad(self, index: int) -> torch.Tensor:
+        """A plain copy of the gradient that the engine holds for a parameter."""
+        return self._grad_view(index).to(self.accelerator.device, copy=True)
+
+    def write_grad(self, index: int, value: torch.Tensor) -> None:
+        """Replaces the gradient that the engine holds for a parameter."""
+        view = self._grad_view(index)
+        view.copy_(value)
+        self.direct.store(Item(Kind.GRADS, self.parts.unit_of[index]))
+        if self.config.max_grad_norm is not None:
+            self.updater.squares[index] = float(view.double().square().sum())
+
+    def _may_update(self, unit: int) -> bool:
+        """Whether a unit may be updated as soon as its gradients are gathered."""
+        if self.blueprint.update != "backward" or self.micro_steps != self.config.accumulate - 1:
+            return False
+        if self.saved.live[unit] or self.residences.uses[unit]:
+            return False
+        self.updater.begin_step(self.groups)
+        self.versions[unit] += 1
+        return True
+
+    def _backward_over(self) -> None:
+        if self.executor.failed or self.closed:
+            return
+        self.collector.deliver_all()
+        self.micro_steps += 1
+        self.trace.compute_pause()
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        self.raise_if_unusable()
+        started = time.perf_counter_ns()
+        self.trace.compute_pause()
+        self.backward.abandon()
+        self.collector.take_user_grads()
+        changed = self.updater.changed_since_begin(self.groups)
+        if changed is not None:
+            raise OffloadError(
+                f"{changed!r} was changed after update='backward' had begun to apply it; change "
+                "hyper-parameters between step() and the next backward()"
+            )
+        self.executor.request(Settled)
+        units = self._present_units()
+        self.updater.begin_step(self.groups)
+        self._clip(units)
+        self.executor.request(lambda ticket: Step(tuple(units), ticket))
+        self._after_update(units)
+        self.trace.mark_step(self.step_count, started, time.perf_counter_ns())
+        self.stats = step_stats(self.trace, self.blueprint.plan, self.config.rates)
+        self.updater.raise_nonfinite()
+
+    def _present_units(self) -> dict[int, frozenset[int]]:
+        units: dict[int, frozenset[int]] = {}
+        for unit in self.parts.units:
+            present = self.collector.present(unit.index)
+            if present:
+                units[unit.index] = present
+                if unit.index not in self.executor.machine.updates.updated:
+                    self.updater.present(unit.index, present)
+                    self.versions[unit.index] += 1
+        return units
+
+    def _clip(self, units: Mapping[int, frozenset[int]]) -> None:
+        limit = self.config.max_grad_norm
+        if limit is not None:
+            total = self.updater.total_norm([i for present in units.values() for i in present])
+            self.updater.grad_scale = min(1.0, limit / (total + 1e-6))
+
+    def _after_update(self, units: Mapping[int, frozenset[int]]) -> None:
+        for unit, present in units.items():
+            for index in present:
+                self.updater.steps[index] += 1
+            if self.residences.fixed[unit]:
+                if self.accelerator.has_device_memory:
+                    self.executor.wait_for(self._compute_place(unit))
+                for _, spec in self.parts.units[unit].params:
+                    torch.autograd.graph.increment_version(self.parts.parameters[spec.index])
+        self.updater.end_step()
+        self.step_count += 1
+        self.micro_steps = 0
+
+    # -- state of the whole ---------------------------------------------------------------------
+
+    def raise_if_unusable(self) -> None:
+        """Raises after ``close``, after a failure, and inside ``materialized``."""
+        if self._materialized:
+            raise OffloadError("the model is materialized; leave the `with` block before training")
+        self.executor.raise_failure()
+
+    def memory(self) -> dict[Tier, MemoryStats]:
+        """Budget, held and peak bytes of every tier."""
+        return {
+            tier: MemoryStats(b.budget_bytes, b.held_bytes, b.peak_bytes)
+            for tier, b in self.budgets.items()
+        }
+
+    def _release(self) -> None:
+        for part in (getattr(self, "executor", None), self.io):
+            if part is not None:
+                part.close()
+        self.accelerator.close()
+        self._held.close()
+
+    def close(self) -> None:
+        """Ends all threads, frees all memory and disk.  A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        self.collector.remove()
+        self._release()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise OffloadError(
+            "a wrapped model cannot be copied: its weights are not all in memory; copy "
+            "model.state_dict(), or overspill.unwrap(model) first"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OffloadError(
+            "a wrapped model cannot be pickled: its weights are not all in memory; save "
+            "model.state_dict() instead"
+        )

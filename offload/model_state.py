@@ -1,0 +1,145 @@
+"""``model.state_dict()`` and ``load_state_dict()`` of a wrapped model: full, current weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import OffloadError
+from .runtime.contents import Values
+from .schedule.partition import ParamSpec
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class StateHooks:
+    """Installs the hooks on every module that owns a managed parameter."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._index = {id(p): i for i, p in enumerate(engine.parts.parameters)}
+        self._memo: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+        model = engine.model
+        # torch marks public hooks with an attribute, which bound methods cannot take.
+        forget = lambda *args: self._forget(*args)  # noqa: E731
+        fill = lambda *args: self._fill(*args)  # noqa: E731
+        load = lambda *args: self._load(*args)  # noqa: E731
+        self._handles.append(model.register_state_dict_pre_hook(forget))
+        for module in model.modules():
+            if any(id(p) in self._index for p in module._parameters.values()):
+                self._handles.append(module.register_state_dict_post_hook(fill))
+                self._handles.append(module.register_load_state_dict_pre_hook(load))
+        self._handles.append(model.register_state_dict_post_hook(forget))
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _owned(self, module: nn.Module) -> Iterator[tuple[str, int]]:
+        for name, p in module._parameters.items():
+            if id(p) in self._index:
+                yield name, self._index[id(p)]
+
+    def _forget(self, *_: Any) -> None:
+        self._memo.clear()
+
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
+        engine = self._engine()
+        if engine is None or engine.closed:
+            return
+        for name, index in self._owned(module):
+            if prefix + name in state:
+                if index not in self._memo:
+                    self._memo[index] = read_weight(engine, index)
+                state[prefix + name] = self._memo[index]
+
+    def _load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
+        *_: Any,
+    ) -> None:  # fmt: skip
+        engine = self._engine()
+        if engine is None or engine.closed:
+            return
+        if meta.get("assign_to_params_buffers", False):
+            raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
+        for name, index in self._owned(module):
+            value, p = state.get(prefix + name), engine.parts.parameters[index]
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p:
+                write_weights(engine, {index: value})
+                state[prefix + name] = p  # copying a parameter to itself does nothing
+
+
+def read_weight(engine: Engine, index: int) -> torch.Tensor:
+    """A copy of a parameter's current weight, on its device, in its own strides."""
+    unit = engine.parts.unit_of[index]
+    engine.residences.enter(unit)
+    try:
+        return engine.parts.parameters[index].detach().clone()
+    finally:
+        engine.residences.leave(unit)
+
+
+def write_weights(engine: Engine, values: Mapping[int, torch.Tensor]) -> None:
+    """Writes weights (and their masters, exactly) by parameter index."""
+    engine.executor.raise_failure()
+    engine.direct.settle()
+    units = {engine.parts.unit_of[index] for index in values}
+
+    def value_of(spec: ParamSpec) -> Values | None:
+        value = values.get(spec.index)
+        return None if value is None else {"weight": value.detach()}
+
+    for unit in sorted(units):
+        if engine.residences.uses[unit]:
+            name = engine.parts.units[unit].name
+            raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
+        engine.contents.fill(unit, value_of, first=False)
+        engine.versions[unit] += 1
+
+
+@contextmanager
+def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
+    """Gives every parameter its full, current weight, for code that reads or edits ``p.data``.
+
+    Needs memory for the whole model on its device.  With ``writeback`` what was edited becomes
+    the new weights (and masters); without, edits are dropped.
+
+    Raises:
+        OffloadError: the model is not wrapped, or is running.
+    """
+    engine: Engine | None = model.__dict__.get("_overspill_engine")
+    if engine is None:
+        raise OffloadError("the model is not wrapped by overspill")
+    engine.raise_if_unusable()
+    params = engine.parts.parameters
+    before = [p.data for p in params]
+    full = [read_weight(engine, index) for index in range(len(params))]
+    engine._materialized = True
+    for p, value in zip(params, full, strict=True):
+        p.data = value
+    try:
+        yield model
+    finally:
+        edited = {i: p.data for i, p in enumerate(params)}
+        for p, data in zip(params, before, strict=True):
+            p.data = data
+        engine._materialized = False
+        if writeback:
+            # Only what was edited: a bf16 weight written back would round its master.
+            changed = {
+                i: value
+                for i, value in edited.items()
+                if not torch.equal(value, read_weight(engine, i))
+            }
+            write_weights(engine, changed)
+
+
+__all__ = ["StateHooks", "materialized", "read_weight", "write_weights"]

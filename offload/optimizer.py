@@ -1,0 +1,424 @@
+"""What the user holds: ``wrap``, ``plan``, ``unwrap`` and the optimizer that they get back."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .budgets import resolve_budgets
+from .config import OffloadConfig, Tier
+from .engine import Blueprint, Engine
+from .errors import BudgetError, OffloadError
+from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
+from .model_state import StateHooks, read_weight
+from .observe.rates import Rates, cached
+from .observe.stats import MemoryStats, Stats
+from .optim import Rule, rule_for
+from .runtime.accelerator import Accelerator, make_accelerator
+from .schedule.bounds import link_bound
+from .schedule.partition import Chunk, partition
+from .schedule.plan import Needs, Plan, make_layout
+from .schedule.simulate import predict_traffic
+from .schedule.subgroups import StateField
+
+log = logging.getLogger("overspill")
+ATTRIBUTE = "_overspill_engine"
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a wrapped model, else ``None``."""
+    engine = model.__dict__.get(ATTRIBUTE)
+    assert engine is None or isinstance(engine, Engine)
+    return engine
+
+
+# -- deciding -----------------------------------------------------------------------------------
+
+
+def _fields_of(rule: Rule, config: OffloadConfig) -> Callable[[Chunk], tuple[StateField, ...]]:
+    def fields(chunk: Chunk) -> tuple[StateField, ...]:
+        if chunk.dtype == torch.bfloat16:
+            master = "fp32" if config.master == "fp32" else "split"
+        else:
+            master = "fp32" if chunk.dtype == torch.float16 else None
+        return rule.state_fields(chunk.dtype, master, config.moments)
+
+    return fields
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if engine_of(model) is not None:
+        raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
+    for name, module in model.named_modules():
+        if engine_of(module) is not None:
+            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+    own = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in own:
+                raise ValueError(
+                    f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
+                    "not in the model; build the optimizer from model.parameters()"
+                )
+
+
+def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
+    allowed = {"cpu", "meta", accelerator.device.type}
+    for name, p in model.named_parameters():
+        if p.device.type not in allowed:
+            raise ValueError(
+                f"parameter {name!r} is on {p.device}; move the model to the CPU or to "
+                f"{accelerator.device} before wrap"
+            )
+
+
+def _decide(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
+    accelerator: Accelerator,
+) -> Blueprint:  # fmt: skip
+    rule = rule_for(optimizer)
+    _check_model(model, optimizer)
+    _check_devices(model, accelerator)
+    groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    parts = partition(model, groups, names=config.units, dtype=config.weight_dtype)
+    budgets = resolve_budgets(config, accelerator)
+    update = "step" if config.update == "auto" else config.update
+    backward = update == "backward"
+    needs = Needs(
+        _fields_of(rule, config), config.accumulate, backward, config.durable,
+        config.prefetch_depth,
+    )  # fmt: skip
+    layout, disk, shortfalls = make_layout(parts, budgets, needs)
+    links = (
+        {}
+        if shortfalls
+        else predict_traffic(layout, micro_steps=config.accumulate, update_in_backward=backward)
+    )
+    bound, bottleneck = link_bound(links, config.rates)
+    plan = Plan(
+        fits=not shortfalls,
+        shortfalls=shortfalls,
+        placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
+        tier_bytes={
+            Tier.DEVICE: layout.regions.device_bytes,
+            Tier.HOST: layout.regions.host_bytes,
+            Tier.NVME: disk,
+        },
+        link_bytes=links,
+        disk_bytes=disk,
+        step_s=bound,
+        bound_s=bound,
+        bottleneck=bottleneck,
+        layout=layout,
+    )
+    return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:
+    if config.rates is not None:
+        return config
+    from dataclasses import replace
+
+    return replace(config, rates=cached(config.nvme or (), accelerator.kind))
+
+
+def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Plan:
+    """What ``wrap`` with the same options would hold and move.  Allocates nothing.
+
+    Options: see ``OffloadConfig``.  Lack of room is not an error: ``plan.fits`` and
+    ``plan.shortfalls`` tell.
+
+    Raises:
+        TypeError: an unknown option, or an optimizer that is not supported.
+        ValueError: an option's value makes no sense.
+    """
+    config = OffloadConfig.from_options(options)
+    accelerator = make_accelerator(config.device, config.rates)
+    try:
+        return _decide(model, optimizer, _with_rates(config, accelerator), accelerator).plan
+    finally:
+        accelerator.close()
+
+
+# -- wrapping -----------------------------------------------------------------------------------
+
+
+def _raise_shortfall(plan: Plan, blueprint: Blueprint) -> None:
+    if plan.fits:
+        return
+    first = plan.shortfalls[0]
+    raise BudgetError(
+        first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes,
+        first.remedy,
+    )  # fmt: skip
+
+
+def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Moves weights and state to their homes, one unit at a time, and frees the originals."""
+    parts, config = engine.parts, engine.config
+    files = None if config.weights is None else WeightFiles(config.weights)
+    names = {} if files is None else match_files(files, model, parts)
+    init = config.init or default_init(model)
+    device = engine.accelerator.device
+    for index, p in enumerate(parts.parameters):
+        steps = optimizer.state.get(p, {}).get("step", 0)
+        engine.updater.steps[index] = int(steps)
+    for unit in parts.units:
+        specs = {spec.index: spec for _, spec in unit.params}
+        made: Mapping[int, torch.Tensor] = {}
+        if files is None and any(parts.parameters[i].is_meta for i in specs):
+            made = initialise(parts.found[unit.index], specs, parts, init)
+
+        def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
+            if files is not None:
+                return files.load(names[index])
+            return made.get(index, parts.parameters[index].data)
+
+        values = values_of_unit(parts, unit.index, optimizer.state, weight_of)
+        engine.contents.fill(unit.index, values, first=True)
+        for chunk, spec in unit.params:
+            stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
+            parts.parameters[spec.index].data = stub.expand(spec.shape)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
+    """Offloads a model and its optimizer; the training loop stays as it is.
+
+    Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the
+    same param groups.  Options: see ``OffloadConfig``.
+
+    Example::
+
+        optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-5),
+                                   device_memory="10GiB", host_memory="24GiB", nvme="/scratch")
+
+    Raises:
+        BudgetError: a budget is too small; nothing was allocated.
+        TypeError: an unknown option, or an optimizer that is not supported.
+        ValueError: an option's value makes no sense, or weights do not match the model.
+        OffloadError: the model is wrapped already, or cannot be.
+    """
+    config = OffloadConfig.from_options(options)
+    accelerator = make_accelerator(config.device, config.rates)
+    try:
+        config = _with_rates(config, accelerator)
+        blueprint = _decide(model, optimizer, config, accelerator)
+        _raise_shortfall(blueprint.plan, blueprint)
+        if config.weights is not None:
+            match_files(WeightFiles(config.weights), model, blueprint.parts)
+        engine = Engine(model, optimizer.param_groups, blueprint, accelerator)
+    except BaseException:
+        accelerator.close()
+        raise
+    try:
+        _fill(model, optimizer, engine)
+        engine.install()
+    except BaseException:
+        engine.close()
+        raise
+    log.info("overspill: %s", blueprint.plan)
+    optimizer.state.clear()
+    model.__dict__[ATTRIBUTE] = engine
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+    return OffloadedOptimizer(engine, optimizer)
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose parameters and state live on several tiers.
+
+    ``param_groups`` are the very objects of the wrapped optimizer, read at every step, so
+    schedulers work unchanged.  A context manager; ``close`` also runs at interpreter exit.
+    """
+
+    def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self.param_groups = inner.param_groups
+        self._engine = engine
+        self._state_hooks = StateHooks(engine)
+        self._finalizer = weakref.finalize(self, Engine.close, engine)
+
+    # -- training -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns the closure's result, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step()
+        return loss
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken since ``wrap``."""
+        return self._engine.step_count
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this run follows."""
+        return self._engine.blueprint.plan
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last step."""
+        return self._engine.stats
+
+    @property
+    def memory(self) -> Mapping[Tier, MemoryStats]:
+        """Budget, held and peak bytes of every tier."""
+        return self._engine.memory()
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
+        self._engine.trace.save(Path(path))
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state in torch's own format: fp32 moments, one entry per trained parameter.
+
+        Before the first step there is none, so the dict is small.  Needs memory for all moments.
+        """
+        engine = self._engine
+        order = {
+            id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])
+        }
+        state: dict[int, dict[str, Any]] = {}
+        if any(engine.updater.steps):
+            engine.raise_if_unusable()
+            engine.direct.settle()
+            for unit in engine.parts.units:
+                for spec, values in engine.contents.state(unit.index):
+                    step = engine.updater.steps[spec.index]
+                    if step:
+                        number = order[id(engine.parts.parameters[spec.index])]
+                        state[number] = {"step": torch.tensor(float(step)), **values}
+        start, groups = 0, []
+        for group in self.param_groups:
+            kept = {k: v for k, v in group.items() if k != "params"}
+            kept["params"] = list(range(start, start + len(group["params"])))
+            start += len(group["params"])
+            groups.append(kept)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Takes over state in torch's own format (from ``state_dict`` here or of torch's own).
+
+        Raises:
+            ValueError: other groups, or tensors of other shapes; nothing was changed.
+        """
+        engine = self._engine
+        engine.raise_if_unusable()
+        groups = state_dict["param_groups"]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != mine:
+            raise ValueError(
+                f"the state has param groups of {[len(g['params']) for g in groups]} parameters, "
+                f"expected {mine}"
+            )
+        flat = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in groups for number in group["params"]]
+        by_id = {
+            id(p): state_dict["state"][number]
+            for p, number in zip(flat, numbers, strict=True)
+            if number in state_dict["state"]
+        }
+        self._check_shapes(by_id)
+        engine.direct.settle()
+        for unit in engine.parts.units:
+            if unit.trainable:
+                engine.contents.fill(unit.index, self._values(by_id, unit.index), first=False)
+        for index, p in enumerate(engine.parts.parameters):
+            engine.updater.steps[index] = int(by_id.get(id(p), {}).get("step", 0))
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+
+    def _check_shapes(self, by_id: Mapping[int, Mapping[str, Any]]) -> None:
+        for p in self._engine.parts.parameters:
+            for name, value in by_id.get(id(p), {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
+                    raise ValueError(
+                        f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
+                    )
+
+    def _values(
+        self, by_id: Mapping[int, Mapping[str, Any]], unit: int
+    ) -> Callable[[Any], Mapping[str, torch.Tensor] | None]:
+        engine = self._engine
+        names = {
+            field.name
+            for subgroup in engine.layout.subgroups[unit]
+            for field in subgroup.fields
+            if not field.name.startswith("master")
+        }
+
+        def values(spec: Any) -> Mapping[str, torch.Tensor] | None:
+            p = engine.parts.parameters[spec.index]
+            given = by_id.get(id(p), {})
+            return {
+                name: given[name] if name in given else torch.zeros(spec.shape) for name in names
+            }
+
+        return values
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once wrapped: the plan is made for the groups that were there."""
+        if "_engine" in self.__dict__:
+            raise OffloadError("add_param_group after wrap is not supported; unwrap and wrap again")
+        super().add_param_group(param_group)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all threads and frees all memory.  The model cannot run any more (see ``unwrap``)."""
+        self._state_hooks.remove()
+        self._finalizer()
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Gives back an ordinary model with its trained weights; ends the engine.
+
+    Needs memory for the whole model on its device.  Gradients are dropped.
+
+    Raises:
+        OffloadError: the model is not wrapped, or its engine was closed.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadError("the model is not wrapped by overspill")
+    engine.raise_if_unusable()
+    values = [read_weight(engine, index) for index in range(len(engine.parts.parameters))]
+    for p, value in zip(engine.parts.parameters, values, strict=True):
+        p.grad = None
+        p.data = value
+    engine.hooks.remove()
+    engine.close()
+    del model.__dict__[ATTRIBUTE]
+    return model
+
+
+__all__ = ["OffloadedOptimizer", "Rates", "engine_of", "plan", "unwrap", "wrap"]

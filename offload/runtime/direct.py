@@ -1,0 +1,117 @@
+"""Reads and writes whole items while nothing moves: for loading, saving and editing."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import Tier
+from ..io_engine import IoEngine
+from ..schedule.arena import Place
+from ..schedule.layout import Layout
+from ..schedule.messages import Item, Kind
+from ..schedule.weights import Roles
+from .executor import Executor
+from .extents import Extents
+
+
+class DirectAccess:
+    """``load`` gives an item's current bytes in memory, ``store`` makes edited ones current.
+
+    The bytes lie in the item's fixed home, or in the region it moves through: one item of a kind
+    is in hand at a time, and nothing else may run in between.
+    """
+
+    def __init__(
+        self, layout: Layout, executor: Executor, io: IoEngine | None, extents: Extents
+    ) -> None:
+        self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
+        self._subgroups = {s.index: s for group in layout.subgroups for s in group}
+        self._state_home = {
+            s.index: place
+            for group, home in zip(layout.subgroups, layout.homes, strict=True)
+            for s, place in zip(group, home.state_places, strict=True)
+        }
+
+    def settle(self) -> None:
+        """Waits until nothing moves, and drops all cached copies."""
+        self._executor.settle_down()
+        with self._executor.lock:
+            self._executor.machine.drop_caches()
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def place(self, item: Item) -> Place:
+        """Where the item's bytes are while in hand."""
+        regions, home = self._layout.regions, None
+        if item.kind is Kind.STATE:
+            fixed = self._state_home[item.index]
+            base = regions.host_fixed + regions.host_weights + regions.host_grads
+            nbytes = self._subgroups[item.index].nbytes
+        else:
+            home = self._layout.homes[item.index]
+            if item.kind is Kind.WEIGHTS:
+                fixed = home.device_place if home.weights is Tier.DEVICE else home.host_place
+                base, nbytes = regions.host_fixed, self._layout.units[item.index].weight_bytes
+            else:
+                fixed = home.grad_place
+                base = regions.host_fixed + regions.host_weights
+                nbytes = self._layout.grad_bytes[item.index]
+        return fixed if fixed is not None else Place(Tier.HOST, base, nbytes)
+
+    def starts_clear(self, subgroup: int) -> bool:
+        """Whether a record that is never stored reads as zeroes."""
+        return self._state_home[subgroup] is None
+
+    def _on_disk(self, item: Item) -> bool:
+        if item.kind is Kind.STATE:
+            return self._state_home[item.index] is None
+        home = self._layout.homes[item.index]
+        tier = home.weights if item.kind is Kind.WEIGHTS else home.grads
+        return tier is Tier.NVME
+
+    def _roles(self, item: Item) -> Roles | None:
+        machine = self._executor.machine
+        if item.kind is Kind.WEIGHTS:
+            return machine.weights.units[item.index].roles
+        if item.kind is Kind.STATE:
+            return machine.updates.states[item.index].roles
+        return None
+
+    # -- moving ---------------------------------------------------------------------------------
+
+    def load(self, item: Item) -> Place:
+        """Brings the current bytes of an item to its place (flat, on the device if home there)."""
+        place = self.place(item)
+        if self._on_disk(item) and place.nbytes:
+            roles = self._roles(item)
+            memory = self._executor.arenas.bytes_of(place)
+            if roles is not None and not roles.written:
+                memory.zero_()
+            else:
+                role = roles.newest if roles is not None else 0
+                assert self._io is not None
+                self._io.read(self._extents.of(item, role), memory.numpy(), urgent=True).wait()
+        return place
+
+    def store(self, item: Item, *, first: bool = False) -> None:
+        """Makes the bytes at the item's place current in every tier that has a lasting copy.
+
+        ``first``: the item's first bytes, which go where a read will look for them.
+        """
+        place = self.place(item)
+        if self._on_disk(item) and place.nbytes:
+            roles = self._roles(item)
+            role = 0 if roles is None or first else roles.target()
+            memory = self._executor.arenas.bytes_of(place).numpy()
+            assert self._io is not None
+            self._io.write(self._extents.of(item, role), memory, urgent=True).wait()
+            if roles is not None:
+                roles.newest, roles.written = role, True
+        if item.kind is Kind.WEIGHTS:
+            self._refresh_device(item.index, place)
+
+    def _refresh_device(self, unit: int, place: Place) -> None:
+        device = self._layout.homes[unit].device_place
+        if device is not None and device != place:
+            arenas = self._executor.arenas
+            arenas.bytes_of(device).copy_(arenas.bytes_of(place))

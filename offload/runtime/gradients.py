@@ -1,0 +1,230 @@
+"""Gradients on their way out: collected as they appear, gathered flat per unit, handed over.
+
+``p.grad`` is the truth at every moment: a plain tensor in the hook is fresh, the wrapper means
+that more is added to what is there, ``None`` at the step skips the parameter, and a tensor of the
+user's is copied in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Tier
+from ..errors import OffloadError
+from ..schedule.messages import GradReady, GradRoom
+from ..schedule.partition import PARAM_ALIGN, Partition
+from .accelerator import Accelerator
+from .backward import Backward
+from .executor import Executor
+from .gradient_tensor import OffloadedGradient
+from .updates import Arrived, Updater
+
+
+class _Pending:
+    """A unit's gradients that have appeared and are not gathered yet, by parameter index."""
+
+    __slots__ = ("added", "fresh")
+
+    def __init__(self) -> None:
+        self.fresh: dict[int, torch.Tensor] = {}
+        self.added: dict[int, torch.Tensor] = {}
+
+
+class GradientCollector:
+    """One per engine.  ``on_unit`` is asked, when a unit is gathered, whether to update it now."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        executor: Executor,
+        accelerator: Accelerator,
+        updater: Updater,
+        backward: Backward,
+        may_update: Callable[[int], bool],
+        make_grad: Callable[[int], OffloadedGradient],
+    ) -> None:
+        self.parts, self.executor, self.accelerator = parts, executor, accelerator
+        self._updater, self._backward = updater, backward
+        self._may_update, self._make_grad = may_update, make_grad
+        self.pending: dict[int, _Pending] = {}
+        self._wrappers: dict[int, OffloadedGradient] = {}
+        self.trained: list[tuple[int, ...]] = [
+            tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
+            for unit in parts.units
+        ]
+        self.accumulated: set[int] = set()  # parameters that got more than one gradient
+        self._handles: list[Any] = []
+        me = weakref.ref(self)
+        for indices in self.trained:
+            for index in indices:
+                self._hook(me, index)
+
+    def _hook(self, me: weakref.ref[GradientCollector], index: int) -> None:
+        def fired(p: torch.Tensor) -> None:
+            collector = me()
+            if collector is not None:
+                collector.appeared(index, p)
+
+        p = self.parts.parameters[index]
+        self._handles.append(p.register_post_accumulate_grad_hook(fired))
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    # -- appearance -----------------------------------------------------------------------------
+
+    def appeared(self, index: int, p: torch.Tensor) -> None:
+        """Autograd has accumulated into ``p.grad``."""
+        grad = p.grad
+        self._backward.opened()
+        if grad is None:
+            return
+        if not isinstance(grad, OffloadedGradient):
+            self._take(index, p, grad)
+        unit = self.parts.unit_of[index]
+        pending = self.pending.get(unit)
+        if pending is not None and len(pending.fresh) + len(pending.added) == len(
+            self.trained[unit]
+        ):
+            self._backward.leave(unit)
+            self.deliver(unit)
+
+    def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """Replaces a fresh gradient by the wrapper, and keeps it until the unit is gathered."""
+        if grad.layout is not torch.strided:
+            raise OffloadError(
+                f"parameter {self._name(index)!r} got a {grad.layout} gradient; overspill keeps "
+                "dense gradients only (for an embedding: sparse=False)"
+            )
+        unit = self.parts.unit_of[index]
+        pending = self.pending.setdefault(unit, _Pending())
+        pending.fresh[index] = grad.detach()
+        if index not in self._wrappers:
+            self._wrappers[index] = self._make_grad(index)
+        p.grad = self._wrappers[index]
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """``p.grad.add_(grad)``: autograd accumulates into the wrapper."""
+        unit = self.parts.unit_of[index]
+        pending = self.pending.setdefault(unit, _Pending())
+        if index in pending.fresh:
+            pending.fresh[index] = pending.fresh[index] + grad
+        elif index in pending.added:
+            pending.added[index] = pending.added[index] + grad
+        else:
+            self.accumulated.add(index)
+            pending.added[index] = grad.detach().clone()
+
+    def _name(self, index: int) -> str:
+        unit = self.parts.units[self.parts.unit_of[index]]
+        return next(spec.name for _, spec in unit.params if spec.index == index)
+
+    def live(self, index: int) -> bool:
+        """Whether ``p.grad`` is the wrapper, so that the engine holds its gradient."""
+        grad = self.parts.parameters[index].grad
+        return grad is not None and grad is self._wrappers.get(index)
+
+    # -- delivery -------------------------------------------------------------------------------
+
+    def deliver_all(self) -> None:
+        """Gathers whatever has appeared."""
+        for unit in list(self.pending):
+            self.deliver(unit)
+
+    def deliver(self, unit: int, *, final: bool = True) -> None:
+        """Gathers one unit's gradients into its slot and hands them over."""
+        pending = self.pending.pop(unit)
+        others = [
+            i
+            for i in self.trained[unit]
+            if i not in pending.fresh and i not in pending.added and self.live(i)
+        ]
+        merge = bool(others or pending.added)
+        update = final and not others and self._may_update(unit)
+        if update:
+            self._updater.present(unit, frozenset([*pending.fresh, *pending.added]))
+        with torch.no_grad():
+            place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
+            assert place is not None
+            on_slot = self._in_host_layout(unit)
+            if self.accelerator.has_device_memory:
+                self.executor.wait_for(place)
+                self.accelerator.used(self.executor.arenas.bytes_of(place))
+            self._gather(unit, pending, place, on_slot)
+            if self.accelerator.has_device_memory:
+                self.executor.mark_device_use(place, self.accelerator.record())
+        if not on_slot:
+            arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
+            if merge or self._converts(unit):
+                self._updater.arrived(unit, arrival)
+        self.executor.tell(GradReady(unit, merge, update))
+
+    def _converts(self, unit: int) -> bool:
+        layout = self.executor.machine.layout
+        return layout.units[unit].grad_bytes != layout.grad_bytes[unit]
+
+    def _in_host_layout(self, unit: int) -> bool:
+        """Whether gradients are gathered straight to where they are kept."""
+        home = self.executor.machine.layout.homes[unit]
+        return not self.accelerator.has_device_memory or home.grads is Tier.DEVICE
+
+    def _gather(self, unit: int, pending: _Pending, place: Any, on_slot: bool) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for number, chunk in enumerate(self.parts.units[unit].chunks):
+            if chunk.group is None:
+                continue
+            if on_slot:
+                dtype = self._updater.grads.dtypes[unit][number]
+                offset = self._updater.grads.offsets[unit][number]
+            else:
+                dtype, offset = chunk.dtype, chunk.grad_offset
+            flat = self.executor.arenas.typed(place, offset, dtype, chunk.numel)
+            border = PARAM_ALIGN // chunk.dtype.itemsize
+            for spec in chunk.params:
+                grad = pending.fresh.get(spec.index)
+                added = pending.added.get(spec.index)
+                if grad is None and added is None:
+                    continue
+                end = spec.offset + spec.numel
+                pad = -spec.numel % border
+                if pad:
+                    flat[end : end + pad].zero_()
+                view = flat[spec.offset : end].as_strided(
+                    spec.shape, spec.stride, flat.storage_offset() + spec.offset
+                )
+                if grad is not None:
+                    targets.append(view)
+                    sources.append(grad)
+                elif on_slot:
+                    assert added is not None
+                    view.add_(added)
+                else:
+                    assert added is not None
+                    targets.append(view)
+                    sources.append(added)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # -- at the step ----------------------------------------------------------------------------
+
+    def take_user_grads(self) -> None:
+        """Copies in gradients that the user has put into ``p.grad`` himself."""
+        for indices in self.trained:
+            for index in indices:
+                p: nn.Parameter = self.parts.parameters[index]
+                if p.grad is not None and not isinstance(p.grad, OffloadedGradient):
+                    self._take(index, p, p.grad)
+        for unit in list(self.pending):
+            self.deliver(unit, final=False)
+
+    def present(self, unit: int) -> frozenset[int]:
+        """The unit's parameters that have a gradient."""
+        return frozenset(i for i in self.trained[unit] if self.live(i))
