@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,10 +33,14 @@ from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
 from .runtime.updates import Updater
 from .schedule.arena import Place
+from .schedule.bounds import lane_seconds
 from .schedule.messages import Item, Kind, Settled, Step
 from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
+
+if TYPE_CHECKING:
+    from .model_state import StateHooks
 
 log = logging.getLogger("overspill")
 
@@ -70,10 +74,11 @@ class Engine:
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace()
         self.closed = self._materialized = False
+        self.state_hooks: StateHooks  # set by wrap, taken away by unwrap
         self.step_count = self.micro_steps = 0
         self.versions = [0] * len(self.parts.units)
         self._unit_place: dict[int, tuple[int, int]] = {}
-        self.stats = Stats.empty()
+        self.stats = Stats(0.0, 0.0)
         self.budgets = {
             Tier.DEVICE: Budget(Tier.DEVICE, blueprint.budgets.device or 0),
             Tier.HOST: Budget(Tier.HOST, blueprint.budgets.host),
@@ -142,7 +147,7 @@ class Engine:
         self.residences = Residences(
             self.parts, self.executor, self.accelerator, self._compute_place
         )
-        self.backward = Backward(self.residences, self._backward_over)
+        self.backward = Backward(self.residences, self.trace, self._backward_over)
         self.saved = SavedTensors(
             self.residences, self.versions, self._index_of, self.backward.enter
         )
@@ -171,8 +176,9 @@ class Engine:
             self._may_update, self._make_grad,
         )  # fmt: skip
         self.hooks = ModuleHooks(
-            self.model, self.residences, self.saved, self.backward, self.executor.raise_failure
-        )
+            self.model, self.residences, self.saved, self.backward, self.trace,
+            self.executor.raise_failure,
+        )  # fmt: skip
 
     def _compute_place(self, unit: int) -> Place:
         copy = self.executor.machine.weights.compute_copy(unit)
@@ -269,7 +275,6 @@ class Engine:
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         self.raise_if_unusable()
-        started = time.perf_counter_ns()
         self.trace.compute_pause()
         self.backward.abandon()
         self.collector.take_user_grads()
@@ -285,9 +290,14 @@ class Engine:
         self._clip(units)
         self.executor.request(lambda ticket: Step(tuple(units), ticket))
         self._after_update(units)
-        self.trace.mark_step(self.step_count, started, time.perf_counter_ns())
-        self.stats = step_stats(self.trace, self.blueprint.plan, self.config.rates)
+        self._measure()
         self.updater.raise_nonfinite()
+
+    def _measure(self) -> None:
+        mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
+        rates = self.config.rates
+        needed = {} if rates is None else lane_seconds(self.blueprint.plan.link_bytes, rates)
+        self.stats = step_stats(self.trace, mark, needed)
 
     def _present_units(self) -> dict[int, frozenset[int]]:
         units: dict[int, frozenset[int]] = {}

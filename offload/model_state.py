@@ -43,6 +43,13 @@ class StateHooks:
         while self._handles:
             self._handles.pop().remove()
 
+    def _alive(self) -> Engine:
+        engine = self._engine()
+        if engine is None or engine.closed:
+            raise OffloadError("the engine is closed, so the model's weights are gone; call "
+                               "overspill.unwrap(model) before close()")  # fmt: skip
+        return engine
+
     def _owned(self, module: nn.Module) -> Iterator[tuple[str, int]]:
         for name, p in module._parameters.items():
             if id(p) in self._index:
@@ -52,9 +59,7 @@ class StateHooks:
         self._memo.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
-        engine = self._engine()
-        if engine is None or engine.closed:
-            return
+        engine = self._alive()
         for name, index in self._owned(module):
             if prefix + name in state:
                 if index not in self._memo:
@@ -65,9 +70,7 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
         *_: Any,
     ) -> None:  # fmt: skip
-        engine = self._engine()
-        if engine is None or engine.closed:
-            return
+        engine = self._alive()
         if meta.get("assign_to_params_buffers", False):
             raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
         for name, index in self._owned(module):

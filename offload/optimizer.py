@@ -228,6 +228,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     try:
         _fill(model, optimizer, engine)
         engine.install()
+        engine.state_hooks = StateHooks(engine)
     except BaseException:
         engine.close()
         raise
@@ -249,7 +250,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.param_groups = inner.param_groups
         self._engine = engine
-        self._state_hooks = StateHooks(engine)
         self._finalizer = weakref.finalize(self, Engine.close, engine)
 
     # -- training -------------------------------------------------------------------------------
@@ -389,7 +389,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Ends all threads and frees all memory.  The model cannot run any more (see ``unwrap``)."""
-        self._state_hooks.remove()
         self._finalizer()
 
     def __enter__(self) -> OffloadedOptimizer:
@@ -416,6 +415,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         p.grad = None
         p.data = value
     engine.hooks.remove()
+    engine.state_hooks.remove()
     engine.close()
     del model.__dict__[ATTRIBUTE]
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..observe.trace import Trace
 from . import torch_private
 from .residences import Residences
 
@@ -14,15 +15,16 @@ class Backward:
     With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
     """
 
-    def __init__(self, residences: Residences, over: Callable[[], None]) -> None:
-        self._residences, self._over = residences, over
+    def __init__(self, residences: Residences, trace: Trace, over: Callable[[], None]) -> None:
+        self._residences, self._trace, self._over = residences, trace, over
         self._units: list[int] = []
         self._tasks: set[int] = set()
-        self.running: int | None = None  # the unit whose backward runs, for the trace
 
     def opened(self) -> None:
         """A graph task is running: makes sure to hear of its end."""
         task = torch_private.current_graph_task()
+        if not self._trace.computing:
+            self._trace.compute_resume("backward")
         if task >= 0 and task not in self._tasks:
             self._tasks.add(task)
             torch_private.at_end_of_backward(lambda: self._closed(task))

@@ -48,7 +48,7 @@ from .pools import Arenas
 class _Waiter:
     """Somebody who waits for a grant."""
 
-    __slots__ = ("abandoned", "error", "event", "place", "signal")
+    __slots__ = ("abandoned", "error", "event", "lane", "place", "signal")
 
     def __init__(self, signal: Signal) -> None:
         self.signal = signal
@@ -56,6 +56,13 @@ class _Waiter:
         self.place: Place | None = None
         self.error: BaseException | None = None
         self.abandoned = False
+        self.lane = "update"  # what was waited for last
+
+
+_LANES: dict[type, str] = {
+    Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
+    Clear: "update", Settle: "update", Update: "update",
+}  # fmt: skip
 
 
 class Executor:
@@ -86,6 +93,7 @@ class Executor:
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False
+        self._lane: str | None = None
         self._threads = [
             threading.Thread(target=self._pump, name="overspill-pump", daemon=True),
             threading.Thread(target=self._work, name="overspill-update", daemon=True),
@@ -100,8 +108,10 @@ class Executor:
         self.raise_failure()
         self._queue.put(signal)
 
-    def request(self, make: Callable[[int], Signal]) -> Place | None:
+    def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Place | None:
         """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
+
+        ``computing`` names the part of the model that the calling thread then goes on with.
 
         Raises:
             OffloadError: the engine failed; its cause is attached.
@@ -110,17 +120,23 @@ class Executor:
         ticket = next(self._tickets)
         waiter = _Waiter(make(ticket))
         self._waiters[ticket] = waiter
+        before = self._trace.compute_pause()
+        started = time.perf_counter_ns()
         self._queue.put(waiter.signal)
         try:
             waiter.event.wait()
         except BaseException:
-            self._abandon(ticket, waiter)
+            self._abandon(waiter)
             raise
+        if before is not None or computing is not None:
+            name = computing or before or ""
+            self._trace.stall(waiter.lane, started, time.perf_counter_ns(), name)
+            self._trace.compute_resume(name)
         if waiter.error is not None:
             self._raise(waiter.error)
         return waiter.place
 
-    def _abandon(self, ticket: int, waiter: _Waiter) -> None:
+    def _abandon(self, waiter: _Waiter) -> None:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
         with self.lock:
             waiter.abandoned = True
@@ -165,6 +181,7 @@ class Executor:
     def _pump(self) -> None:
         while (signal := self._queue.get()) is not None:
             with self.lock:
+                self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
                 try:
                     instructions = self.machine.handle(signal)
                     if self._check and not self.machine.failed:
@@ -190,6 +207,7 @@ class Executor:
     def _grant(self, ticket: int, place: Place | None, error: BaseException | None) -> None:
         waiter = self._waiters.pop(ticket)
         waiter.place, waiter.error = place, error
+        waiter.lane = self._lane or waiter.lane
         if waiter.abandoned and error is None and isinstance(waiter.signal, Need):
             self._queue.put(Release(waiter.signal.unit))
         waiter.event.set()

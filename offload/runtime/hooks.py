@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..observe.trace import Trace
 from . import torch_private
 from .backward import Backward
 from .residences import Residences
@@ -47,10 +48,11 @@ class ModuleHooks:
         residences: Residences,
         saved: SavedTensors,
         backward: Backward,
+        trace: Trace,
         alive: Callable[[], None],
     ) -> None:
         self._residences, self._saved, self._backward = residences, saved, backward
-        self._alive = alive
+        self._trace, self._alive = trace, alive
         self._frames = _Frames()
         self._handles: list[Any] = []
         me = weakref.ref(self)
@@ -119,6 +121,7 @@ class ModuleHooks:
             self._residences.leave(self._pop().unit)
         if torch_private.current_graph_task() < 0:
             self._backward.abandon()
+        self._trace.compute_resume("model")
 
     def after_root(self, output: Any) -> None:
         """Marks the outermost backward pass as open as soon as it starts."""

@@ -118,7 +118,7 @@ class Residences:
         self.uses[unit] += 1
 
     def _open(self, unit: int) -> None:
-        self.executor.request(lambda ticket: Need(unit, ticket))
+        self.executor.request(lambda ticket: Need(unit, ticket), self.parts.units[unit].name)
         opened: list[int] = []
         try:
             for member in self.groups[unit]:

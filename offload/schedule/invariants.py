@@ -38,9 +38,7 @@ def _owners(machine: Residency) -> None:
             host_g.append(unit.slot)
         host_g += [unit.staging] if unit.staging else []
         device_g += [unit.device] if unit.device else []
-    homes = [place for home in machine.layout.homes for place in home.state_places]
-    for state, fixed in zip(updates.states, homes, strict=True):
-        states += [state.place] if state.place is not None and fixed is None else []
+    states += [state.slot for state in updates.states if state.slot is not None]
     for arena, places in groups:
         end = arena.base
         for place in sorted(p for p in places if p.nbytes):

@@ -18,12 +18,13 @@ UNITS_AHEAD = 3  # units whose weights and gradients are staged while the first 
 
 
 class _State:
-    """The record of one subgroup: its place while staged, and its extents."""
+    """The record of one subgroup: its place while staged (the start of ``slot``), its extents."""
 
-    __slots__ = ("place", "ready", "roles")
+    __slots__ = ("place", "ready", "roles", "slot")
 
     def __init__(self, place: Place | None, pair: bool) -> None:
         self.place = place
+        self.slot: Place | None = None
         self.ready = place is not None
         self.roles = Roles(pair)
 
@@ -115,9 +116,10 @@ class Updates:
         state = self.states[subgroup.index]
         if state.place is not None:
             return True
-        state.place = self.arena.allocate(self.slot_bytes)
-        if state.place is None:
+        state.slot = self.arena.allocate(self.slot_bytes)
+        if state.slot is None:
             return False
+        state.place = state.slot._replace(nbytes=subgroup.nbytes)
         item = Item(Kind.STATE, subgroup.index)
         if state.roles.written:
             self._emit(Read(item, state.roles.newest, state.place))
@@ -174,9 +176,9 @@ class Updates:
     def state_written(self, index: int) -> None:
         state = self.states[index]
         state.roles.wrote()
-        assert state.place is not None
-        self.arena.free(state.place)
-        state.place, state.ready = None, False
+        assert state.slot is not None
+        self.arena.free(state.slot)
+        state.slot, state.place, state.ready = None, None, False
         self.writing -= 1
 
     def weights_written(self) -> None:

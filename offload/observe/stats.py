@@ -1,0 +1,84 @@
+"""Figures of a step: time, bound, and per lane bytes moved, busy time and stalls it caused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .trace import LANES, StepMark, Trace, length, union
+
+
+@dataclass(frozen=True)
+class LaneStats:
+    """One lane during one step.  ``stall_s`` is how long compute waited for it."""
+
+    bytes: int = 0
+    busy_s: float = 0.0
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """One tier: what it may hold, holds, and held at most."""
+
+    budget_bytes: int
+    held_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
+
+    The bound is the busiest lane: no schedule of the same work on the same machine is faster than
+    its slowest part.  Where rates are known, a lane counts with its bytes over its rate.
+    """
+
+    step_s: float
+    bound_s: float
+    lanes: Mapping[str, LaneStats] = field(
+        default_factory=lambda: dict.fromkeys(LANES, LaneStats())
+    )
+
+    @property
+    def compute(self) -> LaneStats:
+        return self.lanes["compute"]
+
+    @property
+    def copy_in(self) -> LaneStats:
+        return self.lanes["copy_in"]
+
+    @property
+    def copy_out(self) -> LaneStats:
+        return self.lanes["copy_out"]
+
+    @property
+    def read(self) -> LaneStats:
+        return self.lanes["read"]
+
+    @property
+    def write(self) -> LaneStats:
+        return self.lanes["write"]
+
+    @property
+    def update(self) -> LaneStats:
+        return self.lanes["update"]
+
+
+def step_stats(trace: Trace, mark: StepMark, seconds_at_rate: Mapping[str, float]) -> Stats:
+    """The figures of one step.
+
+    ``seconds_at_rate``: what lanes need for a step's bytes at the machine's rates; the other
+    lanes count with the time they were busy.
+    """
+    spans = trace.spans(mark.started_ns, mark.finished_ns)
+    stalls = trace.stalls(mark.started_ns, mark.finished_ns)
+    lanes: dict[str, LaneStats] = {}
+    for lane in LANES:
+        mine = [s for s in spans if s.lane == lane]
+        busy = length(union((s.started_ns, s.finished_ns) for s in mine))
+        stall = sum(s.finished_ns - s.started_ns for s in stalls if s.lane == lane)
+        lanes[lane] = LaneStats(sum(s.nbytes for s in mine), busy / 1e9, stall / 1e9)
+    needed = [seconds_at_rate.get(lane, lanes[lane].busy_s) for lane in LANES]
+    step_s = (mark.finished_ns - mark.started_ns) / 1e9
+    return Stats(step_s, min(step_s, max(needed)), lanes)

@@ -1,0 +1,192 @@
+"""What happened when: spans of every lane, in memory, written as a Chrome trace on request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LANES = ("compute", "copy_in", "copy_out", "read", "write", "update")
+LONGEST = 200_000  # spans kept; older ones are forgotten
+
+
+class Span(NamedTuple):
+    """Work of one lane between two instants of ``time.perf_counter_ns``."""
+
+    lane: str
+    name: str
+    started_ns: int
+    finished_ns: int
+    nbytes: int
+
+
+class StepMark(NamedTuple):
+    """One optimizer step: from the end of the step before to its own end."""
+
+    index: int
+    started_ns: int
+    finished_ns: int
+
+
+class Trace:
+    """A bounded recorder that all threads of an engine write to; appends are atomic."""
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self._spans: deque[Span] = deque(maxlen=longest)
+        self._stalls: deque[Span] = deque(maxlen=longest)
+        self._steps: deque[StepMark] = deque(maxlen=1000)
+        self._origin = self._last_step_end = time.perf_counter_ns()
+        self._computing: tuple[str, int] | None = None
+
+    # -- recording ------------------------------------------------------------------------------
+
+    def add(
+        self, lane: str, name: str, started_ns: int, finished_ns: int, nbytes: int = 0
+    ) -> None:
+        """Records work of ``lane``.  ``KeyError`` for a lane that does not exist."""
+        if lane not in LANES:
+            raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
+        self._spans.append(Span(lane, name, started_ns, finished_ns, nbytes))
+
+    def stall(self, lane: str, started_ns: int, finished_ns: int, name: str) -> None:
+        """Records that compute waited for ``lane``."""
+        if lane not in LANES:
+            raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
+        self._stalls.append(Span(lane, name, started_ns, finished_ns, 0))
+
+    def compute_resume(self, name: str) -> None:
+        """The training thread computes from now on, in the part of the model called ``name``."""
+        self.compute_pause()
+        self._computing = (name, time.perf_counter_ns())
+
+    def compute_pause(self) -> str | None:
+        """The training thread waits, or has left the model; what it was computing, if anything."""
+        if self._computing is None:
+            return None
+        name, started = self._computing
+        self._computing = None
+        self.add("compute", name, started, time.perf_counter_ns())
+        return name
+
+    @property
+    def computing(self) -> bool:
+        """Whether the training thread computes."""
+        return self._computing is not None
+
+    def mark_step(self, index: int, finished_ns: int) -> StepMark:
+        """A step is over; it began where the one before ended."""
+        mark = StepMark(index, self._last_step_end, finished_ns)
+        self._last_step_end = finished_ns
+        self._steps.append(mark)
+        return mark
+
+    # -- reading --------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> tuple[StepMark, ...]:
+        """The steps recorded, oldest first."""
+        return tuple(self._steps)
+
+    def spans(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
+        """Spans that overlap the window."""
+        return _inside(list(self._spans), started_ns, finished_ns)
+
+    def stalls(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
+        """Stalls that overlap the window."""
+        return _inside(list(self._stalls), started_ns, finished_ns)
+
+    def covered_share(
+        self, lanes: Sequence[str], started_ns: int = 0, finished_ns: int = 1 << 62
+    ) -> float:
+        """Share of the lanes' busy time in the window that lies under compute; 1 if none."""
+        spans = self.spans(started_ns, finished_ns)
+        compute = union((s.started_ns, s.finished_ns) for s in spans if s.lane == "compute")
+        total = covered = 0
+        for lane in lanes:
+            busy = union((s.started_ns, s.finished_ns) for s in spans if s.lane == lane)
+            total += length(busy)
+            covered += length(intersection(busy, compute))
+        return covered / total if total else 1.0
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Writes the trace: JSON that Perfetto and chrome://tracing open, or a ``.png`` of it."""
+        if path.suffix == ".png":
+            from .pictures import draw_timeline
+
+            draw_timeline(self, path)
+            return
+        events: list[dict[str, object]] = []
+        rows = {lane: row for row, lane in enumerate((*LANES, "stall", "step"))}
+        for lane, row in rows.items():
+            events.append(
+                {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}}
+            )
+            events.append(
+                {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index",
+                 "args": {"sort_index": row}}
+            )  # fmt: skip
+        for span in list(self._spans):
+            events.append(self._event(rows[span.lane], span.name, span, {"bytes": span.nbytes}))
+        for span in list(self._stalls):
+            event = self._event(rows["stall"], f"{span.lane}: {span.name}", span, {})
+            events.append(event)
+        for mark in self._steps:
+            events.append(self._event(rows["step"], f"step {mark.index}", mark, {}))
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _event(
+        self, row: int, name: str, span: Span | StepMark, args: dict[str, int]
+    ) -> dict[str, object]:
+        start = (span.started_ns - self._origin) / 1000
+        duration = (span.finished_ns - span.started_ns) / 1000
+        return {"ph": "X", "pid": 0, "tid": row, "name": name, "ts": start, "dur": duration,
+                "args": args}  # fmt: skip
+
+
+def _inside(spans: Iterable[Span], started_ns: int, finished_ns: int) -> list[Span]:
+    return [
+        s._replace(
+            started_ns=max(s.started_ns, started_ns), finished_ns=min(s.finished_ns, finished_ns)
+        )
+        for s in spans
+        if s.finished_ns > started_ns and s.started_ns < finished_ns
+    ]
+
+
+Interval = tuple[int, int]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint intervals, in order, that cover the same instants."""
+    joined: list[Interval] = []
+    for low, high in sorted(intervals):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """The instants in both lists of disjoint, ordered intervals."""
+    result: list[Interval] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if low < high:
+            result.append((low, high))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    """Total length of disjoint intervals."""
+    return sum(high - low for low, high in intervals)
