@@ -1,0 +1,155 @@
+// overspill.optim._native: addresses and lengths in, no arrays and no torch. The Python side
+// (optim/kernels.py) checks tensors; this side trusts it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels_table.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace overspill {
+namespace {
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> found;
+  for (const Kernels* kernels :
+       {avx512_kernels(), avx2_kernels(), neon_kernels(), scalar_kernels()}) {
+    if (kernels != nullptr) found.push_back(kernels);
+  }
+  return found;
+}
+
+const Kernels& kernels_named(const std::string& name) {
+  std::string names;
+  for (const Kernels* kernels : available()) {
+    if (name == kernels->name) return *kernels;
+    names += names.empty() ? "" : ", ";
+    names += kernels->name;
+  }
+  throw std::invalid_argument("instruction set '" + name + "' is not available; this machine has " +
+                              names);
+}
+
+// The best at import; the Python side, benchmarks and tests may set another.
+std::atomic<const Kernels*> active{nullptr};
+
+const Kernels& kernels() { return *active.load(std::memory_order_relaxed); }
+
+template <class T>
+T* address(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+std::size_t tasks_of(std::size_t numel) { return (numel + kTask - 1) / kTask; }
+
+using Addresses = std::array<std::uintptr_t, kMaxMoments>;
+
+bool update(int rule, int moments, std::size_t numel, std::uint64_t position,
+            std::uint32_t noise_key, std::uintptr_t grad, int grad_type, std::uintptr_t weight,
+            int weight_type, std::uintptr_t master, int master_kind, const Addresses& moment,
+            const Addresses& scale, const std::array<double, kCoefficients>& coefficients) {
+  if (rule < 0 || rule >= kRules || moments < 0 || moments >= kMomentFormats) {
+    throw std::invalid_argument("no kernel for rule " + std::to_string(rule) +
+                                " with moment format " + std::to_string(moments));
+  }
+  const UpdateFn kernel = kernels().update[rule][moments];
+  if (kernel == nullptr) {
+    throw std::invalid_argument("rule " + std::to_string(rule) + " has fp32 moments only");
+  }
+  Job job;
+  job.numel = numel;
+  job.position = position;
+  job.noise_key = noise_key;
+  job.grad = address<const void>(grad);
+  job.grad_type = static_cast<FloatType>(grad_type);
+  job.weight = address<void>(weight);
+  job.weight_type = static_cast<FloatType>(weight_type);
+  job.master = address<void>(master);
+  job.master_kind = static_cast<Master>(master_kind);
+  for (int k = 0; k < kMaxMoments; ++k) {
+    job.moment[k] = address<void>(moment[k]);
+    job.scale[k] = address<float>(scale[k]);
+  }
+  for (int k = 0; k < kCoefficients; ++k) {
+    job.coefficient[k] = static_cast<float>(coefficients[k]);
+  }
+  const nb::gil_scoped_release released;
+  std::atomic<std::uint32_t> worst{0};
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    const std::uint32_t mine = kernel(job, begin, std::min(begin + kTask, numel));
+    std::uint32_t seen = worst.load(std::memory_order_relaxed);
+    while (mine > seen && !worst.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+    }
+  };
+  parallel(tasks_of(numel), task);
+  return worst.load() < kInfinity;
+}
+
+double sum_of_squares(std::uintptr_t data, int type, std::size_t numel) {
+  const nb::gil_scoped_release released;
+  const auto kind = static_cast<FloatType>(type);
+  const std::size_t width = kind == FloatType::kF32 ? 4 : 2;
+  std::vector<double> parts(tasks_of(numel));
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    parts[index] = kernels().sum_of_squares(kind, address<const char>(data) + begin * width,
+                                            std::min(kTask, numel - begin));
+  };
+  parallel(parts.size(), task);
+  // Neumaier's compensated sum, in order.
+  double sum = 0.0, lost = 0.0;
+  for (const double part : parts) {
+    const double next = sum + part;
+    lost += sum >= part ? (sum - next) + part : (part - next) + sum;
+    sum = next;
+  }
+  return std::isfinite(lost) ? sum + lost : sum;
+}
+
+void accumulate(std::uintptr_t to, std::uintptr_t from, int type, std::size_t numel) {
+  const nb::gil_scoped_release released;
+  const auto kind = static_cast<FloatType>(type);
+  const std::size_t width = kind == FloatType::kF32 ? 4 : 2;
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    kernels().accumulate(address<float>(to) + begin, kind,
+                         address<const char>(from) + begin * width,
+                         std::min(kTask, numel - begin));
+  };
+  parallel(tasks_of(numel), task);
+}
+
+}  // namespace
+}  // namespace overspill
+
+NB_MODULE(_native, m) {
+  using namespace overspill;
+  active.store(available().front());
+  m.def("update", &update);
+  m.def("sum_of_squares", &sum_of_squares);
+  m.def("accumulate", &accumulate);
+  m.def("set_threads", [](int count) {
+    const nb::gil_scoped_release released;
+    set_pool_threads(count);
+  });
+  m.def("threads", &pool_threads);
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("isas", [] {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available()) names.emplace_back(kernels->name);
+    return names;
+  });
+  m.def("set_isa", [](const std::string& name) { active.store(&kernels_named(name)); });
+}

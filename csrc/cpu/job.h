@@ -1,0 +1,62 @@
+// What one optimizer call sweeps: plain facts, shared by the bindings and every instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace overspill {
+
+enum class FloatType : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+// How a low-precision weight keeps its fp32 master: not at all, as lower halves, or whole.
+enum class Master : int { kNone = 0, kSplit = 1, kF32 = 2 };
+
+enum class MomentFormat : int { kF32 = 0, kBf16 = 1, kInt8 = 2 };
+
+enum class RuleId : int { kAdam = 0, kAmsgrad = 1, kSgd = 2, kMomentum = 3, kAdagrad = 4, kLion = 5 };
+
+constexpr int kRules = 6;
+constexpr int kMomentFormats = 3;
+constexpr int kMaxMoments = 3;
+constexpr int kCoefficients = 9;
+
+// Elements that share one int8 scale; also the largest step of every sweep.
+constexpr std::size_t kBlock = 256;
+
+// Elements of one task of the thread pool: results that are summed (norms) are summed per task and
+// then over tasks in order, so that no result depends on the number of threads.
+constexpr std::size_t kTask = 16384;
+
+// A magnitude (bits without the sign) from which on an fp32 value is not finite.
+constexpr std::uint32_t kInfinity = 0x7f800000u;
+
+struct Job {
+  std::size_t numel = 0;
+  std::uint64_t position = 0;   // of element 0 in the whole flat buffer: keys the rounding noise
+  std::uint32_t noise_key = 0;  // differs by step
+  FloatType grad_type = FloatType::kF32;
+  FloatType weight_type = FloatType::kF32;
+  Master master_kind = Master::kNone;
+  const void* grad = nullptr;
+  void* weight = nullptr;
+  void* master = nullptr;
+  void* moment[kMaxMoments] = {};
+  float* scale[kMaxMoments] = {};  // int8 only: one per kBlock elements
+  float coefficient[kCoefficients] = {};
+};
+
+// Updates elements [begin, end); begin is a multiple of kTask. Returns the largest magnitude of
+// all values it wrote, as bits: kInfinity or more means that one of them is not finite.
+using UpdateFn = std::uint32_t (*)(const Job& job, std::size_t begin, std::size_t end);
+using SumOfSquaresFn = double (*)(FloatType type, const void* data, std::size_t numel);
+using AccumulateFn = void (*)(float* to, FloatType type, const void* from, std::size_t numel);
+
+// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  UpdateFn update[kRules][kMomentFormats];
+  SumOfSquaresFn sum_of_squares;
+  AccumulateFn accumulate;
+};
+
+}  // namespace overspill

@@ -1,0 +1,84 @@
+// The update rules, on LANES elements in registers: g is the scaled gradient, w the fp32 weight.
+// Formulas and their order are those of torch.optim's single-tensor path. Included once per
+// instruction set. Coefficients come in the order in which overspill.optim.rules lists them.
+
+struct Adam {
+  static constexpr int kMoments = 2;
+  static constexpr unsigned kSigned = 0b01;
+  const float decay, l2, take1, keep2, take2, root_scale, eps, step_size;
+  explicit Adam(const float* c)
+      : decay(c[1]), l2(c[2]), take1(c[3]), keep2(c[4]), take2(c[5]), root_scale(c[6]), eps(c[7]),
+        step_size(c[8]) {}
+  INLINE void moments(F& g, F& w, F& mean, F& square) const {
+    if (l2 != 0.0f) g = g + w * l2;
+    w = w * decay;
+    mean = mean + (g - mean) * take1;
+    square = square * keep2 + (g * take2) * g;
+  }
+  INLINE void operator()(F g, F& w, F (&m)[2]) const {
+    moments(g, w, m[0], m[1]);
+    w = w - (m[0] * step_size) / (root(m[1]) * root_scale + eps);
+  }
+};
+
+struct Amsgrad : Adam {
+  static constexpr int kMoments = 3;
+  static constexpr unsigned kSigned = 0b001;
+  using Adam::Adam;
+  INLINE void operator()(F g, F& w, F (&m)[3]) const {
+    moments(g, w, m[0], m[1]);
+    m[2] = floats(larger(magnitude(bits(m[2])), magnitude(bits(m[1]))));  // NaN is the largest
+    w = w - (m[0] * step_size) / (root(m[2]) * root_scale + eps);
+  }
+};
+
+struct Sgd {
+  static constexpr int kMoments = 0;
+  static constexpr unsigned kSigned = 0;
+  const float l2, lr;
+  explicit Sgd(const float* c) : l2(c[1]), lr(c[2]) {}
+  INLINE void operator()(F g, F& w, F (&)[1]) const {
+    if (l2 != 0.0f) g = g + w * l2;
+    w = w - g * lr;
+  }
+};
+
+// The first step's ``keep`` is 0 and its ``take`` 1; ``ahead`` is the momentum with Nesterov, else 0.
+struct Momentum {
+  static constexpr int kMoments = 1;
+  static constexpr unsigned kSigned = 0b1;
+  const float l2, lr, keep, take, ahead;
+  explicit Momentum(const float* c) : l2(c[1]), lr(c[2]), keep(c[3]), take(c[4]), ahead(c[5]) {}
+  INLINE void operator()(F g, F& w, F (&m)[1]) const {
+    if (l2 != 0.0f) g = g + w * l2;
+    m[0] = m[0] * keep + g * take;
+    const F direction = ahead != 0.0f ? g + m[0] * ahead : m[0];
+    w = w - direction * lr;
+  }
+};
+
+struct Adagrad {
+  static constexpr int kMoments = 1;
+  static constexpr unsigned kSigned = 0b0;
+  const float l2, lr, eps;
+  explicit Adagrad(const float* c) : l2(c[1]), lr(c[2]), eps(c[3]) {}
+  INLINE void operator()(F g, F& w, F (&m)[1]) const {
+    if (l2 != 0.0f) g = g + w * l2;
+    m[0] = m[0] + g * g;
+    w = w - (g * lr) / (root(m[0]) + eps);
+  }
+};
+
+struct Lion {
+  static constexpr int kMoments = 1;
+  static constexpr unsigned kSigned = 0b1;
+  const float decay, lr, keep1, take1, take2;
+  explicit Lion(const float* c) : decay(c[1]), lr(c[2]), keep1(c[3]), take1(c[4]), take2(c[5]) {}
+  INLINE void operator()(F g, F& w, F (&m)[1]) const {
+    w = w * decay;
+    const F mixed = m[0] * keep1 + g * take1;
+    const F zero{};
+    w = w - (mixed > zero ? all(lr) : mixed < zero ? all(-lr) : zero);
+    m[0] = m[0] + (g - m[0]) * take2;
+  }
+};

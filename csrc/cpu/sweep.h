@@ -1,0 +1,230 @@
+// One pass over memory: gradient, weight and moments in, weight and moments out, each byte once.
+// Included once per instruction set; the file's end defines the table of kernels.
+
+// Types known when compiled, for the combinations that training uses most.
+template <FloatType kGrad, FloatType kWeight, Master kMaster>
+struct FixedTypes {
+  explicit FixedTypes(const Job&) {}
+  static constexpr FloatType grad() { return kGrad; }
+  static constexpr FloatType weight() { return kWeight; }
+  static constexpr Master master() { return kMaster; }
+};
+
+struct AnyTypes {
+  const Job& job;
+  explicit AnyTypes(const Job& of) : job(of) {}
+  FloatType grad() const { return job.grad_type; }
+  FloatType weight() const { return job.weight_type; }
+  Master master() const { return job.master_kind; }
+};
+
+INLINE std::size_t width(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
+
+INLINE F read_float(FloatType type, const void* from) {
+  switch (type) {
+    case FloatType::kF32: return load<F>(from);
+    case FloatType::kBf16: return from_bf16(load<H>(from));
+    default: return from_f16(load<H>(from));
+  }
+}
+
+// Where LANES elements of every buffer lie.
+struct Site {
+  const void* grad;
+  void* weight;
+  void* master;
+  MomentSite moments;
+};
+
+template <class Types>
+INLINE F read_weight(Types types, const Site& site) {
+  switch (types.master()) {
+    case Master::kSplit:
+      return join(convert<U>(load<H>(site.weight)), convert<U>(load<H>(site.master)));
+    case Master::kF32: return load<F>(site.master);
+    default: return read_float(types.weight(), site.weight);
+  }
+}
+
+// Returns the magnitude of the weight as it was stored.
+template <class Types>
+INLINE U write_weight(Types types, const Site& site, F value) {
+  const U raw = bits(value);
+  if (types.master() == Master::kSplit) store(site.master, convert<H>(lower_half(raw)));
+  if (types.master() == Master::kF32) store(site.master, value);
+  if (types.weight() == FloatType::kF32) {
+    store(site.weight, value);
+    return magnitude(raw);
+  }
+  if (types.weight() == FloatType::kF16) {
+    const H half = to_f16(value);
+    store(site.weight, half);
+    return magnitude(bits(from_f16(half)));
+  }
+  const H half = types.master() == Master::kNone ? to_bf16_even(value) : convert<H>(upper_half(raw));
+  store(site.weight, half);
+  return magnitude(convert<U>(half) << 16);
+}
+
+template <class Rule, class Moments, class Types>
+INLINE U step_lanes(const Rule& rule, Moments& store, Types types, float grad_scale,
+                    const Site& site, U lanes) {
+  F moment[slots(Rule::kMoments)] = {};
+  F weight = read_weight(types, site);
+  store.read(site.moments, moment);
+  rule(read_float(types.grad(), site.grad) * grad_scale, weight, moment);
+  const U worst = store.write(site.moments, moment, lanes);
+  return larger(worst, write_weight(types, site, weight));
+}
+
+INLINE std::uint8_t* offset(void* base, std::size_t bytes) {
+  return static_cast<std::uint8_t*>(base) + bytes;
+}
+
+// The last elements of a buffer, fewer than LANES: the same step on a padded copy.
+template <class Rule, class Moments, class Types>
+INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_scale,
+                   const Site& site, std::size_t count) {
+  const std::size_t grad_bytes = count * width(types.grad());
+  const std::size_t weight_bytes = count * width(types.weight());
+  const std::size_t master_bytes =
+      types.master() == Master::kNone ? 0 : count * (types.master() == Master::kSplit ? 2 : 4);
+  const std::size_t moment_bytes = count * Moments::kBytes;
+  alignas(64) std::uint8_t grad[4 * LANES] = {}, weight[4 * LANES] = {}, master[4 * LANES] = {};
+  alignas(64) std::uint8_t moment[kMaxMoments][4 * LANES] = {};
+  std::memcpy(grad, site.grad, grad_bytes);
+  std::memcpy(weight, site.weight, weight_bytes);
+  if (master_bytes != 0) std::memcpy(master, site.master, master_bytes);
+  Site padded{grad, weight, master, {{}, site.moments.element}};
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    std::memcpy(moment[k], site.moments.at[k], moment_bytes);
+    padded.moments.at[k] = moment[k];
+  }
+  const U lanes = lane_numbers() < every(static_cast<std::uint32_t>(count)) ? every(~0u) : every(0);
+  const U worst = step_lanes(rule, moments, types, grad_scale, padded, lanes) & lanes;
+  std::memcpy(site.weight, weight, weight_bytes);
+  if (master_bytes != 0) std::memcpy(site.master, master, master_bytes);
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    std::memcpy(site.moments.at[k], moment[k], moment_bytes);
+  }
+  return worst;
+}
+
+template <class Rule, class Moments, class Types>
+std::uint32_t sweep(const Job& job, std::size_t begin, std::size_t end) {
+  const Rule rule(job.coefficient);
+  const Types types(job);
+  const float grad_scale = job.coefficient[0];
+  Moments moments(job);
+  const std::size_t master_width = types.master() == Master::kSplit ? 2 : 4;
+  U worst{};
+  const auto site_at = [&](std::size_t i) INLINE_LAMBDA {
+    Site site;
+    site.grad = static_cast<const std::uint8_t*>(job.grad) + i * width(types.grad());
+    site.weight = offset(job.weight, i * width(types.weight()));
+    site.master =
+        types.master() == Master::kNone ? nullptr : offset(job.master, i * master_width);
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      site.moments.at[k] = offset(job.moment[k], i * Moments::kBytes);
+    }
+    site.moments.element = i;
+    return site;
+  };
+  for (std::size_t block = begin; block < end; block += kBlock) {
+    const std::size_t stop = end - block < kBlock ? end : block + kBlock;
+    std::size_t i = block;
+    for (; i + LANES <= stop; i += LANES) {
+      worst = larger(worst, step_lanes(rule, moments, types, grad_scale, site_at(i), every(~0u)));
+    }
+    if (i < stop) {
+      worst = larger(worst,
+                     step_tail(rule, moments, types, grad_scale, site_at(i), stop - i));
+    }
+    moments.close(block, stop);
+  }
+  return highest_lane(worst);
+}
+
+template <class Rule, class Moments>
+std::uint32_t update(const Job& job, std::size_t begin, std::size_t end) {
+  using Split = FixedTypes<FloatType::kBf16, FloatType::kBf16, Master::kSplit>;
+  using Single = FixedTypes<FloatType::kF32, FloatType::kF32, Master::kNone>;
+  const bool split = job.master_kind == Master::kSplit && job.grad_type == FloatType::kBf16;
+  const bool single = job.weight_type == FloatType::kF32 && job.grad_type == FloatType::kF32;
+  if (split) return sweep<Rule, Moments, Split>(job, begin, end);
+  if (single) return sweep<Rule, Moments, Single>(job, begin, end);
+  return sweep<Rule, Moments, AnyTypes>(job, begin, end);
+}
+
+// Sixteen running sums for every instruction set, added up in one order: the result is the same
+// for all. The squares are exact in double precision.
+double sum_of_squares(FloatType type, const void* data, std::size_t numel) {
+  constexpr std::size_t kSums = 16;
+  alignas(64) double sum[kSums] = {};
+  alignas(64) float part[kSums];
+  const auto* bytes = static_cast<const std::uint8_t*>(data);
+  for (std::size_t i = 0; i < numel; i += kSums) {
+    const std::size_t count = numel - i < kSums ? numel - i : kSums;
+    alignas(64) std::uint8_t raw[4 * kSums];
+    const std::uint8_t* from = bytes + i * width(type);
+    if (count < kSums) {
+      std::memset(raw, 0, sizeof raw);
+      std::memcpy(raw, from, count * width(type));
+      from = raw;
+    }
+    for (std::size_t lane = 0; lane < kSums; lane += LANES) {
+      store(part + lane, read_float(type, from + lane * width(type)));
+    }
+    for (std::size_t lane = 0; lane < kSums; ++lane) {
+      const double value = part[lane];
+      sum[lane] += value * value;
+    }
+  }
+  for (std::size_t half = kSums / 2; half > 0; half /= 2) {
+    for (std::size_t lane = 0; lane < half; ++lane) sum[lane] += sum[lane + half];
+  }
+  return sum[0];
+}
+
+void accumulate(float* to, FloatType type, const void* from, std::size_t numel) {
+  const auto* bytes = static_cast<const std::uint8_t*>(from);
+  std::size_t i = 0;
+  for (; i + LANES <= numel; i += LANES) {
+    store(to + i, load<F>(to + i) + read_float(type, bytes + i * width(type)));
+  }
+  if (i < numel) {
+    alignas(64) std::uint8_t raw[4 * LANES] = {};
+    alignas(64) float sum[LANES] = {};
+    std::memcpy(raw, bytes + i * width(type), (numel - i) * width(type));
+    std::memcpy(sum, to + i, (numel - i) * sizeof(float));
+    store(sum, load<F>(sum) + read_float(type, raw));
+    std::memcpy(to + i, sum, (numel - i) * sizeof(float));
+  }
+}
+
+template <class Rule>
+constexpr UpdateFn plain() {
+  return &update<Rule, PlainMoments<Rule::kMoments>>;
+}
+template <class Rule>
+constexpr UpdateFn half() {
+  return &update<Rule, HalfMoments<Rule::kMoments>>;
+}
+template <class Rule>
+constexpr UpdateFn byte() {
+  return &update<Rule, ByteMoments<Rule::kMoments, Rule::kSigned>>;
+}
+
+// AMSGrad's running maximum would climb on rounding noise, so it has fp32 moments only; plain SGD
+// has no moments.
+const Kernels kTable = {
+    ISA_NAME,
+    {{plain<Adam>(), half<Adam>(), byte<Adam>()},
+     {plain<Amsgrad>(), nullptr, nullptr},
+     {plain<Sgd>(), nullptr, nullptr},
+     {plain<Momentum>(), half<Momentum>(), byte<Momentum>()},
+     {plain<Adagrad>(), half<Adagrad>(), byte<Adagrad>()},
+     {plain<Lion>(), half<Lion>(), byte<Lion>()}},
+    &sum_of_squares,
+    &accumulate,
+};

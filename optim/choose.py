@@ -1,0 +1,45 @@
+"""From an optimizer to its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .adam_rule import AdamRule
+from .rule import Rule
+
+
+def _any(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    return any(bool(group.get(key)) for group in optimizer.param_groups)
+
+
+def _adam(optimizer: torch.optim.Optimizer) -> Rule:
+    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    return AdamRule(decoupled=decoupled, amsgrad=_any(optimizer, "amsgrad"))
+
+
+MAKERS: dict[type[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Rule]] = {
+    torch.optim.AdamW: _adam,
+    torch.optim.Adam: _adam,
+}
+
+
+def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule that an optimizer follows, in all of its groups.
+
+    Raises:
+        TypeError: there is no rule for its class (subclasses may step differently, so they do not
+            count as their base), or it uses ``capturable`` or ``differentiable``.
+    """
+    maker = MAKERS.get(type(optimizer))
+    if maker is None:
+        accepted = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in MAKERS)
+        raise TypeError(
+            f"no update rule for {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
+            f"accepted are {accepted}"
+        )
+    for key in ("capturable", "differentiable"):
+        if _any(optimizer, key):
+            raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
+    return maker(optimizer)

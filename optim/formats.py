@@ -1,0 +1,106 @@
+"""How weights, masters and moments are stored: names, dtypes, and the exact split of a master.
+
+A low-precision weight may keep an fp32 master in one of two ways.  ``"split"`` stores the master's
+upper half as the bf16 weight itself and its lower half beside it: 4 bytes instead of 6, with nothing
+lost.  ``"fp32"`` stores the master whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Master = Literal["split", "fp32"] | None
+Moments = Literal["fp32", "bf16", "int8"]
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOMENT_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.uint8,
+}
+BLOCK = 256
+"""Elements that share one scale of an int8 moment."""
+
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value that the optimizer keeps per ``block`` elements: its name and storage dtype."""
+
+    name: str
+    dtype: torch.dtype
+    block: int = 1
+
+    def elements(self, numel: int) -> int:
+        """Stored elements for ``numel`` parameters."""
+        return -(-numel // self.block)
+
+
+def master_fields(weight_dtype: torch.dtype, master: Master) -> tuple[Field, ...]:
+    """What a master adds to the state.
+
+    Raises:
+        ValueError: ``master`` does not fit ``weight_dtype``.
+    """
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weights of {weight_dtype} have no kernel; use one of {WEIGHT_DTYPES}")
+    if master is None:
+        return ()
+    if master == "split" and weight_dtype is torch.bfloat16:
+        return (Field("master_lo", torch.int16),)
+    if master == "fp32" and weight_dtype is not torch.float32:
+        return (Field("master", torch.float32),)
+    raise ValueError(
+        f"master={master!r} does not fit weights of {weight_dtype}: bfloat16 takes 'split', "
+        "'fp32' or None, float16 takes 'fp32' or None, float32 is its own master (None)"
+    )
+
+
+def moment_fields(name: str, moments: Moments) -> tuple[Field, ...]:
+    """The stored form of one moment: itself, and for int8 a scale per ``BLOCK`` elements."""
+    if moments not in MOMENT_DTYPES:
+        raise ValueError(f"moments={moments!r} is unknown; use one of {sorted(MOMENT_DTYPES)}")
+    field = Field(name, MOMENT_DTYPES[moments])
+    if moments == "int8":
+        return (field, Field(scale_name(name), torch.float32, BLOCK))
+    return (field,)
+
+
+def scale_name(moment: str) -> str:
+    """The name of the field that holds an int8 moment's scales."""
+    return f"{moment}_scale"
+
+
+def round_to_upper(value: Tensor) -> Tensor:
+    """fp32 to bf16, to nearest, ties away from zero: the rule of every weight that has a master.
+
+    NaN stays a (quiet) NaN.  Of the usual tie rules only this one can be undone from 16 bits.
+    """
+    raw = value.view(torch.int32)
+    nan = (raw & MAGNITUDE) > INFINITY
+    upper = torch.where(nan, (raw >> 16) | 0x40, (raw + 0x8000) >> 16)
+    return upper.to(torch.int16).view(torch.bfloat16)
+
+
+def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits fp32 into its bf16 upper half and its lower 16 bits (int16 storage), losing nothing.
+
+    ``join_master`` gives every finite and infinite value back bit for bit; NaN comes back as NaN.
+    """
+    raw = value.view(torch.int32)
+    nan = (raw & MAGNITUDE) > INFINITY
+    return round_to_upper(value), torch.where(nan, 0, raw).to(torch.int16)
+
+
+def join_master(upper: Tensor, lower: Tensor) -> Tensor:
+    """The fp32 master from its bf16 upper half and its lower 16 bits."""
+    low = lower.to(torch.int32) & 0xFFFF
+    # A lower half of 0x8000 or more had rounded the upper half up by one.
+    high = upper.view(torch.int16).to(torch.int32) - (low >> 15)
+    return ((high << 16) | low).view(torch.float32)

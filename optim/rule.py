@@ -1,0 +1,170 @@
+"""What a rule is: the state it keeps, its scalars for one step, and the update of a flat buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from . import kernels, reference
+from .compact import noise_key
+from .formats import Field, Master, Moments, master_fields, moment_fields
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """Everything that one step does not share with the next, for one parameter group.
+
+    ``coefficients`` are the rule's numbers in the order of its kernel, computed in double precision
+    and rounded to fp32 once, in the kernel.  The first is the factor of the gradient.
+    """
+
+    step: int
+    coefficients: tuple[float, ...]
+    noise_key: int
+
+
+class Rule(Protocol):
+    """An update rule over flat buffers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of the moments, as torch's optimizers call them."""
+        ...
+
+    def state_fields(
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments
+    ) -> tuple[Field, ...]:
+        """The state besides the weight, in order: the master's field, then each moment's.
+
+        Raises:
+            ValueError: the formats do not fit the dtype or the rule.
+        """
+        ...
+
+    def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """Moments that do not start at zero, and their first value."""
+        ...
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        """The scalars of step ``step`` (from 1) with the group's present hyper-parameters.
+
+        Args:
+            grad_scale: factor of the gradient (unscaling times clipping).
+        """
+        ...
+
+    def update(
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:
+        """Updates ``weight`` and ``state`` in place, in one pass.
+
+        Args:
+            grad, weight: flat, contiguous, equally long; fp32, bf16 or fp16; on one device.
+            state: the tensors of ``state_fields``, by name, as long as their fields say.
+            position: index of the first element in its whole buffer; a multiple of 256 with int8
+                moments.  It keys the rounding noise of compact moments, so that the result does
+                not depend on how the buffer is cut.
+
+        Returns:
+            Whether every value written is finite.
+        """
+        ...
+
+
+class KernelRule:
+    """The part that all rules share; a rule adds names, ``scalars`` and its formula's number."""
+
+    name: ClassVar[str]
+    signed: ClassVar[Mapping[str, bool]] = {
+        "exp_avg": True,
+        "exp_avg_sq": False,
+        "max_exp_avg_sq": False,
+        "momentum_buffer": True,
+        "sum": False,
+    }
+    """Whether a moment has a sign; those without are sums of squares."""
+
+    def __init__(self, kernel: str, moments: tuple[str, ...]) -> None:
+        self._kernel = kernel
+        self._moments = moments
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return self._moments
+
+    def state_fields(
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments
+    ) -> tuple[Field, ...]:
+        fields = master_fields(weight_dtype, master)
+        for name in self._moments:
+            if name == "max_exp_avg_sq" and moments != "fp32":
+                raise ValueError(
+                    f"amsgrad needs moments='fp32', not {moments!r}: its running maximum would "
+                    "climb on the rounding noise of compact moments"
+                )
+            fields += moment_fields(name, moments)
+        return fields
+
+    def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {}
+
+    def update(
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:
+        run = kernels.update if kernels.serves(weight) else reference.update
+        return run(
+            self._kernel,
+            grad,
+            weight,
+            state,
+            self._moments,
+            scalars.coefficients,
+            scalars.noise_key,
+            position,
+        )
+
+
+def number(group: Mapping[str, Any], key: str) -> float:
+    """A hyper-parameter as a float (it may be a one-element tensor).
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    value = float(group[key])
+    if not math.isfinite(value):
+        raise ValueError(f"{key} must be finite, not {value}")
+    return value
+
+
+def step_scalars(step: int, coefficients: tuple[float, ...]) -> StepScalars:
+    """Scalars of one step, with its noise key.
+
+    Raises:
+        ValueError: ``step`` is less than 1.
+    """
+    if step < 1:
+        raise ValueError(f"steps count from 1, not {step}")
+    return StepScalars(step, coefficients, noise_key(step))
+
+
+def signed_scale(group: Mapping[str, Any], grad_scale: float) -> float:
+    """The factor of the gradient; ``maximize`` turns its sign, which is exact."""
+    return -grad_scale if group.get("maximize") else grad_scale
