@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from .config import OffloadConfig, parse_size
-from .runtime.accelerator import Accelerator
+from .runtime.accelerators.base import Accelerator
 from .schedule.plan import Budgets
 
 HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things

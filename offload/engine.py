@@ -19,7 +19,7 @@ from .io_engine import IoEngine, Lease, allocate_host
 from .observe.stats import MemoryStats, Stats, step_stats
 from .observe.trace import Trace
 from .optim import Rule
-from .runtime.accelerator import Accelerator
+from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
 from .runtime.contents import Contents
 from .runtime.direct import DirectAccess

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..schedule.arena import Place
-from .accelerator import Event
+from .accelerators.base import Event
 
 
 class RangeEvents:

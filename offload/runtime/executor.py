@@ -39,7 +39,7 @@ from ..schedule.messages import (
     Write,
 )
 from ..schedule.residency import Residency
-from .accelerator import Accelerator, CopyDone, Event
+from .accelerators.base import Accelerator, CopyDone, Event
 from .events import RangeEvents
 from .extents import Extents
 from .pools import Arenas

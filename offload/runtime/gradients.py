@@ -18,7 +18,7 @@ from ..config import Tier
 from ..errors import OffloadError
 from ..schedule.messages import GradReady, GradRoom
 from ..schedule.partition import PARAM_ALIGN, Partition
-from .accelerator import Accelerator
+from .accelerators.base import Accelerator
 from .backward import Backward
 from .executor import Executor
 from .gradient_tensor import OffloadedGradient
@@ -162,13 +162,9 @@ class GradientCollector:
                 self.executor.mark_device_use(place, self.accelerator.record())
         if not on_slot:
             arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
-            if merge or self._converts(unit):
+            if merge or self.executor.machine.layout.converts[unit]:
                 self._updater.arrived(unit, arrival)
         self.executor.tell(GradReady(unit, merge, update))
-
-    def _converts(self, unit: int) -> bool:
-        layout = self.executor.machine.layout
-        return layout.units[unit].grad_bytes != layout.grad_bytes[unit]
 
     def _in_host_layout(self, unit: int) -> bool:
         """Whether gradients are gathered straight to where they are kept."""

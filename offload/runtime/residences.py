@@ -18,7 +18,7 @@ from ..schedule.arena import Place
 from ..schedule.messages import Freed, Need, Release
 from ..schedule.partition import Partition, Unit
 from . import torch_private
-from .accelerator import Accelerator
+from .accelerators.base import Accelerator
 from .executor import Executor
 
 

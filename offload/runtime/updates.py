@@ -22,7 +22,7 @@ from ..schedule.messages import Clear, Settle, Update
 from ..schedule.partition import Chunk, Unit, align
 from ..schedule.plan import host_grad_dtype
 from ..schedule.subgroups import Subgroup
-from .accelerator import Accelerator
+from .accelerators.base import Accelerator
 from .pools import Arenas
 
 

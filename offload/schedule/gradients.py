@@ -135,7 +135,7 @@ class Gradients:
         """Starts to copy gathered gradients out of the device."""
         item = self.units[signal.unit]
         gathered = self.layout.units[signal.unit].grad_bytes
-        convert = gathered != self.layout.grad_bytes[signal.unit]
+        convert = self.layout.converts[signal.unit]
         if not self._host_slot(signal.unit):
             return False
         assert item.slot is not None and item.device is not None

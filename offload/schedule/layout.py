@@ -66,6 +66,7 @@ class Layout:
     homes: tuple[UnitHome, ...]
     regions: Regions
     grad_bytes: tuple[int, ...]  # a unit's gradients as the host keeps them
+    converts: tuple[bool, ...]  # whether that is in another dtype than they come in
     has_device: bool
     durable: bool
     prefetch_depth: int

@@ -123,6 +123,14 @@ def host_grad_bytes(unit: Unit, accumulate: int) -> int:
     )
 
 
+def converts_grads(unit: Unit, accumulate: int) -> bool:
+    """Whether the host keeps a unit's gradients in another dtype than they come in."""
+    return any(
+        chunk.group is not None and host_grad_dtype(chunk.dtype, accumulate) != chunk.dtype
+        for chunk in unit.chunks
+    )
+
+
 class _Spend:
     """A budget that is being given out."""
 
@@ -389,6 +397,7 @@ class _Planner:
                 homes,
                 regions,
                 self.grad_bytes,
+                tuple(converts_grads(u, self.needs.accumulate) for u in self.units),
                 self.has_device,
                 self.needs.durable,
                 self.depth,

@@ -1,0 +1,1 @@
+"""The devices that the engine computes on, behind the one protocol of ``base``."""
