@@ -1,0 +1,37 @@
+"""The typer application: which sub-commands there are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .plan import plan
+from .train import train
+
+app = typer.Typer(
+    help="Train models that do not fit in GPU memory, on one machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+app.command()(plan)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"overspill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Train models that do not fit in GPU memory, on one machine."""

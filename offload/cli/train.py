@@ -1,0 +1,75 @@
+"""``overspill train``: trains or fine-tunes a causal language model under memory budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..train.shapes import DEFAULT_SHAPE
+from . import options as opt
+from .failures import one_line_errors
+
+
+def train(
+    model: opt.Model = DEFAULT_SHAPE,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text, jsonl or a folder; default: Python's own standard library sources."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    batch: Annotated[int, typer.Option(help="Windows of text per micro-batch.")] = 4,
+    seq: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate; default: 3e-4 from random weights, else 2e-5."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and of the order of data.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for weights, pictures, trace and run.json.")
+    ] = Path("runs/train"),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also train the same steps in memory.")
+    ] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option("--recompute", help="Compute activations again instead of keeping them."),
+    ] = False,
+    device: opt.Device = None,
+    device_memory: opt.DeviceMemory = None,
+    host_memory: opt.HostMemory = None,
+    nvme: opt.Nvme = None,
+    nvme_memory: opt.NvmeMemory = None,
+    precision: opt.Precision = None,
+    master: opt.Master = None,
+    moments: opt.Moments = None,
+    update: opt.Update = None,
+    max_grad_norm: opt.MaxGradNorm = None,
+    accumulate: opt.Accumulate = 1,
+    units: opt.Units = None,
+    prefetch_depth: opt.PrefetchDepth = None,
+    threads: opt.Threads = None,
+    rates: opt.RatesFile = None,
+    durable: opt.NotDurable = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Train or fine-tune a causal language model that need not fit in memory."""
+    from ..train.job import Job, run
+    from .progress import make_watch
+
+    with one_line_errors(debug):
+        offload = opt.wrap_options(
+            device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
+            nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
+            update=update, max_grad_norm=max_grad_norm, units=units,
+            prefetch_depth=prefetch_depth, threads=threads, rates=rates, durable=durable,
+        )  # fmt: skip
+        job = Job(
+            model=model, data=data, steps=steps, batch=batch, seq=seq, accumulate=accumulate,
+            lr=lr, seed=seed, out=out, compare=compare, recompute=recompute, offload=offload,
+        )  # fmt: skip
+        watch = make_watch()
+        watch.result(run(job, watch))

@@ -1,0 +1,164 @@
+"""Pictures of a run: the loss, the lanes of a step, and memory against its budgets.
+
+matplotlib is imported when something is drawn; without it, an error names the extra to install.
+One colour belongs to each lane and to each tier, in every picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OffloadError, format_bytes
+
+if TYPE_CHECKING:
+    from .stats import MemoryStats
+    from .trace import Span, StepMark, Trace
+
+LANE_COLOURS: Mapping[str, str] = {
+    "compute": "#4477aa",
+    "copy_in": "#66ccee",
+    "copy_out": "#228833",
+    "read": "#ee6677",
+    "write": "#aa3377",
+    "update": "#ccbb44",
+}
+LANE_WORDS: Mapping[str, str] = {
+    "compute": "compute",
+    "copy_in": "copy to device",
+    "copy_out": "copy to host",
+    "read": "disk read",
+    "write": "disk write",
+    "update": "update",
+}
+TIER_COLOURS: Mapping[str, str] = {"device": "#4477aa", "host": "#228833", "nvme": "#aa3377"}
+STALL_COLOUR, FAINT = "#333333", "#bbbbbb"
+PIXELS_PER_INCH = 100
+STEPS_DRAWN = 2
+
+
+def _figure(width_px: int, height_px: int) -> tuple[Any, Any]:
+    """A figure and its axes.  Draws to memory, so that no display is needed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OffloadError(
+            f'pictures need matplotlib ({error}); pip install "overspill[plot]"'
+        ) from error
+    figure = Figure(
+        figsize=(width_px / PIXELS_PER_INCH, height_px / PIXELS_PER_INCH), layout="constrained"
+    )
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Loss by step, one curve per name; the second and later ones are dashed, so both show."""
+    figure, axes = _figure(1000, 560)
+    styles = [("#4477aa", "-", 2.6), ("#ee6677", (0, (3, 3)), 1.8), ("#228833", ":", 1.8)]
+    for number, (name, losses) in enumerate(curves.items()):
+        colour, line, width = styles[number % len(styles)]
+        steps = range(1, len(losses) + 1)
+        marker = "o" if len(losses) == 1 else None
+        axes.plot(
+            steps, losses, color=colour, linestyle=line, linewidth=width, label=name, marker=marker
+        )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(color=FAINT, linewidth=0.4, alpha=0.6)
+    if curves:
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=PIXELS_PER_INCH)
+
+
+def draw_timeline(trace: Trace, path: Path) -> None:
+    """The lanes of the last steps, one row each, with what compute waited for below them.
+
+    Raises:
+        OffloadError: no step was recorded, or matplotlib is missing.
+    """
+    steps = trace.steps[-STEPS_DRAWN:]
+    if not steps:
+        raise OffloadError("the trace holds no finished step yet; train at least one step first")
+    # The first step also covers what happened before it, such as filling the tiers.
+    steps = steps[1:] if len(steps) > 1 and steps[0].index <= 1 else steps
+    start, end = steps[0].started_ns, steps[-1].finished_ns
+    scale, unit = (1e9, "s") if end - start > 5e9 else (1e6, "ms")
+    figure, axes = _figure(1200, 480)
+    spans = trace.spans(start, end)
+    for row, (lane, colour) in enumerate(LANE_COLOURS.items()):
+        mine = [s for s in spans if s.lane == lane]
+        _bars(axes, row, mine, start, scale, colour, colour)
+        _note(axes, row, mine)
+    stalls = trace.stalls(start, end)
+    for span in stalls:
+        _bars(axes, len(LANE_COLOURS), [span], start, scale, LANE_COLOURS[span.lane], STALL_COLOUR)
+    waited = sum(s.finished_ns - s.started_ns for s in stalls) / scale
+    rows = [*LANE_WORDS.values(), "compute waits"]
+    axes.text(1.01, len(rows) - 1, f"{waited:,.3g} {unit}", **_beside(axes))
+    _ends_of_steps(axes, steps, start, scale)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.4, -1.0)
+    axes.set_xlim(0, (end - start) / scale)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"time, {unit}   (a wait has the colour of the lane that was waited for)")
+    figure.savefig(path, dpi=PIXELS_PER_INCH)
+
+
+def _bars(
+    axes: Any, row: int, spans: Sequence[Span], origin_ns: int, scale: float, face: str, edge: str
+) -> None:
+    bars = [
+        ((s.started_ns - origin_ns) / scale, (s.finished_ns - s.started_ns) / scale) for s in spans
+    ]
+    axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=face, edgecolor=edge, linewidth=0.3)
+
+
+def _beside(axes: Any) -> dict[str, Any]:
+    """Style of a figure at the right border, in the height of its row."""
+    return {"transform": axes.get_yaxis_transform(), "va": "center", "ha": "left", "fontsize": 9}
+
+
+def _note(axes: Any, row: int, spans: Sequence[Span]) -> None:
+    from .trace import length, union
+
+    moved = sum(s.nbytes for s in spans)
+    busy_s = length(union((s.started_ns, s.finished_ns) for s in spans)) / 1e9
+    text = f"busy {busy_s:.3g} s"
+    if moved and busy_s:
+        text = f"{format_bytes(moved)}, {moved / busy_s / 1e9:.2g} GB/s"
+    axes.text(1.01, row, text if spans else "idle", **_beside(axes))
+
+
+def _ends_of_steps(axes: Any, steps: Sequence[StepMark], origin_ns: int, scale: float) -> None:
+    for mark in steps:
+        begin, finish = (
+            (mark.started_ns - origin_ns) / scale,
+            (mark.finished_ns - origin_ns) / scale,
+        )
+        axes.axvline(finish, color=FAINT, linewidth=1, zorder=0)
+        axes.text((begin + finish) / 2, -0.7, f"step {mark.index}", ha="center", va="center")
+
+
+def draw_memory(memory: Mapping[str, MemoryStats], path: Path) -> None:
+    """Peak bytes per tier as a share of its budget, with both written beside the bar."""
+    tiers = {name: stats for name, stats in memory.items() if stats.budget_bytes}
+    figure, axes = _figure(1000, 110 + 70 * max(1, len(tiers)))
+    for row, (name, stats) in enumerate(tiers.items()):
+        share = 100 * stats.peak_bytes / stats.budget_bytes
+        axes.barh(row, 100, height=0.6, color="none", edgecolor=FAINT)
+        axes.barh(row, share, height=0.6, color=TIER_COLOURS.get(name, FAINT))
+        text = f"{format_bytes(stats.peak_bytes)} of {format_bytes(stats.budget_bytes)}"
+        axes.text(103, row, text, va="center")
+    axes.set_yticks(range(len(tiers)), list(tiers))
+    axes.set_ylim(len(tiers) - 0.5, -0.5)
+    axes.set_xlim(0, 140)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("peak, % of the tier's budget")
+    axes.tick_params(axis="y", length=0)
+    figure.savefig(path, dpi=PIXELS_PER_INCH)

@@ -1,0 +1,1 @@
+"""The main job: a causal language model trained or fine-tuned under memory budgets."""

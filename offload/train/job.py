@@ -1,0 +1,245 @@
+"""One run of the main job: model and data found, wrapped, trained, compared, written out."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..observe import pictures
+from ..observe.stats import MemoryStats
+from ..optimizer import OffloadedOptimizer, wrap
+from ..schedule.plan import Plan
+from .compare import Comparison, load_in_memory, weight_difference
+from .data import Batches, load_corpus, load_tokenizer
+from .loop import LoopSettings, StepRecord, train
+from .report import Report, link_bytes
+from .save import save_masters, save_weights
+from .shapes import DEFAULT_SHAPE, ModelSource, find_model
+
+LR_FROM_RANDOM, LR_FINE_TUNE = 3e-4, 2e-5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, on what, how long, and under which budgets.
+
+    Attributes:
+        model: a named shape or a Hugging Face folder.
+        data: text, jsonl or a folder; ``None`` for the standard library's sources.
+        steps, batch, seq: optimizer steps; windows per micro-batch; tokens per window.
+        accumulate: micro-batches per step.
+        lr: learning rate of AdamW; ``None``: 3e-4 from random weights, 2e-5 from a folder.
+        seed: of weights and of the order of data.
+        out: folder for pictures, trace, weights and ``run.json``; made if it is not there.
+        compare: also train the same steps in memory.
+        recompute: compute activations again in backward instead of keeping them.
+        offload: options of ``wrap``, without ``weights`` and ``accumulate``.
+    """
+
+    model: str = DEFAULT_SHAPE
+    data: Path | None = None
+    steps: int = 100
+    batch: int = 4
+    seq: int = 256
+    accumulate: int = 1
+    lr: float | None = None
+    seed: int = 0
+    out: Path = Path("runs/train")
+    compare: bool = False
+    recompute: bool = False
+    offload: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seq < 2:
+            raise ValueError(
+                f"seq must be at least 2 (one token predicts the next), got {self.seq}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be a positive number, got {self.lr}")
+
+    def rate_for(self, source: ModelSource) -> float:
+        """The learning rate: as asked for, or what suits the kind of start."""
+        if self.lr is not None:
+            return self.lr
+        return LR_FROM_RANDOM if source.folder is None else LR_FINE_TUNE
+
+
+class Watch(Protocol):
+    """Who is told what happens; the command line shows it."""
+
+    def note(self, text: str) -> None:
+        """A line worth reading."""
+
+    def begin(self, title: str, steps: int) -> None:
+        """Training starts."""
+
+    def step(self, record: StepRecord, memory: Mapping[str, MemoryStats]) -> None:
+        """A step is done; ``memory`` by tier, empty for a run without the engine."""
+
+    def end(self) -> None:
+        """Training is over, well or not."""
+
+
+def run(job: Job, watch: Watch) -> Report:
+    """Does the whole job; every file is in ``job.out`` afterwards.
+
+    Raises:
+        ValueError: model, data or an option makes no sense.
+        BudgetError: a budget is too small.
+        OffloadError: a package is missing, or training failed.
+    """
+    source = find_model(job.model)
+    if source.positions is not None and job.seq > source.positions:
+        raise ValueError(f"seq {job.seq} exceeds the {source.positions} positions of {source.name}")
+    tokenizer = load_tokenizer(source.folder)
+    corpus = load_corpus(job.data, tokenizer, source.vocabulary)
+    batches = Batches(corpus, job.batch, job.seq, job.seed)
+    start = "random weights" if source.folder is None else f"weights from {source.folder}"
+    watch.note(f"model {source.name}: {start}")
+    watch.note(f"data {corpus.summary}")
+    trained = _train_offloaded(job, source, batches, tokenizer, watch)
+    comparison = None
+    if job.compare:
+        batches.position = 0
+        comparison = _train_in_memory(job, source, batches, trained, watch)
+    curves = {"offloaded": [r.loss for r in trained.records]}
+    if comparison is not None:
+        curves["in memory"] = [r.loss for r in comparison.records]
+    pictures.draw_loss(curves, job.out / "loss.png")
+    report = Report(
+        model=source.name,
+        start=start,
+        data=corpus.summary,
+        parameters=trained.parameters,
+        device=trained.device,
+        lr=job.rate_for(source),
+        seed=job.seed,
+        position=trained.position,
+        plan=trained.plan,
+        memory=trained.memory,
+        links=link_bytes(trained.records),
+        records=trained.records,
+        peak_rss_bytes=trained.peak_rss_bytes,
+        comparison=comparison,
+        out=job.out,
+    )
+    report.write(job.out / "run.json")
+    return report
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What is left of the offloaded run once its engine is closed."""
+
+    records: tuple[StepRecord, ...]
+    plan: Plan
+    memory: Mapping[str, MemoryStats]
+    parameters: int
+    dtypes: dict[str, torch.dtype]
+    device: str
+    compute: torch.device
+    position: int
+    peak_rss_bytes: int
+
+
+def _model(job: Job, source: ModelSource) -> nn.Module:
+    model = source.build()
+    if job.recompute:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model
+
+
+def _train_offloaded(
+    job: Job, source: ModelSource, batches: Batches, tokenizer: Any, watch: Watch
+) -> _Trained:
+    torch.manual_seed(job.seed)
+    model = _model(job, source)
+    parameters = sum(p.numel() for p in model.parameters())
+    plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
+    options = {**job.offload, "weights": source.folder, "accumulate": job.accumulate}
+    with wrap(model, plain, **options) as optimizer:
+        watch.note(f"plan {optimizer.plan}")
+        job.out.mkdir(parents=True, exist_ok=True)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        if job.compare:
+            save_masters(model, _initial(job))
+        compute = next(model.parameters()).device
+        settings = LoopSettings(job.steps, job.accumulate, compute)
+        watch.begin("offloaded", job.steps)
+        try:
+            torch.manual_seed(job.seed)
+            records = train(
+                model, optimizer, batches, settings, lambda r: watch.step(r, _memory(optimizer))
+            )
+        finally:
+            watch.end()
+        _write_files(job, source, model, optimizer, tokenizer)
+        return _Trained(
+            records=tuple(records),
+            plan=optimizer.plan,
+            memory=_memory(optimizer),
+            parameters=parameters,
+            dtypes=dtypes,
+            device=str(job.offload.get("device") or compute),
+            compute=compute,
+            position=batches.position,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+
+def _memory(optimizer: OffloadedOptimizer) -> dict[str, MemoryStats]:
+    return {tier.value: stats for tier, stats in optimizer.memory.items() if stats.budget_bytes}
+
+
+def _initial(job: Job) -> Path:
+    return job.out / "initial.safetensors"
+
+
+def _write_files(
+    job: Job, source: ModelSource, model: nn.Module, optimizer: OffloadedOptimizer, tokenizer: Any
+) -> None:
+    optimizer.trace(job.out / "trace.json")
+    optimizer.trace(job.out / "timeline.png")
+    pictures.draw_memory(_memory(optimizer), job.out / "memory.png")
+    save_weights(model, job.out / "model.safetensors")
+    source.config.save_pretrained(job.out)  # makes the folder one that --model takes
+    if tokenizer is not None:
+        tokenizer.save_pretrained(job.out)
+
+
+def _train_in_memory(
+    job: Job, source: ModelSource, batches: Batches, trained: _Trained, watch: Watch
+) -> Comparison:
+    model = _model(job, source)
+    clip = job.offload.get("max_grad_norm")
+    try:
+        optimizer = load_in_memory(
+            model, _initial(job), trained.dtypes, trained.compute, job.rate_for(source)
+        )
+    finally:
+        _initial(job).unlink(missing_ok=True)
+    settings = LoopSettings(job.steps, job.accumulate, trained.compute, clip)
+    watch.begin("in memory", job.steps)
+    try:
+        torch.manual_seed(job.seed)
+        records = train(model, optimizer, batches, settings, lambda r: watch.step(r, {}))
+    finally:
+        watch.end()
+    losses = zip(records, trained.records, strict=True)
+    return Comparison(
+        tuple(records),
+        max(abs(mine.loss - other.loss) for mine, other in losses),
+        weight_difference(model, job.out / "model.safetensors"),
+    )

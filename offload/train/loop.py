@@ -1,0 +1,105 @@
+"""The training loop: ordinary PyTorch, the same for the offloaded and the in-memory run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..observe.stats import Stats
+from .data import Batches
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: from 1.
+        loss: mean over the step's micro-batches, nats per token.
+        tokens: tokens that went in.
+        wall_s: from the end of the step before to its own end.
+        stats: the engine's figures; ``None`` for a run without it.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    wall_s: float
+    stats: Stats | None = field(default=None, repr=False)
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.wall_s if self.wall_s else 0.0
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long and in what portions to train.
+
+    Attributes:
+        steps: optimizer steps.
+        accumulate: micro-batches per step.
+        device: where batches go.
+        clip: largest global gradient norm, for optimizers that do not clip themselves.
+    """
+
+    steps: int
+    accumulate: int
+    device: torch.device
+    clip: float | None = None
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    settings: LoopSettings,
+    on_step: Callable[[StepRecord], None],
+) -> list[StepRecord]:
+    """Trains, tells ``on_step`` about every step, and returns the record of all steps.
+
+    Raises:
+        OffloadError: the loss is not finite; the weights are those before that step.
+    """
+    records: list[StepRecord] = []
+    before = time.perf_counter()
+    for step in range(1, settings.steps + 1):
+        loss, tokens = _gradients(model, batches, settings)
+        if not torch.isfinite(loss):
+            raise OffloadError(
+                f"the loss is {loss.item()} at step {step}; lower the learning rate (lr), clip "
+                "with max_grad_norm, or train in bf16 or fp32"
+            )
+        if settings.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        value = float(loss)
+        now = time.perf_counter()
+        stats: Any = getattr(optimizer, "stats", None)
+        records.append(StepRecord(step, value, tokens, now - before, stats))
+        before = now
+        on_step(records[-1])
+    return records
+
+
+def _gradients(
+    model: nn.Module, batches: Batches, settings: LoopSettings
+) -> tuple[torch.Tensor, int]:
+    """Runs all micro-batches forward and backward; mean loss (detached) and number of tokens."""
+    total = torch.zeros((), device=settings.device)
+    tokens = 0
+    for _ in range(settings.accumulate):
+        batch = next(batches).to(settings.device)
+        tokens += batch.numel()
+        loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
+        loss.backward()
+        total += loss.detach()
+    return total, tokens

@@ -1,0 +1,208 @@
+"""What a run came to: the table at its end and ``run.json``."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import format_bytes
+from ..observe.stats import MemoryStats
+from ..observe.trace import LANES
+from ..schedule.plan import Plan
+from .compare import Comparison
+from .loop import StepRecord
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LINKS: Mapping[str, str] = {
+    "read": "disk to host",
+    "write": "host to disk",
+    "copy_in": "host to device",
+    "copy_out": "device to host",
+}
+
+
+def steady(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps that figures are taken from: the first one warms up, so it is left out."""
+    return records[1:] if len(records) > 1 else records
+
+
+def link_bytes(records: Sequence[StepRecord]) -> dict[str, int]:
+    """Bytes per step over each link, median of the steady steps."""
+    stats = [r.stats for r in steady(records) if r.stats is not None]
+    return {
+        lane: int(statistics.median(s.lanes[lane].bytes for s in stats)) if stats else 0
+        for lane in LINKS
+    }
+
+
+@dataclass(frozen=True)
+class Report:
+    """All figures of a run.  Times in seconds, sizes in bytes, losses in nats per token."""
+
+    model: str
+    start: str
+    data: str
+    parameters: int
+    device: str
+    lr: float
+    seed: int
+    position: int
+    plan: Plan = field(repr=False)
+    memory: Mapping[str, MemoryStats] = field(repr=False)
+    links: Mapping[str, int]
+    records: tuple[StepRecord, ...] = field(repr=False)
+    peak_rss_bytes: int
+    comparison: Comparison | None
+    out: Path
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step."""
+        return statistics.median(r.wall_s for r in steady(self.records))
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens per second at the median step."""
+        return self.records[-1].tokens / self.step_s
+
+    @property
+    def bound_s(self) -> float:
+        """Median lower bound of a step: its busiest lane."""
+        return statistics.median(
+            r.stats.bound_s for r in steady(self.records) if r.stats is not None
+        )
+
+    @property
+    def training_bytes(self) -> int:
+        """Weights, gradients, masters and moments together: what would have to fit without
+        offloading."""
+        layout = self.plan.layout
+        assert layout is not None
+        state = sum(s.nbytes for group in layout.subgroups for s in group)
+        return sum(u.weight_bytes for u in layout.units) + sum(layout.grad_bytes) + state
+
+    # -- run.json -------------------------------------------------------------------------------
+
+    def write(self, path: Path) -> None:
+        """Writes all figures as JSON."""
+        path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures as plain values."""
+        return {
+            "model": self.model,
+            "start": self.start,
+            "data": self.data,
+            "parameters": self.parameters,
+            "device": self.device,
+            "lr": self.lr,
+            "seed": self.seed,
+            "batches_taken": self.position,
+            "training_bytes": self.training_bytes,
+            "loss_first": self.records[0].loss,
+            "loss_last": self.records[-1].loss,
+            "step_s": self.step_s,
+            "bound_s": self.bound_s,
+            "step_over_bound": self.step_s / self.bound_s if self.bound_s else None,
+            "tokens_s": self.tokens_s,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "memory": {tier: asdict(stats) for tier, stats in self.memory.items()},
+            "link_bytes_per_step": dict(self.links),
+            "plan": {
+                "tier_bytes": {t.value: n for t, n in self.plan.tier_bytes.items()},
+                "link_bytes": dict(self.plan.link_bytes),
+                "disk_bytes": self.plan.disk_bytes,
+                "bound_s": self.plan.bound_s,
+                "bottleneck": self.plan.bottleneck,
+            },
+            "steps": [_step_json(record) for record in self.records],
+            "comparison": self._comparison_json(),
+        }
+
+    def _comparison_json(self) -> dict[str, Any] | None:
+        if self.comparison is None:
+            return None
+        return {
+            "loss_difference": self.comparison.loss_difference,
+            "weight_difference": self.comparison.weight_difference,
+            "step_s": self.in_memory_s,
+            "steps": [_step_json(record) for record in self.comparison.records],
+        }
+
+    @property
+    def in_memory_s(self) -> float | None:
+        """Median time of a step in memory, or ``None`` without comparison."""
+        if self.comparison is None:
+            return None
+        return statistics.median(r.wall_s for r in steady(self.comparison.records))
+
+    # -- the table ------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table's rows: what, and its figure."""
+        first, last = self.records[0].loss, self.records[-1].loss
+        size = f"{self.parameters / 1e6:,.1f} M parameters"
+        rows = [
+            ("model", f"{self.model}, {size}, {self.start}"),
+            ("needed without offloading", format_bytes(self.training_bytes)),
+            ("loss", f"{first:.4f} -> {last:.4f} in {len(self.records)} steps"),
+            ("tokens per second", f"{self.tokens_s:,.0f} ({self.records[-1].tokens:,} a step)"),
+        ]
+        for tier, stats in self.memory.items():
+            peak, budget = format_bytes(stats.peak_bytes), format_bytes(stats.budget_bytes)
+            rows.append((f"{tier} memory, peak", f"{peak} of {budget}"))
+        moved = [f"{LINKS[k]} {format_bytes(n)}" for k, n in self.links.items() if n]
+        rows.append(("moved per step", ", ".join(moved) or "nothing"))
+        if self.bound_s:
+            ratio = f"{self.step_s / self.bound_s:.2f} times the bound of {self.bound_s:.3g} s"
+            rows.append(("time per step", f"{self.step_s:.3g} s, {ratio}"))
+        rows.append(("compute waited per step", self._waits()))
+        rows.append(("process memory, peak", format_bytes(self.peak_rss_bytes)))
+        if self.comparison is not None and self.in_memory_s:
+            other = self.comparison
+            share = self.step_s / self.in_memory_s
+            rows += [
+                ("in memory", f"{self.in_memory_s:.3g} s a step (offloaded: {share:.2f} times)"),
+                ("loss difference", f"{other.loss_difference:.2g} at most"),
+                ("weight difference", f"{other.weight_difference:.2g} at most"),
+            ]
+        return rows
+
+    def _waits(self) -> str:
+        stats = [r.stats for r in steady(self.records) if r.stats is not None]
+        waits = {
+            lane: statistics.median(s.lanes[lane].stall_s for s in stats) if stats else 0.0
+            for lane in LANES
+        }
+        named = [f"{lane} {s:.2g} s" for lane, s in waits.items() if s >= 0.001]
+        return ", ".join(named) or "less than a millisecond"
+
+    def table(self) -> Table:
+        """The rows as a table for the terminal."""
+        from rich.table import Table
+
+        table = Table(show_header=False, title="overspill: result", title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, figure in self.rows():
+            table.add_row(name, figure)
+        return table
+
+
+def _step_json(record: StepRecord) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "step": record.step,
+        "loss": record.loss,
+        "tokens": record.tokens,
+        "wall_s": record.wall_s,
+    }
+    if record.stats is not None:
+        entry["bound_s"] = record.stats.bound_s
+        entry["lanes"] = {lane: asdict(stats) for lane, stats in record.stats.lanes.items()}
+    return entry
