@@ -359,6 +359,11 @@ class Engine:
         self.collector.remove()
         self._release()
 
+    def discard(self) -> None:
+        """As ``close``, for an engine that was never installed."""
+        self.closed = True
+        self._release()
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise OffloadError(
             "a wrapped model cannot be copied: its weights are not all in memory; copy "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .errors import OffloadError
+from .runtime import torch_private
 from .runtime.contents import Values
 from .schedule.partition import FoundUnit, ParamSpec, Partition
 
@@ -165,7 +166,7 @@ def initialise(
 ) -> dict[int, torch.Tensor]:  # fmt: skip
     """Gives the meta parameters of one unit memory, initialises them, and returns their values.
 
-    The parameters are back on ``meta`` afterwards; only the unit's own memory is ever taken.
+    Only this unit's memory is taken; the caller moves the values home and frees it.
     """
     values: dict[int, torch.Tensor] = {}
     for index in specs:
@@ -173,7 +174,7 @@ def initialise(
         values[index] = torch.empty_strided(
             specs[index].shape, specs[index].stride, dtype=p.dtype, device="cpu"
         )
-        p.data = values[index]
+        torch_private.become(p, values[index])
     modules = [found.module] if found.direct_only else list(reversed(list(found.module.modules())))
     for module in modules:
         init(module)

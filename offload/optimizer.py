@@ -20,6 +20,7 @@ from .model_state import StateHooks, read_weight
 from .observe.rates import Rates, cached
 from .observe.stats import MemoryStats, Stats
 from .optim import Rule, rule_for
+from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import link_bound
 from .schedule.partition import Chunk, partition
@@ -189,7 +190,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) ->
         engine.contents.fill(unit.index, values, first=True)
         for chunk, spec in unit.params:
             stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
-            parts.parameters[spec.index].data = stub.expand(spec.shape)
+            torch_private.become(parts.parameters[spec.index], stub.expand(spec.shape))
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -230,11 +231,14 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         engine.install()
         engine.state_hooks = StateHooks(engine)
     except BaseException:
-        engine.close()
+        engine.discard()
         raise
     log.info("overspill: %s", blueprint.plan)
     optimizer.state.clear()
-    model.__dict__[ATTRIBUTE] = engine
+    # Found on the instance, these refuse copies and pickles of the model before they begin.
+    model.__dict__.update(
+        {ATTRIBUTE: engine, "__deepcopy__": engine.__deepcopy__, "__reduce_ex__": engine.__reduce_ex__}
+    )
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return OffloadedOptimizer(engine, optimizer)
 
@@ -417,7 +421,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine.hooks.remove()
     engine.state_hooks.remove()
     engine.close()
-    del model.__dict__[ATTRIBUTE]
+    for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
+        del model.__dict__[name]
     return model
 
 

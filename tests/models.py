@@ -87,7 +87,7 @@ def train(
     return losses
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
+def adamw(model: nn.Module, lr: float = 3e-3) -> torch.optim.AdamW:
     """AdamW with two groups: matrices decay, vectors do not."""
     params = list(model.parameters())
     return torch.optim.AdamW(
@@ -95,7 +95,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
             {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
         ],
-        lr=3e-3,
+        lr=lr,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..io_engine import Extent, IoEngine, Lease
+from ..io_engine import Extent, IoEngine, Lease, Ticket
 from ..optim import rule_for
 
 MIB = 1 << 20
@@ -48,29 +49,44 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
 
 def disk(
     directories: Sequence[str | os.PathLike[str]], limit_s: float
-) -> tuple[float, float]:
+) -> tuple[float | None, float | None]:
     """Bytes per second read and written by the I/O engine, in a store that vanishes.
 
     Writes over blocks that have been written before, as training does: the first write of a block
-    costs more on most file systems.  A slow disk is given fewer bytes, not more time.
+    costs more on most file systems.  A slow disk is given fewer bytes, not more time, and a full
+    one is not measured: ``None``.
     """
-    with IoEngine([Path(d) for d in directories], DISK_BYTES, ephemeral=True) as io:
-        with io.buffer(DISK_BYTES) as memory:
-            memory.array[:] = 1
-            extents = [io.allocate(DISK_PIECE_BYTES) for _ in range(DISK_BYTES // DISK_PIECE_BYTES)]
-            extents = extents[: _first_writes(io, extents, memory, limit_s / 3)]
-            io.flush()
-            written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 3)
-            read_s = best_s(lambda: _all(io.read, extents, memory), limit_s / 3)
+    pieces = min(DISK_BYTES, _free_bytes(directories) // 2) // DISK_PIECE_BYTES
+    if pieces == 0:
+        return None, None
+    total = pieces * DISK_PIECE_BYTES
+    with (
+        IoEngine([Path(d) for d in directories], total, ephemeral=True) as io,
+        io.buffer(total) as memory,
+    ):
+        memory.array[:] = 1
+        extents = [io.allocate(DISK_PIECE_BYTES) for _ in range(pieces)]
+        extents = extents[: _first_writes(io, extents, memory, limit_s / 9)]
+        io.flush()
+        written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 3)
+        read_s = best_s(lambda: _all(io.read, extents, memory), limit_s / 3)
     nbytes = len(extents) * DISK_PIECE_BYTES
     return nbytes / read_s, nbytes / written_s
+
+
+def _free_bytes(directories: Sequence[str | os.PathLike[str]]) -> int:
+    """Free disk space; where it cannot be told, the I/O engine will say why."""
+    try:
+        return min(shutil.disk_usage(folder).free for folder in directories)
+    except OSError:
+        return 2 * DISK_BYTES
 
 
 def _first_writes(
     io: IoEngine, extents: Sequence[Extent], memory: Lease, limit_s: float
 ) -> int:
-    """Writes extents one by one; returns how many a third of the limit had room for."""
-    deadline = time.perf_counter() + limit_s / 3
+    """Writes extents one by one; returns how many were written within the limit, at least 1."""
+    deadline = time.perf_counter() + limit_s
     for count, extent in enumerate(extents, start=1):
         io.write(extent, memory.array[:DISK_PIECE_BYTES]).wait()
         if time.perf_counter() > deadline:
@@ -78,13 +94,13 @@ def _first_writes(
     return len(extents)
 
 
-def _all(start: Callable[..., object], extents: Sequence[Extent], memory: Lease) -> None:
+def _all(start: Callable[..., Ticket], extents: Sequence[Extent], memory: Lease) -> None:
     tickets = []
     for number, extent in enumerate(extents):
         begin = number * DISK_PIECE_BYTES
         tickets.append(start(extent, memory.array[begin : begin + DISK_PIECE_BYTES]))
     for ticket in tickets:
-        ticket.wait()  # type: ignore[attr-defined]
+        ticket.wait()
 
 
 def link(device: torch.device, limit_s: float) -> Link:

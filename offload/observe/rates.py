@@ -91,13 +91,13 @@ def measure(
     """Measures this machine for about two seconds, leaving nothing behind.
 
     Args:
-        directories: where the store will be; empty if there is none, which leaves the disk rates
-            ``None``.
+        directories: where the store will be.  Without any, or where less than 32 MiB is free, the
+            disk rates are ``None``.
         device: ``"cuda[:i]"``, ``"cpu"`` or ``"sim"``; without a link of its own (``cpu``,
             ``sim``) the link's rates are ``None``.
 
     Raises:
-        IoError: a directory cannot hold the 128 MiB that are written and read.
+        IoError: a directory is missing or cannot be written.
     """
     compute = torch.device("cpu" if str(device) == "sim" else device)
     read, write = probes.disk(directories, MEASURE_S / 2) if directories else (None, None)

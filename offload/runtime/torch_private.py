@@ -57,6 +57,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Gives a parameter other data, also where it is or was on ``meta``; it stays the same object."""
+    if p.is_meta == data.is_meta:
+        p.data = data
+    else:
+        torch.utils.swap_tensors(p, torch.nn.Parameter(data, requires_grad=p.requires_grad))
+
+
 class StorageWatch:
     """Tells whether anybody still refers to a storage, without being one who does."""
 

@@ -8,7 +8,6 @@ before prefetch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 from ..config import Tier
 from .gradients import Gradients
@@ -153,6 +152,8 @@ class Residency:
             self._demands.popleft()
         self.gradients.advance()
         self.updates.advance()
+        if self._demands and not self.in_flight:
+            self._last_resort(self._demands[0])
         if self._settled and not self.gradients.moving:
             for signal in self._settled:
                 self._emit(Grant(signal.ticket))
@@ -163,7 +164,8 @@ class Residency:
             self.order.end_step()
             self._emit(Grant(self._step.ticket))
             self._step = None
-        self._prefetch()
+        if not self._demands:  # else prefetch could keep a blocked demand from ever being alone
+            self._prefetch()
         assert self.in_flight or not self._waiting, "someone waits and nothing moves"
 
     @property
@@ -174,14 +176,8 @@ class Residency:
     def _serve(self, need: Need) -> bool:
         """Brings a demanded unit and those it shares to compute; grants when all are usable."""
         group = self._groups[need.unit]
-        blocked = [u for u in group if not self.weights.toward_compute(u, -1, spare=group)]
-        if blocked and not self.in_flight:
-            # The group's own members may stand in each other's way: start over from nothing.
-            self._clear_away(group)
-            blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
-            if blocked and not self.in_flight:
-                self._refuse(need, blocked[0])
-                return True
+        for unit in group:
+            self.weights.toward_compute(unit, -1, spare=group)
         if not all(self.weights.usable(u) for u in group):
             return False
         for unit in group:
@@ -190,17 +186,22 @@ class Residency:
         self._emit(Grant(need.ticket))
         return True
 
-    def _clear_away(self, group: Iterable[int]) -> None:
+    def _last_resort(self, need: Need) -> None:
+        """Nothing moves, and the demand is not met: its own members may stand in each other's
+        way, so start over from nothing; if that does not help either, refuse."""
+        group = self._groups[need.unit]
         tier = self.layout.compute_tier
         for unit in group:
             if self.weights.evictable(unit, tier) is not None:
                 self.weights.drop(unit, tier)
+        blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
+        if not self.in_flight:
+            self._demands.popleft()
+            self._refuse(need, blocked[0] if blocked else need.unit)
 
     def _refuse(self, need: Need, unit: int) -> None:
         tier = self.layout.compute_tier
-        arena = (
-            self.weights.device_arena if tier is Tier.DEVICE else self.weights.host_arena
-        )
+        arena = self.weights.device_arena if tier is Tier.DEVICE else self.weights.host_arena
         nbytes = self.weights.units[unit].nbytes
         free = arena.nbytes - arena.used_bytes
         self._emit(Refuse(need.ticket, unit, tier.value, nbytes, free))

@@ -1,0 +1,210 @@
+"""Random models, budgets and orders of completion against every invariant of the machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from overspill.schedule.invariants import validate
+from overspill.schedule.messages import (
+    Clear,
+    CopyIn,
+    Done,
+    Failed,
+    GradReady,
+    GradRoom,
+    Grant,
+    Need,
+    Read,
+    Refuse,
+    Release,
+    Settle,
+    Settled,
+    Signal,
+    Step,
+    Work,
+    Write,
+)
+from overspill.schedule.partition import Chunk, ParamSpec, Partition, Unit, align
+from overspill.schedule.plan import Budgets, Needs, make_layout
+from overspill.schedule.residency import Residency
+
+
+@dataclass(frozen=True)
+class Field:
+    name: str
+    dtype: torch.dtype
+
+    def elements(self, numel: int) -> int:
+        return numel
+
+
+def random_parts(rng: random.Random) -> Partition:
+    units = []
+    for index in range(rng.randint(2, 7)):
+        numel = align(rng.randint(1, 6) * rng.choice([1000, 30000]), 32)
+        group = None if rng.random() < 0.2 else 0
+        dtype = rng.choice([torch.float32, torch.bfloat16])
+        spec = ParamSpec(index, f"u{index}.w", (numel,), (1,), numel, 0)
+        chunk = Chunk(dtype, group, numel, 0, 0, (spec,))
+        nbytes = align(chunk.nbytes, 4096)
+        shares = (rng.randrange(index),) if index and rng.random() < 0.2 else ()
+        grads = nbytes if group is not None else 0
+        units.append(
+            Unit(index, f"u{index}", (chunk,), shares, rng.random() < 0.1, nbytes, grads)
+        )
+    return Partition(tuple(units), (), (), ())
+
+
+class Chaos:
+    """A compute thread whose moves end in a random order, as far as streams allow."""
+
+    def __init__(self, rng: random.Random, machine: Residency) -> None:
+        self.rng, self.machine = rng, machine
+        self.pending: list[Work] = []
+        self.granted: set[int] = set()
+        self.tickets = 0
+        self.signals = 0
+
+    def send(self, signal: Signal) -> None:
+        self.signals += 1
+        for instruction in self.machine.handle(signal):
+            if isinstance(instruction, Grant):
+                self.granted.add(instruction.ticket)
+            else:
+                assert not isinstance(instruction, Refuse), instruction
+                self.pending.append(instruction)
+        validate(self.machine)
+
+    def finish_one(self) -> None:
+        first: dict[str, Work] = {}
+        free: list[Work] = []
+        for work in self.pending:
+            if isinstance(work, (Read, Write)):
+                free.append(work)
+            else:
+                kind = type(work)
+                ordered = (Settle, Clear)
+                name = "update" if kind in ordered else kind.__name__
+                lane = {"Update": "update"}.get(name, name)
+                first.setdefault(lane, work)
+        work = self.rng.choice([*free, *first.values()])
+        self.pending.remove(work)
+        self.send(Done(work))
+
+    def request(self, make: type[Signal] | None, *args: int, **more: object) -> None:
+        self.tickets += 1
+        ticket = self.tickets
+        if make is Need:
+            self.send(Need(args[0], ticket))
+        elif make is GradRoom:
+            self.send(GradRoom(args[0], ticket, bool(more["merge"])))
+        elif make is Settled:
+            self.send(Settled(ticket))
+        else:
+            units = more["units"]
+            assert isinstance(units, tuple)
+            self.send(Step(units, ticket))
+        while ticket not in self.granted:
+            self.finish_one()
+        while self.pending and self.rng.random() < 0.3:
+            self.finish_one()
+
+    def use(self, unit: int, order: Sequence[int]) -> None:
+        layout = self.machine.layout
+        group = [unit, *layout.units[unit].shares]
+        if all(layout.homes[m].resident for m in group):
+            return
+        self.request(Need, unit)
+        self.send(Release(unit))
+
+
+def run(seed: int, steps: int) -> int:
+    rng = random.Random(seed)
+    parts = random_parts(rng)
+    fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
+    backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
+    needs = Needs(fields, accumulate, backward, rng.random() < 0.5, rng.randint(0, 8))
+    device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
+    budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
+    layout, _, shortfalls = make_layout(parts, budgets, needs)
+    if shortfalls:
+        return 0
+    assert layout.regions.host_bytes <= budgets.host
+    assert device is None or layout.regions.device_bytes <= device
+    chaos = Chaos(rng, Residency(layout))
+    order = list(range(len(parts.units)))
+    for _ in range(steps):
+        if rng.random() < 0.3:
+            rng.shuffle(order)  # conditional branches: the recorded order no longer holds
+        trained = [u for u in order if parts.units[u].trainable and rng.random() < 0.9]
+        for micro in range(accumulate):
+            for unit in order:
+                chaos.use(unit, order)
+            for unit in reversed(order):
+                chaos.use(unit, order)
+                if unit in trained:
+                    early = backward and micro == accumulate - 1 and rng.random() < 0.8
+                    if backward and accumulate == 1:
+                        early = True  # gradients without a home are consumed at once
+                    chaos.request(GradRoom, unit, merge=micro > 0)
+                    chaos.send(GradReady(unit, micro > 0, early))
+        chaos.request(Settled)
+        chaos.request(Step, units=tuple(trained))
+    while chaos.pending:
+        chaos.finish_one()
+    assert chaos.machine.idle
+    return chaos.signals
+
+
+def test_random_signals_keep_all_invariants() -> None:
+    signals, seed = 0, 0
+    while signals < 25_000:
+        try:
+            signals += run(seed, 4)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
+        seed += 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_many_more() -> None:
+    assert sum(run(seed, 10) for seed in range(10_000, 10_400)) > 20_000
+
+
+def test_after_a_failure_the_machine_only_drains() -> None:
+    rng = random.Random(3)
+    parts = random_parts(rng)
+    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, False, True, 3)
+    layout, _, shortfalls = make_layout(parts, Budgets(2_000_000, 3_000_000, 10**9), needs)
+    assert not shortfalls
+    machine = Residency(layout)
+    unit = next(u for u in range(len(parts.units)) if not layout.homes[u].resident)
+    out = machine.handle(Need(unit, 7))
+    assert out and isinstance(out[0], (Read, CopyIn))
+    assert machine.handle(Failed(out[0])) == []
+    assert machine.handle(Need(unit, 8)) == []
+    assert sorted(machine.abandon()) == [7, 8]
+
+
+def test_a_broken_machine_is_found_out() -> None:
+    """The invariants can fail: two owners of one slot, and a committed extent as target."""
+    parts = random_parts(random.Random(5))
+    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, False, True, 3)
+    layout, _, _ = make_layout(parts, Budgets(None, 2_000_000, 10**9), needs)
+    machine = Residency(layout)
+    streamed = [u for u in range(len(parts.units)) if not layout.homes[u].resident]
+    for ticket, unit in enumerate(streamed[:2]):
+        machine.handle(Need(unit, ticket))
+    first, second = (machine.weights.units[u].host for u in streamed[:2])
+    assert first is not None and second is not None
+    second.place = first.place
+    with pytest.raises(AssertionError, match="overlaps"):
+        validate(machine)
+
+

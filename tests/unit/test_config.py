@@ -1,0 +1,92 @@
+"""Options: what is read, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from overspill.config import OffloadConfig, Size, Tier, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (123, Size(123)),
+        ("10GiB", Size(10 * 2**30)),
+        ("1.5 MB", Size(1_500_000)),
+        ("64kib", Size(65536)),
+        ("80%", Size(share=0.8)),
+        ("auto", Size()),
+        (0, Size(0)),
+    ],
+)
+def test_sizes(text: int | str, size: Size) -> None:
+    assert parse_size(text, "host_memory") == size
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ("10GX", "unknown unit 'GX'"),
+        ("-3GiB", "cannot read"),
+        (-1, ">= 0"),
+        (float("nan"), ">= 0"),
+        (float("inf"), ">= 0"),
+        ("", "cannot read"),
+        ("120%", "up to 100%"),
+        ("nan", "cannot read"),
+    ],
+)
+def test_bad_sizes(bad: int | str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_size(bad, "host_memory")
+    assert "host_memory" in str(caught.value)
+
+
+def test_sizes_of_another_type() -> None:
+    with pytest.raises(TypeError):
+        parse_size(None, "host_memory")  # type: ignore[arg-type]
+
+
+def test_shares_and_auto_resolve() -> None:
+    assert Size(share=0.5).resolve(1000, 100) == 500
+    assert Size().resolve(1000, 100) == 900
+    assert Size().resolve(50, 100) == 0
+    assert Size(7).resolve(1000, 100) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"host_memroy": 1}, TypeError, "did you mean 'host_memory'"),
+        ({"zzz": 1}, TypeError, "unknown option 'zzz'"),
+        ({"precision": "fp8"}, ValueError, "precision must be one of"),
+        ({"accumulate": 0}, ValueError, "accumulate"),
+        ({"accumulate": 1.5}, ValueError, "accumulate"),
+        ({"prefetch_depth": -1}, ValueError, "prefetch_depth"),
+        ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": 1.0, "update": "backward"}, ValueError, "global norm"),
+        ({"device": "cpu", "device_memory": "1GiB"}, ValueError, "one memory tier"),
+        ({"units": "block"}, TypeError, "list of module names"),
+        ({"nvme": []}, ValueError, "empty list"),
+        ({"init": 3}, TypeError, "callable"),
+        ({"on_nonfinite": "skip"}, ValueError, "not available|lacks"),
+        ({"rates": 3}, TypeError, "overspill.Rates"),
+    ],
+)
+def test_refusals(options: dict[str, object], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        OffloadConfig.from_options(options)
+
+
+def test_defaults_and_lists() -> None:
+    config = OffloadConfig.from_options({"nvme": "/x"})
+    assert config.nvme == (Path("/x"),)
+    assert config.durable and config.checksum and config.commit_every == 1
+    assert OffloadConfig.from_options({"nvme": ["/x", "/y"]}).nvme == (Path("/x"), Path("/y"))
+
+
+def test_tiers_are_their_names() -> None:
+    table = {Tier.HOST: 1}
+    assert table["host"] == 1 and Tier("nvme") is Tier.NVME  # type: ignore[index]
