@@ -1,4 +1,4 @@
-"""Short measurements of one rate each.  Every probe warms up once and stops at its time limit."""
+"""Short measurements of one rate each, each bounded in time and to some 112 MiB of memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..io_engine import Extent, IoEngine, Lease, Ticket
 from ..optim import rule_for
 
 MIB = 1 << 20
-DISK_BYTES = 128 * MIB
+DISK_BYTES = 96 * MIB
 DISK_PIECE_BYTES = 16 * MIB
 LINK_BYTES = 64 * MIB
-DRAM_BYTES = 128 * MIB  # beyond any cache
-UPDATE_PARAMS = 4 << 20  # 14 bytes each: beyond most caches, and quick to set up
+DRAM_BYTES = 48 * MIB  # twice this, source and target, is beyond most caches
+UPDATE_PARAMS = 8 << 20  # 14 bytes each
 MATRIX = 1024
 
 
