@@ -93,14 +93,14 @@ def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
 
     ``join_master`` gives every finite and infinite value back bit for bit; NaN comes back as NaN.
     """
-    raw = value.view(torch.int32)
-    nan = (raw & MAGNITUDE) > INFINITY
-    return round_to_upper(value), torch.where(nan, 0, raw).to(torch.int16)
+    return round_to_upper(value), value.view(torch.int32).to(torch.int16)
 
 
 def join_master(upper: Tensor, lower: Tensor) -> Tensor:
-    """The fp32 master from its bf16 upper half and its lower 16 bits."""
-    low = lower.to(torch.int32) & 0xFFFF
-    # A lower half of 0x8000 or more had rounded the upper half up by one.
-    high = upper.view(torch.int16).to(torch.int32) - (low >> 15)
-    return ((high << 16) | low).view(torch.float32)
+    """The fp32 master from its bf16 upper half and its lower 16 bits.
+
+    Lower bits of 0x8000 or more had rounded the upper half up by one; as a negative int16 they
+    take it back.
+    """
+    high = upper.view(torch.int16).to(torch.int32)
+    return ((high << 16) + lower.to(torch.int32)).view(torch.float32)

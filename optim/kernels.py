@@ -22,6 +22,7 @@ MOMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RULES = {"adam": 0, "amsgrad": 1, "sgd": 2, "momentum": 3, "adagrad": 4, "lion": 5}
 COEFFICIENTS = 9
 MOST_MOMENTS = 3
+HALF_STEP = 16  # the widest vector: its noise comes from one block
 
 
 def _load_native() -> ModuleType | None:
@@ -121,6 +122,8 @@ def check_job(
             raise ValueError(
                 f"moments share one dtype, one of {MOMENT_DTYPES}; {name} is {moment.dtype}"
             )
+        if moment.dtype is torch.bfloat16 and position % HALF_STEP:
+            raise ValueError(f"bf16 moments start at a multiple of {HALF_STEP}, not {position}")
         if moment.dtype is torch.uint8:
             if position % BLOCK:
                 raise ValueError(f"int8 moments start at a multiple of {BLOCK}, not {position}")

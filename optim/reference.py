@@ -18,6 +18,7 @@ from .kernels import check_job
 
 CPU_SLICE = 2**16
 DEVICE_SLICE = 2**22
+LARGEST = torch.finfo(torch.float32).max
 UNSIGNED_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
 Formula = Callable[[Tensor, Tensor, list[Tensor], Sequence[float]], None]
@@ -126,8 +127,10 @@ def read_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
     return stored.to(torch.float32, copy=True)
 
 
-def write_moment(value: Tensor, state: Mapping[str, Tensor], name: str, noise: Tensor) -> None:
-    """Stores an fp32 moment in its format; compact ones round by ``noise`` (see ``noise_at``)."""
+def write_moment(
+    value: Tensor, state: Mapping[str, Tensor], name: str, noise: compact.Noise
+) -> None:
+    """Stores an fp32 moment in its format; compact ones round by ``noise``."""
     stored = state[name]
     if stored.dtype is torch.uint8:
         kind = compact.UNSIGNED if name in UNSIGNED_MOMENTS else compact.SIGNED
@@ -158,13 +161,12 @@ def _update_slice(
     finite = torch.isfinite(weight).all()
     if not moments:
         return finite
-    noise = compact.noise_at(position, weight.numel(), noise_key, weight.device)
-    shift = 12 if state[moments[0]].dtype is torch.uint8 else 16
-    for name, value in zip(moments, values, strict=True):
-        write_moment(value, state, name, noise)
-        kept = state[name] if state[name].dtype is torch.bfloat16 else value
-        finite = finite & torch.isfinite(kept).all()
-        noise = noise >> shift
+    for k, (name, value) in enumerate(zip(moments, values, strict=True)):
+        write_moment(value, state, name, compact.Noise(position, k, noise_key))
+        compactly = state[name].dtype is torch.bfloat16
+        # Beyond the largest bf16 the noise decides whether it becomes infinite: count it as such.
+        limit = compact.LARGEST_BF16 if compactly else LARGEST
+        finite = finite & (value.abs() <= limit).all()
     return finite
 
 

@@ -85,16 +85,15 @@ bool update(int rule, int moments, std::size_t numel, std::uint64_t position,
     job.coefficient[k] = static_cast<float>(coefficients[k]);
   }
   const nb::gil_scoped_release released;
-  std::atomic<std::uint32_t> worst{0};
+  std::atomic<bool> finite{true};
   auto task = [&](std::size_t index) {
     const std::size_t begin = index * kTask;
-    const std::uint32_t mine = kernel(job, begin, std::min(begin + kTask, numel));
-    std::uint32_t seen = worst.load(std::memory_order_relaxed);
-    while (mine > seen && !worst.compare_exchange_weak(seen, mine, std::memory_order_relaxed)) {
+    if (!kernel(job, begin, std::min(begin + kTask, numel))) {
+      finite.store(false, std::memory_order_relaxed);
     }
   };
   parallel(tasks_of(numel), task);
-  return worst.load() < kInfinity;
+  return finite.load();
 }
 
 double sum_of_squares(std::uintptr_t data, int type, std::size_t numel) {

@@ -1,37 +1,38 @@
 // 16-bit floats to fp32 and back, and the split master. Included once per instruction set.
 
-INLINE F from_bf16(H half) { return floats(convert<U>(half) << 16); }
+INLINE F from_bf16(H half) { return floats(widen(half) << 16); }
 
-// Round to nearest, ties to even, as torch does; NaN stays NaN.
-INLINE H to_bf16_even(F value) {
-  const U raw = bits(value);
+// Bits of fp32 to bf16, to nearest, ties to even, as torch does; NaN stays NaN.
+INLINE U even_half(U raw) {
   const U rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
-  return convert<H>(magnitude(raw) > kInfinity ? (raw >> 16) | 0x40u : rounded);
+  return above(magnitude(raw), kInfinity) ? (raw >> 16) | 0x40u : rounded;
 }
 
-// The rule of every bf16 weight that comes from a master: ties away from zero, NaN truncated and
-// quiet. Only this rule can be undone with no more than the lower half (see join).
+// The rule of every bf16 weight that comes from a master: ties away from zero. Only this rule can
+// be undone with no more than the lower half (see join). NaN is not rounded, so that it stays one:
+// what arithmetic gives is quiet, with a bit set in the upper half.
 INLINE U upper_half(U raw) {
-  return magnitude(raw) > kInfinity ? (raw >> 16) | 0x40u : (raw + 0x8000u) >> 16;
+  return (raw + (above(magnitude(raw), kInfinity) ? every(0) : every(0x8000u))) >> 16;
 }
-INLINE U lower_half(U raw) {
-  return magnitude(raw) > kInfinity ? every(0) : raw & 0xffffu;
-}
-// A lower half of 0x8000 or more rounded the upper half up by one: take it back. Exact for every
-// finite value and for infinity, the largest finite ones (whose upper half is infinity) included.
-INLINE F join(U high, U low) { return floats(((high - (low >> 15)) << 16) | low); }
+// Halves have the lower one's sign between them: a lower half of 0x8000 or more had rounded the
+// upper one up by one, and as a negative number takes it back. Exact for every finite value and for
+// infinity, the largest finite ones (whose upper half is infinity) included.
+INLINE F join(U high, U low_sign_extended) { return floats((high << 16) + low_sign_extended); }
 
 // Stochastic rounding: adds 16 bits of noise below the mantissa; not to infinity or NaN.
-INLINE U to_bf16_noisy(U raw, U noise) {
-  const U rounded = (raw + (noise & 0xffffu)) >> 16;
-  const U kept = magnitude(raw) > kInfinity ? (raw >> 16) | 0x40u : raw >> 16;
-  return magnitude(raw) >= kInfinity ? kept : rounded;
+INLINE U noisy_half(U raw, U noise) {
+  return (raw + (above(magnitude(raw), kInfinity - 1) ? every(0) : noise & 0xffffu)) >> 16;
 }
+
+// From these magnitudes on, a value is not finite when stored as a half.
+constexpr std::uint32_t kBf16Limit = 0x7f7f8000u;  // to nearest, either tie rule
+constexpr std::uint32_t kNoisyBf16Limit = 0x7f7f0001u;
+constexpr std::uint32_t kF16Limit = 0x477ff000u;
 
 #if !HAS_F16
 // IEEE half to single by integer arithmetic and one exact multiplication (for subnormals).
 INLINE F from_f16(H half) {
-  const U raw = convert<U>(half);
+  const U raw = widen(half);
   const U sign = (raw & 0x8000u) << 16;
   const U body = (raw & 0x7fffu) << 13;
   const U exponent = body & 0x0f800000u;
@@ -54,6 +55,6 @@ INLINE H to_f16(F value) {
   const U normal = (body - ((127u - 15u) << 23) + 0xfffu + odd) >> 13;
   const U special = body > kInfinity ? ((body >> 13) & 0x3ffu) | 0x7e00u : every(0x7c00u);
   const U result = body >= 0x477ff000u ? special : body < 0x38800000u ? tiny : normal;
-  return convert<H>(result | sign);
+  return narrow(result | sign);
 }
 #endif

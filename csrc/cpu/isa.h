@@ -1,21 +1,52 @@
-// The few operations that vector types do not have: square root, and half floats where the
-// hardware converts them. All correctly rounded. (AVX-512-BF16's conversion is not used: it
-// flushes subnormals and rounds ties to even, so it would not agree with the others.)
+// The few operations that vector types do not have, or for which compilers emit poor code: square
+// root (correctly rounded), half floats where the hardware converts them (to nearest even), and
+// moves between 8-, 16- and 32-bit lanes. Narrowing keeps the lower bits and drops the upper ones.
+// (AVX-512-BF16's conversion is not used: it flushes subnormals and rounds ties to even, so it
+// would not agree with the others.)
 
-#if LANES == 1
-INLINE F root(F value) { return __builtin_sqrtf(value); }
-#elif LANES == 16  // AVX-512
+#if LANES == 16  // AVX-512
 INLINE F root(F value) { return (F)_mm512_sqrt_ps((__m512)value); }
 INLINE F from_f16(H half) { return (F)_mm512_cvtph_ps((__m256i)half); }
 INLINE H to_f16(F value) {
   return (H)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+INLINE U widen(H value) { return (U)_mm512_cvtepu16_epi32((__m256i)value); }
+INLINE U widen_signed(H value) { return (U)_mm512_cvtepi16_epi32((__m256i)value); }
+INLINE U widen(B value) { return (U)_mm512_cvtepu8_epi32((__m128i)value); }
+INLINE H narrow(U value) { return (H)_mm512_cvtepi32_epi16((__m512i)value); }
+INLINE B narrow_to_byte(U value) { return (B)_mm512_cvtepi32_epi8((__m512i)value); }
 #elif LANES == 8  // AVX2
 INLINE F root(F value) { return (F)_mm256_sqrt_ps((__m256)value); }
 INLINE F from_f16(H half) { return (F)_mm256_cvtph_ps((__m128i)half); }
 INLINE H to_f16(F value) {
   return (H)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-#elif LANES == 4  // NEON
+INLINE U widen(H value) { return (U)_mm256_cvtepu16_epi32((__m128i)value); }
+INLINE U widen_signed(H value) { return (U)_mm256_cvtepi16_epi32((__m128i)value); }
+INLINE U widen(B value) {
+  return (U)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<long long>(&value)));
+}
+// The lower halves of each 128 bits, put side by side, then the two quarters of 64 bits.
+INLINE H narrow(U value) {
+  const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1,
+                                        4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i picked = _mm256_shuffle_epi8((__m256i)value, pick);
+  return (H)_mm256_castsi256_si128(_mm256_permute4x64_epi64(picked, 0x08));
+}
+INLINE B narrow_to_byte(U value) {
+  const __m128i pick = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, -1, -1, -1, -1, -1, -1, -1, -1);
+  const long long bytes = _mm_cvtsi128_si64(_mm_shuffle_epi8((__m128i)narrow(value), pick));
+  return load<B>(&bytes);
+}
+#else
+#if LANES == 1
+INLINE F root(F value) { return __builtin_sqrtf(value); }
+#else  // NEON
 INLINE F root(F value) { return (F)vsqrtq_f32((float32x4_t)value); }
+#endif
+INLINE U widen(H value) { return convert<U>(value); }
+INLINE U widen_signed(H value) { return (convert<U>(value) ^ 0x8000u) - 0x8000u; }
+INLINE U widen(B value) { return convert<U>(value); }
+INLINE H narrow(U value) { return convert<H>(value); }
+INLINE B narrow_to_byte(U value) { return convert<B>(value); }
 #endif

@@ -1,4 +1,5 @@
 // AVX2 with F16C; no FMA, since all instruction sets round alike.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels_table.h"

@@ -1,4 +1,5 @@
 // AVX-512 with the byte, word, doubleword and vector-length extensions.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels_table.h"

@@ -1,4 +1,5 @@
 // NEON, which every 64-bit Arm processor has.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels_table.h"

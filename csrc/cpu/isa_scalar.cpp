@@ -1,4 +1,5 @@
 // One element at a time: the reference of every other instruction set, and the fallback.
+#include <algorithm>
 #include <cstring>
 
 #include "kernels_table.h"

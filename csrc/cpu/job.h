@@ -20,8 +20,9 @@ constexpr int kMomentFormats = 3;
 constexpr int kMaxMoments = 3;
 constexpr int kCoefficients = 9;
 
-// Elements that share one int8 scale; also the largest step of every sweep.
+// Elements that share one int8 scale, and how many elements are encoded at once.
 constexpr std::size_t kBlock = 256;
+constexpr std::size_t kStretch = 4 * kBlock;
 
 // Elements of one task of the thread pool: results that are summed (norms) are summed per task and
 // then over tasks in order, so that no result depends on the number of threads.
@@ -45,9 +46,9 @@ struct Job {
   float coefficient[kCoefficients] = {};
 };
 
-// Updates elements [begin, end); begin is a multiple of kTask. Returns the largest magnitude of
-// all values it wrote, as bits: kInfinity or more means that one of them is not finite.
-using UpdateFn = std::uint32_t (*)(const Job& job, std::size_t begin, std::size_t end);
+// Updates elements [begin, end); begin is a multiple of kTask. Returns whether all values that it
+// wrote are finite as stored.
+using UpdateFn = bool (*)(const Job& job, std::size_t begin, std::size_t end);
 using SumOfSquaresFn = double (*)(FloatType type, const void* data, std::size_t numel);
 using AccumulateFn = void (*)(float* to, FloatType type, const void* from, std::size_t numel);
 

@@ -8,6 +8,7 @@
 #if LANES == 1
 using F = float;
 using U = std::uint32_t;
+using S = std::int32_t;
 using H = std::uint16_t;
 using B = std::uint8_t;
 template <class To, class From>
@@ -19,6 +20,7 @@ INLINE U highest_lane(U value) { return value; }
 #else
 typedef float F __attribute__((vector_size(4 * LANES)));
 typedef std::uint32_t U __attribute__((vector_size(4 * LANES)));
+typedef std::int32_t S __attribute__((vector_size(4 * LANES)));
 typedef std::uint16_t H __attribute__((vector_size(2 * LANES)));
 typedef std::uint8_t B __attribute__((vector_size(LANES)));
 template <class To, class From>
@@ -52,6 +54,8 @@ INLINE void store(void* to, T value) {
 INLINE U bits(F value) { return load<U>(&value); }
 INLINE F floats(U value) { return load<F>(&value); }
 INLINE U magnitude(U value) { return value & 0x7fffffffu; }
+// A mask of the lanes above a limit; both below 2^31, where signed comparison is cheaper on x86.
+INLINE auto above(U value, std::uint32_t limit) { return (S)value > (std::int32_t)limit; }
 INLINE U larger(U a, U b) { return a > b ? a : b; }
 INLINE U smaller(U a, U b) { return a < b ? a : b; }
 INLINE U every(std::uint32_t value) { return U{} + value; }

@@ -1,15 +1,23 @@
 // The three formats of a moment. Each store reads the moments of LANES elements, takes the new ones
-// and writes them back: at once, or per block where a block shares a scale. Included once per
+// and writes them back: at once, or per stretch where blocks share a scale. Included once per
 // instruction set.
 
-// A hash of the element's position and the step's key: the same for any split and any thread.
-INLINE U noise_at(std::uint32_t position, std::uint32_t key) {
-  U x = (lane_numbers() + position) ^ key;
-  x = x ^ (x >> 16);
-  x = x * 0x7feb352du;
-  x = x ^ (x >> 15);
-  x = x * 0x846ca68bu;
+// Rounding noise. Within a block, a golden-ratio sequence, which is spread more evenly than random
+// numbers; it starts at a hash of the block's place, the moment's number and the step's key. So
+// every element's noise is uniform and independent from step to step, and the same for any split
+// and any thread. The lower bits are used: as many as the format drops.
+constexpr std::uint32_t kHalfGolden = 0x9e37u;   // the golden ratio's part of 2^16, and of 2^20
+constexpr std::uint32_t kByteGolden = 0x9e377u;
+
+INLINE std::uint32_t noise_start(std::uint64_t position, int moment, std::uint32_t key) {
+  const auto block = static_cast<std::uint32_t>(position / kBlock);
+  std::uint32_t x = (block * 4u + static_cast<std::uint32_t>(moment)) ^ key;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
+}
+INLINE U noise_at(std::uint32_t start, std::size_t place, std::uint32_t golden) {
+  return lane_numbers() * golden + (start + static_cast<std::uint32_t>(place) * golden);
 }
 
 constexpr int slots(int count) { return count > 0 ? count : 1; }  // arrays may not be empty
@@ -20,139 +28,181 @@ struct MomentSite {
   std::size_t element;  // index of the first lane in the job
 };
 
-template <int kCount>
+// What tells how large a moment is, and whether it is finite. Squares have no sign to remove: only
+// a NaN may carry one, and that makes it larger still.
+template <unsigned kSigned>
+INLINE U size_of(int k, F value) {
+  return (kSigned >> k) & 1u ? magnitude(bits(value)) : bits(value);
+}
+
+template <int kCount, unsigned kSigned>
 struct PlainMoments {
   static constexpr std::size_t kBytes = 4;
+  U worst{};
   explicit PlainMoments(const Job&) {}
   INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
     for (int k = 0; k < kCount; ++k) value[k] = load<F>(site.at[k]);
   }
-  INLINE U write(const MomentSite& site, const F (&value)[slots(kCount)], U) {
-    U worst{};
+  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
     for (int k = 0; k < kCount; ++k) {
       store(site.at[k], value[k]);
-      worst = larger(worst, magnitude(bits(value[k])));
+      worst = larger(worst, size_of<kSigned>(k, value[k]) & lanes);
     }
-    return worst;
   }
+  INLINE void open(std::size_t) {}
   INLINE void close(std::size_t, std::size_t) {}
+  bool finite() const { return highest_lane(worst) < kInfinity; }
 };
 
-template <int kCount>
+template <int kCount, unsigned kSigned>
 struct HalfMoments {
   static constexpr std::size_t kBytes = 2;
-  const std::uint32_t first, key;
-  explicit HalfMoments(const Job& job)
-      : first(static_cast<std::uint32_t>(job.position)), key(job.noise_key) {}
+  const Job& job;
+  // Of the two noise blocks that a block of the job may touch; ``ahead`` is the place in the first
+  // at which the job's block starts.
+  std::uint32_t start[2][slots(kCount)];
+  std::size_t first = 0, ahead = 0;
+  U worst{};
+  explicit HalfMoments(const Job& of) : job(of) {}
   INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
     for (int k = 0; k < kCount; ++k) value[k] = from_bf16(load<H>(site.at[k]));
   }
-  INLINE U write(const MomentSite& site, const F (&value)[slots(kCount)], U) {
-    U noise = noise_at(first + static_cast<std::uint32_t>(site.element), key);
-    U worst{};
+  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
+    const std::size_t place = site.element - first + ahead;
+    const int which = place >= kBlock ? 1 : 0;
     for (int k = 0; k < kCount; ++k) {
-      const U rounded = to_bf16_noisy(bits(value[k]), noise);
-      store(site.at[k], convert<H>(rounded));
-      worst = larger(worst, magnitude(rounded << 16));
-      noise = noise >> 16;
+      const U noise = noise_at(start[which][k], place % kBlock, kHalfGolden);
+      store(site.at[k], narrow(noisy_half(bits(value[k]), noise)));
+      worst = larger(worst, size_of<kSigned>(k, value[k]) & lanes);
     }
-    return worst;
+  }
+  INLINE void open(std::size_t begin) {
+    first = begin;
+    ahead = (job.position + begin) % kBlock;
+    for (int k = 0; k < kCount; ++k) {
+      start[0][k] = noise_start(job.position + begin, k, job.noise_key);
+      start[1][k] = noise_start(job.position + begin + kBlock, k, job.noise_key);
+    }
   }
   INLINE void close(std::size_t, std::size_t) {}
+  bool finite() const { return highest_lane(worst) < kNoisyBf16Limit; }
 };
 
-// Eight codes an octave, offset so that code 0 is zero: value = (float of the code's bits - kZero)
-// * scale. The code is the upper bits of the float y + kZero, y = value / scale; so encoding is an
-// addition and a shift, and noise added below the kept bits makes the rounding unbiased.
-// Signed moments have 127 magnitudes over 16 octaves, unsigned ones (squares) 255 over 32.
+// Eight codes an octave, shifted so that code 0 is zero: value = (y - kZero) * scale, where y is
+// the float whose upper bits the code gives. So encoding is an addition and a shift, and noise
+// added below the bits that are kept makes the rounding unbiased. Signed moments have a sign and
+// 127 sizes over 16 octaves, unsigned ones (squares) 255 sizes over 32. The zeros are chosen so
+// that a code is simply the lowest 7 or 8 of the upper bits.
 constexpr int kCodeShift = 20;
-constexpr std::uint32_t kCodeNoise = (1u << kCodeShift) - 1;
-constexpr std::uint32_t kSignedZero = (127u - 16u) << 3;
-constexpr std::uint32_t kUnsignedZero = (127u - 32u) << 3;
-constexpr float kSignedZeroValue = 0x1p-16f;
-constexpr float kUnsignedZeroValue = 0x1p-32f;
-constexpr float kSignedTop = 0.9375f - kSignedZeroValue;
-constexpr float kUnsignedTop = 0.9375f;  // 0.9375 - 2^-32 rounds to it
+constexpr std::uint32_t kCodeNoise = (1u << kCodeShift) - 1;  // as many bits as a code drops
+constexpr std::uint32_t kSignedZeroBits = 112u << 3;
+constexpr std::uint32_t kUnsignedZeroBits = 96u << 3;
+constexpr float kSignedZero = 0x1p-15f;
+constexpr float kUnsignedZero = 0x1p-31f;
+// The largest y: so far below 1.875, the largest code, that no rounding error passes that.
+constexpr float kSignedTop = 1.875f - 0x1p-14f;
+constexpr float kUnsignedTop = 1.875f - 0x1p-18f;
 constexpr float kSmallestScale = 0x1p-100f;  // so that its reciprocal is finite and normal
 
 INLINE F from_code_signed(B code) {
-  const U raw = convert<U>(code);
-  const F size = floats(((raw & 0x7fu) + kSignedZero) << kCodeShift) - all(kSignedZeroValue);
-  return floats(bits(size) | ((raw & 0x80u) << 24));
+  const U raw = widen(code);
+  const F size = floats(((raw & 0x7fu) | kSignedZeroBits) << kCodeShift) - kSignedZero;
+  return floats(bits(size) | ((raw << 24) & 0x80000000u));
 }
 INLINE F from_code_unsigned(B code) {
-  return floats((convert<U>(code) + kUnsignedZero) << kCodeShift) - all(kUnsignedZeroValue);
+  return floats((widen(code) | kUnsignedZeroBits) << kCodeShift) - kUnsignedZero;
 }
 // ``inverse`` is 1 / scale.
 INLINE B to_code_signed(F value, float inverse, U noise) {
   const U raw = bits(value);
-  const F y = floats(magnitude(raw)) * inverse + kSignedZeroValue;
-  const U code = smaller((bits(y) + (noise & kCodeNoise)) >> kCodeShift, every(kSignedZero + 127u));
-  return convert<B>((code - kSignedZero) | ((raw >> 24) & 0x80u));
+  const F y = floats(magnitude(raw)) * inverse + kSignedZero;
+  const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
+  return narrow_to_byte((code & ~0x80u) | ((raw >> 24) & 0x80u));
 }
 // A square that is not zero is never stored as zero: the moment that it divides may not be zero.
 INLINE B to_code_unsigned(F value, float inverse, U noise) {
-  const F y = floats(magnitude(bits(value))) * inverse + kUnsignedZeroValue;
-  const U code =
-      smaller((bits(y) + (noise & kCodeNoise)) >> kCodeShift, every(kUnsignedZero + 255u));
-  const U least = bits(value) != 0u ? every(kUnsignedZero + 1u) : every(kUnsignedZero);
-  return convert<B>(larger(code, least) - kUnsignedZero);
+  const F y = value * inverse + kUnsignedZero;
+  const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
+  return narrow_to_byte(bits(value) != 0u ? larger(code, every(kUnsignedZeroBits + 1u)) : code);
 }
 
-// kSigned: bit k says whether moment k has a sign.
+// kSigned: bit k says whether moment k has a sign. A stretch of blocks is staged in fp32 and then
+// encoded at once, so that the waits for one block's scale are hidden behind another's.
 template <int kCount, unsigned kSigned>
 struct ByteMoments {
   static constexpr std::size_t kBytes = 1;
+  static constexpr std::size_t kBlocks = kStretch / kBlock;
   const Job& job;
-  alignas(64) float staged[kCount][kBlock + LANES];
-  U highest[kCount] = {};
+  alignas(64) float staged[kCount][kStretch + LANES];
+  U highest[kBlocks][kCount] = {};
+  float scale[kCount] = {};  // of the open block
+  std::size_t block = 0;  // the open block's number in its stretch
+  std::uint32_t worst = 0;
   explicit ByteMoments(const Job& of) : job(of) {}
 
+  static constexpr bool is_signed(int k) { return (kSigned >> k) & 1u; }
+
+  INLINE void open(std::size_t begin) {
+    block = begin % kStretch / kBlock;
+    for (int k = 0; k < kCount; ++k) {
+      scale[k] = job.scale[k][begin / kBlock];
+      highest[block][k] = U{};
+    }
+  }
   INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
     for (int k = 0; k < kCount; ++k) {
       const B code = load<B>(site.at[k]);
-      const F part = (kSigned >> k) & 1u ? from_code_signed(code) : from_code_unsigned(code);
-      value[k] = part * job.scale[k][site.element / kBlock];
+      value[k] = (is_signed(k) ? from_code_signed(code) : from_code_unsigned(code)) * scale[k];
     }
   }
   // ``lanes`` masks what is past the end.
-  INLINE U write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
-    U worst{};
+  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
     for (int k = 0; k < kCount; ++k) {
-      const U raw = bits(value[k]) & lanes;
-      store(&staged[k][site.element % kBlock], raw);
-      highest[k] = larger(highest[k], magnitude(raw));
-      worst = larger(worst, highest[k]);
+      store(&staged[k][site.element % kStretch], bits(value[k]) & lanes);
+      highest[block][k] = larger(highest[block][k], size_of<kSigned>(k, value[k]) & lanes);
     }
-    return worst;
   }
+  // Ends the stretch [begin, end): begin is a multiple of kStretch.
   INLINE void close(std::size_t begin, std::size_t end) {
-    const std::uint32_t first = static_cast<std::uint32_t>(job.position + begin);
-    float inverse[kCount];
-    for (int k = 0; k < kCount; ++k) {
-      const float top = (kSigned >> k) & 1u ? kSignedTop : kUnsignedTop;
-      const std::uint32_t raw = highest_lane(highest[k]);
-      float most;
-      std::memcpy(&most, &raw, sizeof most);
-      const float scale = most / top;
-      // Not a comparison that NaN would pass: a scale that is not finite stays, and poisons.
-      const float kept = scale < kSmallestScale ? kSmallestScale : scale;
-      job.scale[k][begin / kBlock] = kept;
-      inverse[k] = 1.0f / kept;
-      highest[k] = U{};
-    }
-    alignas(64) std::uint8_t codes[kCount][kBlock + LANES];
-    for (std::size_t i = 0; i < end - begin; i += LANES) {
-      U noise = noise_at(first + static_cast<std::uint32_t>(i), job.noise_key);
+    float inverse[kBlocks][kCount];
+    for (std::size_t b = 0; begin + b * kBlock < end; ++b) {
       for (int k = 0; k < kCount; ++k) {
-        const F value = load<F>(&staged[k][i]);
-        store(&codes[k][i], (kSigned >> k) & 1u ? to_code_signed(value, inverse[k], noise)
-                                                : to_code_unsigned(value, inverse[k], noise));
-        noise = noise >> 12;
+        const std::uint32_t raw = highest_lane(highest[b][k]) & 0x7fffffffu;
+        worst = raw > worst ? raw : worst;
+        float most;
+        std::memcpy(&most, &raw, sizeof most);
+        const float ideal = most / (is_signed(k) ? kSignedTop : kUnsignedTop);
+        // Not a comparison that NaN would pass: a scale that is not finite stays, and poisons.
+        const float kept = ideal < kSmallestScale ? kSmallestScale : ideal;
+        job.scale[k][begin / kBlock + b] = kept;
+        inverse[b][k] = 1.0f / kept;
       }
     }
-    for (int k = 0; k < kCount; ++k) {
-      std::memcpy(static_cast<std::uint8_t*>(job.moment[k]) + begin, codes[k], end - begin);
+    for (std::size_t b = 0; begin + b * kBlock < end; ++b) {
+      const std::size_t at = begin + b * kBlock;
+      encode(at, end - at < kBlock ? end : at + kBlock, inverse[b]);
     }
   }
+  INLINE void encode(std::size_t begin, std::size_t end, const float (&inverse)[kCount]) {
+    alignas(64) std::uint8_t padded[kCount][kBlock + LANES];
+    const bool whole = (end - begin) % LANES == 0;
+    std::uint8_t* to[kCount];
+    U noise[kCount];
+    for (int k = 0; k < kCount; ++k) {
+      to[k] = whole ? static_cast<std::uint8_t*>(job.moment[k]) + begin : padded[k];
+      noise[k] = noise_at(noise_start(job.position + begin, k, job.noise_key), 0, kByteGolden);
+    }
+    for (std::size_t i = 0; i < end - begin; i += LANES) {
+      for (int k = 0; k < kCount; ++k) {
+        const F value = load<F>(&staged[k][(begin + i) % kStretch]);
+        store(to[k] + i, is_signed(k) ? to_code_signed(value, inverse[k], noise[k])
+                                      : to_code_unsigned(value, inverse[k], noise[k]));
+        noise[k] = noise[k] + LANES * kByteGolden;
+      }
+    }
+    for (int k = 0; k < kCount && !whole; ++k) {
+      std::memcpy(static_cast<std::uint8_t*>(job.moment[k]) + begin, padded[k], end - begin);
+    }
+  }
+  bool finite() const { return worst < kInfinity; }
 };

@@ -40,41 +40,43 @@ template <class Types>
 INLINE F read_weight(Types types, const Site& site) {
   switch (types.master()) {
     case Master::kSplit:
-      return join(convert<U>(load<H>(site.weight)), convert<U>(load<H>(site.master)));
+      return join(widen(load<H>(site.weight)), widen_signed(load<H>(site.master)));
     case Master::kF32: return load<F>(site.master);
     default: return read_float(types.weight(), site.weight);
   }
 }
 
-// Returns the magnitude of the weight as it was stored.
 template <class Types>
-INLINE U write_weight(Types types, const Site& site, F value) {
+INLINE void write_weight(Types types, const Site& site, F value) {
   const U raw = bits(value);
-  if (types.master() == Master::kSplit) store(site.master, convert<H>(lower_half(raw)));
+  if (types.master() == Master::kSplit) store(site.master, narrow(raw));
   if (types.master() == Master::kF32) store(site.master, value);
-  if (types.weight() == FloatType::kF32) {
-    store(site.weight, value);
-    return magnitude(raw);
-  }
-  if (types.weight() == FloatType::kF16) {
-    const H half = to_f16(value);
-    store(site.weight, half);
-    return magnitude(bits(from_f16(half)));
-  }
-  const H half = types.master() == Master::kNone ? to_bf16_even(value) : convert<H>(upper_half(raw));
-  store(site.weight, half);
-  return magnitude(convert<U>(half) << 16);
+  if (types.weight() == FloatType::kF32) return store(site.weight, value);
+  if (types.weight() == FloatType::kF16) return store(site.weight, to_f16(value));
+  store(site.weight, narrow(types.master() == Master::kNone ? even_half(raw) : upper_half(raw)));
 }
 
+// The magnitude from which on a stored weight is not finite.
+template <class Types>
+INLINE std::uint32_t weight_limit(Types types) {
+  switch (types.weight()) {
+    case FloatType::kF32: return kInfinity;
+    case FloatType::kBf16: return kBf16Limit;
+    default: return kF16Limit;
+  }
+}
+
+// Returns the magnitudes of the new weights.
 template <class Rule, class Moments, class Types>
-INLINE U step_lanes(const Rule& rule, Moments& store, Types types, float grad_scale,
+INLINE U step_lanes(const Rule& rule, Moments& moments, Types types, float grad_scale,
                     const Site& site, U lanes) {
   F moment[slots(Rule::kMoments)] = {};
   F weight = read_weight(types, site);
-  store.read(site.moments, moment);
+  moments.read(site.moments, moment);
   rule(read_float(types.grad(), site.grad) * grad_scale, weight, moment);
-  const U worst = store.write(site.moments, moment, lanes);
-  return larger(worst, write_weight(types, site, weight));
+  moments.write(site.moments, moment, lanes);
+  write_weight(types, site, weight);
+  return magnitude(bits(weight)) & lanes;
 }
 
 INLINE std::uint8_t* offset(void* base, std::size_t bytes) {
@@ -101,7 +103,7 @@ INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_s
     padded.moments.at[k] = moment[k];
   }
   const U lanes = lane_numbers() < every(static_cast<std::uint32_t>(count)) ? every(~0u) : every(0);
-  const U worst = step_lanes(rule, moments, types, grad_scale, padded, lanes) & lanes;
+  const U worst = step_lanes(rule, moments, types, grad_scale, padded, lanes);
   std::memcpy(site.weight, weight, weight_bytes);
   if (master_bytes != 0) std::memcpy(site.master, master, master_bytes);
   for (int k = 0; k < Rule::kMoments; ++k) {
@@ -111,7 +113,8 @@ INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_s
 }
 
 template <class Rule, class Moments, class Types>
-std::uint32_t sweep(const Job& job, std::size_t begin, std::size_t end) {
+bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
+  const Job job = shared;  // a copy, so that the addresses can stay in registers
   const Rule rule(job.coefficient);
   const Types types(job);
   const float grad_scale = job.coefficient[0];
@@ -130,23 +133,26 @@ std::uint32_t sweep(const Job& job, std::size_t begin, std::size_t end) {
     site.moments.element = i;
     return site;
   };
-  for (std::size_t block = begin; block < end; block += kBlock) {
-    const std::size_t stop = end - block < kBlock ? end : block + kBlock;
-    std::size_t i = block;
-    for (; i + LANES <= stop; i += LANES) {
-      worst = larger(worst, step_lanes(rule, moments, types, grad_scale, site_at(i), every(~0u)));
+  for (std::size_t stretch = begin; stretch < end; stretch += kStretch) {
+    const std::size_t last = std::min(end, stretch + kStretch);
+    for (std::size_t block = stretch; block < last; block += kBlock) {
+      const std::size_t stop = std::min(last, block + kBlock);
+      moments.open(block);
+      std::size_t i = block;
+      for (; i + LANES <= stop; i += LANES) {
+        worst = larger(worst, step_lanes(rule, moments, types, grad_scale, site_at(i), every(~0u)));
+      }
+      if (i < stop) {
+        worst = larger(worst, step_tail(rule, moments, types, grad_scale, site_at(i), stop - i));
+      }
     }
-    if (i < stop) {
-      worst = larger(worst,
-                     step_tail(rule, moments, types, grad_scale, site_at(i), stop - i));
-    }
-    moments.close(block, stop);
+    moments.close(stretch, last);
   }
-  return highest_lane(worst);
+  return moments.finite() && highest_lane(worst) < weight_limit(types);
 }
 
 template <class Rule, class Moments>
-std::uint32_t update(const Job& job, std::size_t begin, std::size_t end) {
+bool update(const Job& job, std::size_t begin, std::size_t end) {
   using Split = FixedTypes<FloatType::kBf16, FloatType::kBf16, Master::kSplit>;
   using Single = FixedTypes<FloatType::kF32, FloatType::kF32, Master::kNone>;
   const bool split = job.master_kind == Master::kSplit && job.grad_type == FloatType::kBf16;
@@ -204,11 +210,11 @@ void accumulate(float* to, FloatType type, const void* from, std::size_t numel) 
 
 template <class Rule>
 constexpr UpdateFn plain() {
-  return &update<Rule, PlainMoments<Rule::kMoments>>;
+  return &update<Rule, PlainMoments<Rule::kMoments, Rule::kSigned>>;
 }
 template <class Rule>
 constexpr UpdateFn half() {
-  return &update<Rule, HalfMoments<Rule::kMoments>>;
+  return &update<Rule, HalfMoments<Rule::kMoments, Rule::kSigned>>;
 }
 template <class Rule>
 constexpr UpdateFn byte() {
