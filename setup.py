@@ -1,7 +1,7 @@
 """Build of overspill: Python packages mapped under one import name, and two native extensions.
 
 The compiler is probed first.  Without one the install is an honest pure wheel (the pure-torch and
-pure-Python fallbacks run); with one, any compile error is fatal.
+pure-Python fallbacks run); with one, any compile error is fatal.  Metadata is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
@@ -24,8 +24,18 @@ ROOTS = {
     "overspill.io_engine": "io_engine",
     "overspill.cuda_sources": "csrc/cuda",
 }
-ROOMS = ("schedule", "runtime", "observe", "train", "cli", "integrations")
+ROOMS = (
+    "cli",
+    "observe",
+    "runtime",
+    "runtime.accelerators",
+    "schedule",
+    "train",
+)
 PACKAGES = [*ROOTS, *(f"overspill.{room}" for room in ROOMS)]
+NATIVE = {"overspill.io_engine._native": "csrc/io", "overspill.optim._native": "csrc/cpu"}
+# No contraction, so that every instruction set gives the same bits; never -ffast-math, which
+# would set flush-to-zero for the whole process.
 COMPILE_ARGS = [
     "-std=c++17",
     "-O3",
@@ -45,45 +55,42 @@ def compiler_works() -> bool:
     if shutil.which(command[0]) is None:
         return False
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cpp"
+        source, output = Path(folder) / "probe.cpp", Path(folder) / "probe.o"
         source.write_text("#include <thread>\nint main() { return 0; }\n")
         done = subprocess.run(
-            [*command, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")],
+            [*command, "-std=c++17", "-c", str(source), "-o", str(output)],
             capture_output=True,
             check=False,
         )
-        return done.returncode == 0 and (Path(folder) / "probe.o").exists()
+        return done.returncode == 0 and output.exists()
 
 
 def extensions() -> list[Extension]:
+    """Both extensions, for Python's stable ABI; nanobind's own core comes from its backend wheel."""
     import nanobind
 
-    common = {
-        "define_macros": [
-            ("Py_LIMITED_API", "0x030A0000"),
-            ("NB_BACKEND_MODULE", "nanobind_backend"),
-            ("NB_BACKEND_PYPI", "nanobind-backend"),
-        ],
-        "extra_compile_args": COMPILE_ARGS,
-        "extra_link_args": ["-pthread"],
-        "language": "c++",
-        "py_limited_api": True,
-    }
-    folders = {"overspill.io_engine._native": "csrc/io", "overspill.optim._native": "csrc/cpu"}
     return [
         Extension(
             name,
             sources=sorted(str(p.relative_to(HERE)) for p in (HERE / folder).glob("*.cpp")),
             depends=sorted(str(p.relative_to(HERE)) for p in (HERE / folder).glob("*.[hi]*")),
             include_dirs=[nanobind.include_dir(), folder],
-            **common,
+            define_macros=[
+                ("Py_LIMITED_API", "0x030A0000"),
+                ("NB_BACKEND_MODULE", "nanobind_backend"),
+                ("NB_BACKEND_PYPI", "nanobind-backend"),
+            ],
+            extra_compile_args=COMPILE_ARGS,
+            extra_link_args=["-pthread"],
+            language="c++",
+            py_limited_api=True,
         )
-        for name, folder in folders.items()
+        for name, folder in NATIVE.items()
     ]
 
 
 class FreshBuildPy(build_py):
-    """Starts from an empty build_lib, so that deleted modules do not come back."""
+    """Starts from an empty build folder, so that deleted modules do not come back."""
 
     def run(self) -> None:
         if not self.editable_mode:
@@ -95,15 +102,12 @@ native = compiler_works()
 if not native and os.environ.get("OVERSPILL_REQUIRE_NATIVE") == "1":
     raise SystemExit("OVERSPILL_REQUIRE_NATIVE=1, but no working C++ compiler was found (see CXX)")
 
+options: dict[str, Any] = {"bdist_wheel": {"py_limited_api": "cp310"}} if native else {}
 setup(
-    name="overspill",
-    version="0.1.0",
     packages=PACKAGES,
     package_dir=ROOTS,
-    package_data={"overspill.cuda_sources": ["*.cu", "*.cuh"], "overspill": ["py.typed"]},
+    package_data={"overspill": ["py.typed"], "overspill.cuda_sources": ["*.cu", "*.cuh"]},
     ext_modules=extensions() if native else [],
-    cmdclass={"build_py": FreshBuildPy, "build_ext": build_ext},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if native else {},
-    python_requires=">=3.10",
-    entry_points={"console_scripts": ["overspill=overspill.cli:main"]},
+    cmdclass={"build_py": FreshBuildPy},
+    options=options,
 )

@@ -1,0 +1,64 @@
+# Everything runs inside .venv, which the first target that needs it makes.  No root, nothing else
+# to install.  PYTHON picks the interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.installed
+SOURCES := setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
+OUT ?= runs
+DEMO := $(OUT)/demo
+PYTEST_ARGS ?=
+
+.PHONY: demo test check bench gpu clean venv
+
+venv: $(STAMP)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: a plain `torch` would bring gigabytes of CUDA libraries along.
+$(STAMP): $(SOURCES) | $(VENV)/bin/python
+	$(PIP) torch
+	$(PIP) setuptools wheel nanobind
+	$(PIP) --no-build-isolation -e ".[hf,plot,test,dev]"
+	touch $@
+
+# A language model on the text of Python's own library, with far too little memory for its state.
+demo: $(STAMP)
+	mkdir -p $(DEMO)/store
+	$(BIN)/overspill train --steps 30 --batch 4 --seq 256 \
+	  $(shell $(BIN)/python -c "import torch; print('--device cuda' if torch.cuda.is_available() else '--device sim')" 2>/dev/null || echo --device sim) \
+	  --device-memory 24MiB --host-memory 64MiB --nvme $(DEMO)/store --compare --out $(DEMO)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not gpu and not soak" $(PYTEST_ARGS)
+
+# mypy does not follow mapped packages: it sees the tree through links.
+build/typing/overspill: setup.py
+	rm -rf build/typing && mkdir -p build/typing/overspill
+	for f in offload/*; do ln -sfn ../../../$$f build/typing/overspill/$$(basename $$f); done
+	ln -sfn ../../../optim build/typing/overspill/optim
+	ln -sfn ../../../io_engine build/typing/overspill/io_engine
+
+check: $(STAMP) build/typing/overspill
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p overspill
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+	@if command -v nvcc >/dev/null; then for f in $$(git ls-files 'csrc/cuda/*.cu'); do \
+	  echo "nvcc $$f" && nvcc -std=c++17 --fmad=false -c $$f -o /dev/null || exit 1; done; \
+	  else echo "no nvcc here: csrc/cuda is not compiled"; fi
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench
+
+gpu:
+	$(PYTHON) -m pytest -m gpu -q
+	$(PYTHON) -m benchmarks step --quick --out $(OUT)/gpu
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(OUT)
+	find . -name '*.so' -not -path './.venv/*' -delete
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
