@@ -1,10 +1,15 @@
-"""Adam, AdamW and AMSGrad as rules."""
+"""Adam, AdamW and AMSGrad: the rule, and the optimizers for CPU tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .formats import Master, Moments
+from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
 from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
 
 
@@ -58,3 +63,105 @@ class AdamRule(KernelRule):
             step_size=lr / (1 - beta1**step),
         )
         return step_scalars(step, coefficients)
+
+
+class Adam(FlatOptimizer):
+    """Adam for CPU tensors, one pass over memory.  Arguments as in ``torch.optim.Adam``.
+
+    Args:
+        foreach, fused: accepted and without effect: there is one implementation.
+        capturable, differentiable: must be False.
+        master: ``"split"`` or ``"fp32"`` keeps an fp32 master of low-precision parameters.
+        moments: how moments are stored: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, formats that do not fit, a parameter that is
+            not a dense floating-point tensor on the CPU.
+    """
+
+    decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool | None = None,
+        master: Master = None,
+        moments: Moments = "fp32",
+    ) -> None:
+        check_at_least_zero(lr=lr, eps=eps, weight_decay=weight_decay)
+        for beta in betas:
+            if not 0.0 <= float(beta) < 1.0:
+                raise ValueError(f"betas must be at least 0 and less than 1, not {betas}")
+        refuse_graph_options(capturable=capturable, differentiable=differentiable)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": self.decoupled
+            if decoupled_weight_decay is None
+            else decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, master, moments)
+
+    def rule_of(self, group: Mapping[str, Any]) -> AdamRule:
+        return AdamRule(decoupled=self.decoupled, amsgrad=bool(group.get("amsgrad")))
+
+
+class AdamW(Adam):
+    """AdamW for CPU tensors, one pass over memory.  Arguments as in ``torch.optim.AdamW``.
+
+    Further arguments and errors as in ``overspill.optim.Adam``.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: Master = None,
+        moments: Moments = "fp32",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            master=master,
+            moments=moments,
+        )

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from .adam_rule import AdamRule
+from .adagrad import Adagrad, AdagradRule
+from .adam import Adam, AdamRule, AdamW
+from .lion import Lion, LionRule
 from .rule import Rule
+from .sgd import SGD, SgdRule
 
 
 def _any(optimizer: torch.optim.Optimizer, key: str) -> bool:
@@ -15,13 +18,24 @@ def _any(optimizer: torch.optim.Optimizer, key: str) -> bool:
 
 
 def _adam(optimizer: torch.optim.Optimizer) -> Rule:
-    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    decoupled = isinstance(optimizer, (torch.optim.AdamW, AdamW))
     return AdamRule(decoupled=decoupled, amsgrad=_any(optimizer, "amsgrad"))
+
+
+def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
+    return SgdRule(momentum=_any(optimizer, "momentum"))
 
 
 MAKERS: dict[type[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Rule]] = {
     torch.optim.AdamW: _adam,
     torch.optim.Adam: _adam,
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: lambda _: AdagradRule(),
+    AdamW: _adam,
+    Adam: _adam,
+    SGD: _sgd,
+    Adagrad: lambda _: AdagradRule(),
+    Lion: lambda _: LionRule(),
 }
 
 
@@ -34,10 +48,10 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     """
     maker = MAKERS.get(type(optimizer))
     if maker is None:
-        accepted = ", ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in MAKERS)
         raise TypeError(
             f"no update rule for {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
-            f"accepted are {accepted}"
+            "accepted are torch.optim.{AdamW, Adam, SGD, Adagrad} and "
+            "overspill.optim.{AdamW, Adam, SGD, Adagrad, Lion}"
         )
     for key in ("capturable", "differentiable"):
         if _any(optimizer, key):

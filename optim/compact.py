@@ -1,8 +1,8 @@
 """Compact moments in plain torch: bf16 with stochastic rounding, and int8 with a scale per block.
 
 The same arithmetic as the native kernels, bit for bit.  An int8 code is the upper bits of a float:
-eight codes an octave, shifted so that code 0 is exactly zero.  ``value = (y(code) - zero) * scale``,
-so encoding is one addition and one shift, with no table.
+eight codes an octave, shifted so that code 0 is exactly zero.  Then ``value = (y(code) - zero) *
+scale``, and encoding is one addition and one shift, with no table.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Without the extension, or with ``OVERSPILL_NATIVE=0``, plain torch does the same
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ def _load_native() -> ModuleType | None:
     if wish == "0":
         return None
     try:
-        from . import _native
+        native = importlib.import_module("._native", __package__)
     except ImportError as error:
         if wish == "1":
             raise
@@ -43,11 +44,11 @@ def _load_native() -> ModuleType | None:
     isa = os.environ.get("OVERSPILL_ISA", "")
     if isa:
         try:
-            _native.set_isa(isa)
+            native.set_isa(isa)
         except ValueError as error:
             raise ValueError(f"OVERSPILL_ISA: {error}; unset it to use the best") from None
-    _native.set_threads(default_threads())
-    return _native
+    native.set_threads(default_threads())
+    return native
 
 
 NATIVE = _load_native()

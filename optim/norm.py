@@ -12,6 +12,7 @@ from .kernels import FLOAT_TYPES, check_flat
 
 TASK = 16384
 SUMS = 16
+SLICE = 2**22
 
 
 def _check(name: str, tensor: Tensor) -> None:
@@ -56,7 +57,8 @@ def sum_of_squares(grad: Tensor) -> float:
         )
     if grad.device.type == "cpu":
         return _sum_in_torch(grad)
-    return float(sum((part.double().square().sum() for part in grad.split(2**22)), 0.0))
+    slices = (grad[begin : begin + SLICE] for begin in range(0, grad.numel(), SLICE))
+    return float(sum((part.double().square().sum() for part in slices), 0.0))
 
 
 def accumulate(total: Tensor, grad: Tensor) -> None:

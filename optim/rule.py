@@ -49,6 +49,10 @@ class Rule(Protocol):
         """
         ...
 
+    def steps_taken(self, state: Mapping[str, Any]) -> int:
+        """How many steps a parameter's state, in torch's format, has seen (0 for an empty one)."""
+        ...
+
     def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
         """Moments that do not start at zero, and their first value."""
         ...
@@ -75,8 +79,8 @@ class Rule(Protocol):
             grad, weight: flat, contiguous, equally long; fp32, bf16 or fp16; on one device.
             state: the tensors of ``state_fields``, by name, as long as their fields say.
             position: index of the first element in its whole buffer; a multiple of 256 with int8
-                moments, of 16 with bf16 moments.  It keys the rounding noise of compact moments, so that the result does
-                not depend on how the buffer is cut.
+                moments, of 16 with bf16 moments.  It keys the rounding noise of compact moments, so
+                that the result does not depend on how the buffer is cut.
 
         Returns:
             Whether every value written is finite.
@@ -85,17 +89,9 @@ class Rule(Protocol):
 
 
 class KernelRule:
-    """The part that all rules share; a rule adds names, ``scalars`` and its formula's number."""
+    """The part that all rules share; a rule adds its name and its scalars."""
 
     name: ClassVar[str]
-    signed: ClassVar[Mapping[str, bool]] = {
-        "exp_avg": True,
-        "exp_avg_sq": False,
-        "max_exp_avg_sq": False,
-        "momentum_buffer": True,
-        "sum": False,
-    }
-    """Whether a moment has a sign; those without are sums of squares."""
 
     def __init__(self, kernel: str, moments: tuple[str, ...]) -> None:
         self._kernel = kernel
@@ -117,6 +113,12 @@ class KernelRule:
                 )
             fields += moment_fields(name, moments)
         return fields
+
+    def steps_taken(self, state: Mapping[str, Any]) -> int:
+        if "step" in state:
+            return int(state["step"])
+        # torch's SGD counts no steps: its buffer is there, or it is not.
+        return int(any(state.get(name) is not None for name in self._moments))
 
     def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
         return {}

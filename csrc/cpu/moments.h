@@ -133,7 +133,7 @@ struct ByteMoments {
   static constexpr std::size_t kBytes = 1;
   static constexpr std::size_t kBlocks = kStretch / kBlock;
   const Job& job;
-  alignas(64) float staged[kCount][kStretch + LANES];
+  alignas(64) float staged[kCount][kStretch + LANES] = {};
   U highest[kBlocks][kCount] = {};
   float scale[kCount] = {};  // of the open block
   std::size_t block = 0;  // the open block's number in its stretch
@@ -165,7 +165,7 @@ struct ByteMoments {
   // Ends the stretch [begin, end): begin is a multiple of kStretch.
   INLINE void close(std::size_t begin, std::size_t end) {
     float inverse[kBlocks][kCount];
-    for (std::size_t b = 0; begin + b * kBlock < end; ++b) {
+    for (std::size_t b = 0; b < kBlocks && begin + b * kBlock < end; ++b) {
       for (int k = 0; k < kCount; ++k) {
         const std::uint32_t raw = highest_lane(highest[b][k]) & 0x7fffffffu;
         worst = raw > worst ? raw : worst;
@@ -178,7 +178,7 @@ struct ByteMoments {
         inverse[b][k] = 1.0f / kept;
       }
     }
-    for (std::size_t b = 0; begin + b * kBlock < end; ++b) {
+    for (std::size_t b = 0; b < kBlocks && begin + b * kBlock < end; ++b) {
       const std::size_t at = begin + b * kBlock;
       encode(at, end - at < kBlock ? end : at + kBlock, inverse[b]);
     }

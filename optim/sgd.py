@@ -1,0 +1,119 @@
+"""SGD with momentum and Nesterov's variant: the rule, and the optimizer for CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .formats import Master, Moments
+from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
+
+
+class SgdCoefficients(NamedTuple):
+    """In the order of the kernel, without momentum."""
+
+    grad_scale: float
+    l2: float
+    lr: float
+
+
+class MomentumCoefficients(NamedTuple):
+    """In the order of the kernel; ``ahead`` is the momentum with Nesterov, else 0."""
+
+    grad_scale: float
+    l2: float
+    lr: float
+    keep: float
+    take: float
+    ahead: float
+
+
+class SgdRule(KernelRule):
+    """Stochastic gradient descent; momentum as in Sutskever et al. 2013, in torch's form.
+
+    Args:
+        momentum: keep a momentum buffer.  Without one, groups must have momentum 0.
+    """
+
+    name = "sgd"
+
+    def __init__(self, *, momentum: bool) -> None:
+        if momentum:
+            super().__init__("momentum", ("momentum_buffer",))
+        else:
+            super().__init__("sgd", ())
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        scale = signed_scale(group, grad_scale)
+        l2 = number(group, "weight_decay")
+        lr = number(group, "lr")
+        momentum = number(group, "momentum")
+        if not self._moments:
+            if momentum != 0.0:
+                raise ValueError(
+                    f"momentum is {momentum}, but the state was laid out without a momentum "
+                    "buffer; set momentum before the optimizer is wrapped"
+                )
+            return step_scalars(step, SgdCoefficients(scale, l2, lr))
+        # The first gradient is taken whole: torch's buffer starts as a copy of it.
+        first = step == 1
+        return step_scalars(
+            step,
+            MomentumCoefficients(
+                grad_scale=scale,
+                l2=l2,
+                lr=lr,
+                keep=0.0 if first else momentum,
+                take=1.0 if first else 1.0 - number(group, "dampening"),
+                ahead=momentum if group.get("nesterov") else 0.0,
+            ),
+        )
+
+
+class SGD(FlatOptimizer):
+    """SGD for CPU tensors, one pass over memory.  Arguments as in ``torch.optim.SGD``.
+
+    Further arguments and errors as in ``overspill.optim.Adam``.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master: Master = None,
+        moments: Moments = "fp32",
+    ) -> None:
+        check_at_least_zero(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov needs momentum above 0 and no dampening, not {momentum} and {dampening}"
+            )
+        refuse_graph_options(differentiable=differentiable)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, defaults, master, moments)
+
+    def rule_of(self, group: Mapping[str, Any]) -> SgdRule:
+        return SgdRule(momentum=float(group["momentum"]) != 0.0)
