@@ -82,9 +82,7 @@ def _free_bytes(directories: Sequence[str | os.PathLike[str]]) -> int:
         return 2 * DISK_BYTES
 
 
-def _first_writes(
-    io: IoEngine, extents: Sequence[Extent], memory: Lease, limit_s: float
-) -> int:
+def _first_writes(io: IoEngine, extents: Sequence[Extent], memory: Lease, limit_s: float) -> int:
     """Writes extents one by one; returns how many were written within the limit, at least 1."""
     deadline = time.perf_counter() + limit_s
     for count, extent in enumerate(extents, start=1):

@@ -85,9 +85,7 @@ class Rates:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def measure(
-    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
-) -> Rates:
+def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
     """Measures this machine for about two seconds, leaving nothing behind.
 
     Args:
@@ -114,10 +112,8 @@ def measure(
     )
 
 
-def cached(
-    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
-) -> Rates:
-    """``measure``, or what it gave before on this machine for these directories and this device.
+def cached(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
+    """``measure``, or what it gave before on this machine for these file systems and this device.
 
     Kept under ``$OVERSPILL_CACHE``, else ``~/.cache/overspill``; delete the file to measure anew.
     A cache that cannot be read or written is said in a warning and does no other harm.
@@ -154,8 +150,16 @@ def _about(
         "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
         "torch": torch.__version__,
         "device": name,
-        "directories": [str(Path(folder).resolve()) for folder in directories],
+        "file_systems": [_file_system(Path(folder)) for folder in directories],
     }
+
+
+def _file_system(folder: Path) -> str:
+    """The mount point that ``folder`` is, or would be, below: one disk has one rate."""
+    folder = folder.resolve()
+    while not folder.is_mount():
+        folder = folder.parent
+    return str(folder)
 
 
 def _keep(path: Path, content: dict[str, object]) -> None:

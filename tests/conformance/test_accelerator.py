@@ -1,7 +1,8 @@
-"""One suite for every accelerator.  What has no memory of its own must refuse to be asked for it."""
+"""One suite for every accelerator.  The one without memory of its own must refuse to copy."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -173,7 +174,7 @@ def test_one_direction_keeps_its_order(accelerator: Accelerator) -> None:
     assert last is not None
     copies = [ends.next()[0] for _ in range(5)]
     assert [copy.nbytes for copy in copies] == [MIB - value for value in range(5)]
-    assert all(a.finished_ns <= b.finished_ns for a, b in zip(copies, copies[1:], strict=False))
+    assert all(a.finished_ns <= b.finished_ns for a, b in itertools.pairwise(copies))
     assert int(bring_back(accelerator, arena, last)[0]) == 4
 
 
@@ -233,6 +234,13 @@ def test_events_order_on_the_host_too(accelerator: Accelerator) -> None:
     accelerator.record().synchronize()
     accelerator.copy_out(back, arena, after=[], on_done=ignore).synchronize()
     assert torch.equal(back, random_bytes(MIB, 4))
+
+
+def test_synchronize_waits_for_copies(accelerator: Accelerator) -> None:
+    arena, ends = accelerator.allocate(MIB), Ends()
+    accelerator.copy_in(arena, random_bytes(MIB, 5), after=[], on_done=ends)
+    accelerator.synchronize()
+    assert torch.equal(arena.cpu(), random_bytes(MIB, 5))
 
 
 def test_a_raising_on_done_is_logged_and_copies_go_on(

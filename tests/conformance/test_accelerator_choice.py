@@ -32,7 +32,7 @@ def test_other_names_are_refused(device: str) -> None:
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OffloadError, match="device 'cuda': .*; use device='cpu'"):
+    with pytest.raises(OffloadError, match=r"device 'cuda': .*; use device='cpu'"):
         make_accelerator("cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -33,9 +33,7 @@ class Graph:
         return all(
             index in node.before
             for index, other in enumerate(self.nodes)
-            if other.start < node.stop
-            and node.start < other.stop
-            and (other.writes or node.writes)
+            if other.start < node.stop and node.start < other.stop and (other.writes or node.writes)
         )
 
     def node(self, stream: str, start: int, stop: int, writes: bool, after: list[int]) -> Node:

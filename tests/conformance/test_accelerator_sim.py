@@ -58,7 +58,7 @@ def bench() -> Iterator[Bench]:
 def test_compute_without_a_wait_raises(bench: Bench) -> None:
     bench.copy_in(0, 4 * KIB)
     bench.settle()  # the right bytes are there; the wait is missing all the same
-    with pytest.raises(OverlapError, match="not ordered after the write .* by 'copy_in'"):
+    with pytest.raises(OverlapError, match=r"not ordered after the write .* by 'copy_in'"):
         bench.used(0, 4 * KIB)
 
 

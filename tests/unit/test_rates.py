@@ -75,14 +75,21 @@ def test_the_second_call_measures_nothing(counted: list[int], tmp_path: Path) ->
     assert counted == [1]
 
 
-def test_directories_and_devices_are_kept_apart(counted: list[int], tmp_path: Path) -> None:
+def test_disks_and_devices_are_kept_apart(counted: list[int], tmp_path: Path) -> None:
     given = [
         cached([tmp_path], "cpu"),
         cached([tmp_path], "sim"),
-        cached([tmp_path, tmp_path / "b"], "cpu"),
+        cached([tmp_path, tmp_path], "cpu"),
+        cached(["/proc"], "cpu"),
         cached([], "cpu"),
     ]
-    assert [value.dram_bytes_s for value in given] == [1.0, 2.0, 3.0, 4.0]
+    assert [value.dram_bytes_s for value in given] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_folders_of_one_disk_share_its_rate(counted: list[int], tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert cached([tmp_path / "there"], "cpu") == cached([tmp_path / "not" / "yet"], "cpu")
+    assert counted == [1]
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"about": 1}', '{"rates": {"x": 1}}'])

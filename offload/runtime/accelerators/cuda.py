@@ -5,6 +5,7 @@ The only file that knows CUDA.  Importing it needs no GPU; constructing it does.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -144,7 +145,7 @@ class CudaAccelerator:
         stop = start + host.numel()
         cuts = [address - start for address, _ in self._locked if start < address < stop]
         edges = [0, *sorted(cuts), host.numel()]
-        return [(host[a:b], device[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        return [(host[a:b], device[a:b]) for a, b in itertools.pairwise(edges)]
 
     # -- copies ---------------------------------------------------------------------------------
 
