@@ -36,13 +36,13 @@ class Tier(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Size:
-    """A budget as asked for: absolute ``nbytes``, a ``share`` of what is free, or neither (auto)."""
+    """A budget as asked for: ``nbytes``, a ``share`` of what is free, or neither (auto)."""
 
     nbytes: int | None = None
     share: float | None = None
 
     def resolve(self, free_bytes: int, margin_bytes: int) -> int:
-        """The budget in bytes, given what is free now; ``margin_bytes`` stays unused by ``auto``."""
+        """The budget in bytes, given what is free now; ``auto`` leaves ``margin_bytes`` unused."""
         if self.nbytes is not None:
             return self.nbytes
         if self.share is not None:
@@ -197,11 +197,10 @@ class OffloadConfig:
                 "update='backward' applies gradients before the global norm is known, so it "
                 "cannot clip exactly; use update='step' or drop max_grad_norm"
             )
-        if self.device is not None and self.device.split(":")[0] == "cpu":
-            if self.device_memory != "auto":
-                raise ValueError(
-                    "device_memory: device='cpu' has one memory tier; set host_memory instead"
-                )
+        if self.device == "cpu" and self.device_memory != "auto":
+            raise ValueError(
+                "device_memory: device='cpu' has one memory tier; set host_memory instead"
+            )
         if self.update == "next_forward":
             raise ValueError(
                 "update='next_forward' is not available in this version; use 'step' or 'backward'"

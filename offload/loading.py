@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def empty_init() -> Iterator[None]:
             empty.__dict__.update(param.__dict__)
             module._parameters[name] = empty
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -66,7 +66,9 @@ class WeightFiles:
             try:
                 names = json.loads((path / INDEX).read_text())["weight_map"].values()
             except (ValueError, KeyError, AttributeError) as error:
-                raise ValueError(f"weights: {path / INDEX} is not a valid index: {error}") from error
+                raise ValueError(
+                    f"weights: {path / INDEX} is not a valid index: {error}"
+                ) from error
             files = [path / name for name in dict.fromkeys(names)]
             missing = [file.name for file in files if not file.is_file()]
             if missing:
@@ -84,7 +86,9 @@ class WeightFiles:
             try:
                 self._files[key] = safe_open(key, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"weights: {file} cannot be read as safetensors: {error}") from error
+                raise ValueError(
+                    f"weights: {file} cannot be read as safetensors: {error}"
+                ) from error
         return self._files[key]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -144,13 +148,13 @@ def match_files(files: WeightFiles, model: nn.Module, parts: Partition) -> dict[
 def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
     """The initialiser of a meta model: the model's own ``_init_weights``, else each module's
     ``reset_parameters``."""
-    own = getattr(model, "_init_weights", None)
+    own: Any = getattr(model, "_init_weights", None)
 
     def reset(module: nn.Module) -> None:
         if own is not None:
             own(module)
         elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            cast(Any, module).reset_parameters()
         elif any(True for _ in module.parameters(recurse=False)):
             raise OffloadError(
                 f"{type(module).__name__} has parameters on meta and no reset_parameters; "

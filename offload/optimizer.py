@@ -19,7 +19,7 @@ from .loading import WeightFiles, default_init, initialise, match_files, values_
 from .model_state import StateHooks, read_weight
 from .observe.rates import Rates, cached
 from .observe.stats import MemoryStats, Stats
-from .optim import Rule, rule_for
+from .optim import Master, Rule, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import link_bound
@@ -42,15 +42,16 @@ def engine_of(model: nn.Module) -> Engine | None:
 # -- deciding -----------------------------------------------------------------------------------
 
 
-def _fields_of(rule: Rule, config: OffloadConfig) -> Callable[[Chunk], tuple[StateField, ...]]:
-    def fields(chunk: Chunk) -> tuple[StateField, ...]:
-        if chunk.dtype == torch.bfloat16:
-            master = "fp32" if config.master == "fp32" else "split"
-        else:
-            master = "fp32" if chunk.dtype == torch.float16 else None
-        return rule.state_fields(chunk.dtype, master, config.moments)
+def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:
+    if dtype == torch.bfloat16:
+        return "fp32" if config.master == "fp32" else "split"
+    return "fp32" if dtype == torch.float16 else None
 
-    return fields
+
+def _fields_of(rule: Rule, config: OffloadConfig) -> Callable[[Chunk], tuple[StateField, ...]]:
+    return lambda chunk: rule.state_fields(
+        chunk.dtype, _master_of(chunk.dtype, config), config.moments
+    )
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -237,7 +238,11 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     optimizer.state.clear()
     # Found on the instance, these refuse copies and pickles of the model before they begin.
     model.__dict__.update(
-        {ATTRIBUTE: engine, "__deepcopy__": engine.__deepcopy__, "__reduce_ex__": engine.__reduce_ex__}
+        {
+            ATTRIBUTE: engine,
+            "__deepcopy__": engine.__deepcopy__,
+            "__reduce_ex__": engine.__reduce_ex__,
+        }
     )
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return OffloadedOptimizer(engine, optimizer)
@@ -302,9 +307,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Before the first step there is none, so the dict is small.  Needs memory for all moments.
         """
         engine = self._engine
-        order = {
-            id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])
-        }
+        order = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state: dict[int, dict[str, Any]] = {}
         if any(engine.updater.steps):
             engine.raise_if_unusable()
@@ -392,7 +395,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends all threads and frees all memory.  The model cannot run any more (see ``unwrap``)."""
+        """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""
         self._finalizer()
 
     def __enter__(self) -> OffloadedOptimizer:

@@ -1,4 +1,4 @@
-"""What is in a unit's weights and records, by parameter: filled at the start, read and edited later."""
+"""What is in a unit's weights and records, by parameter: filled, read and edited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 class Contents:
-    """Moves values between plain tensors and the engine's homes.  Nothing else may run meanwhile."""
+    """Moves values between plain tensors and their homes.  Nothing else may run meanwhile."""
 
     def __init__(self, layout: Layout, arenas: Arenas, direct: DirectAccess) -> None:
         self._layout, self._arenas, self._direct = layout, arenas, direct

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..config import Tier
 from ..io_engine import IoEngine
 from ..schedule.arena import Place
@@ -44,18 +42,18 @@ class DirectAccess:
         """Where the item's bytes are while in hand."""
         regions, home = self._layout.regions, None
         if item.kind is Kind.STATE:
-            fixed = self._state_home[item.index]
+            fixed = self._state_home[item.number]
             base = regions.host_fixed + regions.host_weights + regions.host_grads
-            nbytes = self._subgroups[item.index].nbytes
+            nbytes = self._subgroups[item.number].nbytes
         else:
-            home = self._layout.homes[item.index]
+            home = self._layout.homes[item.number]
             if item.kind is Kind.WEIGHTS:
                 fixed = home.device_place if home.weights is Tier.DEVICE else home.host_place
-                base, nbytes = regions.host_fixed, self._layout.units[item.index].weight_bytes
+                base, nbytes = regions.host_fixed, self._layout.units[item.number].weight_bytes
             else:
                 fixed = home.grad_place
                 base = regions.host_fixed + regions.host_weights
-                nbytes = self._layout.grad_bytes[item.index]
+                nbytes = self._layout.grad_bytes[item.number]
         return fixed if fixed is not None else Place(Tier.HOST, base, nbytes)
 
     def starts_clear(self, subgroup: int) -> bool:
@@ -64,17 +62,17 @@ class DirectAccess:
 
     def _on_disk(self, item: Item) -> bool:
         if item.kind is Kind.STATE:
-            return self._state_home[item.index] is None
-        home = self._layout.homes[item.index]
+            return self._state_home[item.number] is None
+        home = self._layout.homes[item.number]
         tier = home.weights if item.kind is Kind.WEIGHTS else home.grads
         return tier is Tier.NVME
 
     def _roles(self, item: Item) -> Roles | None:
         machine = self._executor.machine
         if item.kind is Kind.WEIGHTS:
-            return machine.weights.units[item.index].roles
+            return machine.weights.units[item.number].roles
         if item.kind is Kind.STATE:
-            return machine.updates.states[item.index].roles
+            return machine.updates.states[item.number].roles
         return None
 
     # -- moving ---------------------------------------------------------------------------------
@@ -108,7 +106,7 @@ class DirectAccess:
             if roles is not None:
                 roles.newest, roles.written = role, True
         if item.kind is Kind.WEIGHTS:
-            self._refresh_device(item.index, place)
+            self._refresh_device(item.number, place)
 
     def _refresh_device(self, unit: int, place: Place) -> None:
         device = self._layout.homes[unit].device_place

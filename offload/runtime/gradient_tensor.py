@@ -22,13 +22,13 @@ class GradientAccess:
 
 
 class OffloadedGradient(torch.Tensor):
-    """Stands for the gradient of parameter ``index``.
+    """Stands for the gradient of parameter ``number``.
 
     Adding to it (autograd's accumulation) goes to the engine.  Any other operation reads the
     gradient, runs on the plain tensor, and writes back what it changed, one gradient at a time.
     """
 
-    index: int
+    number: int
     access: GradientAccess
 
     @staticmethod
@@ -40,14 +40,14 @@ class OffloadedGradient(torch.Tensor):
         access: GradientAccess,
     ) -> OffloadedGradient:
         made = cast(OffloadedGradient, torch_private.make_wrapper(cls, like, dtype))
-        made.index, made.access = index, access
+        made.number, made.access = index, access
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -58,7 +58,7 @@ class OffloadedGradient(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.add_.Tensor and _is_plain_sum(args, kwargs):
-            args[0].access.add(args[0].index, args[1])
+            args[0].access.add(args[0].number, args[1])
             return args[0]
         if func.namespace == "aten" and func._schema.name.startswith("aten::_foreach"):
             return _one_by_one(func, args, kwargs)
@@ -82,9 +82,9 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     def load(value: Any) -> Any:
         if not isinstance(value, OffloadedGradient):
             return value
-        if value.index not in plain:
-            plain[value.index] = value.access.read(value.index)
-        return plain[value.index]
+        if value.number not in plain:
+            plain[value.number] = value.access.read(value.number)
+        return plain[value.number]
 
     result = func(*tree_map(load, args), **tree_map(load, dict(kwargs)))
     written: dict[int, OffloadedGradient] = {}
@@ -92,7 +92,7 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if schema.alias_info is not None and schema.alias_info.is_write:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, OffloadedGradient):
-                    written[leaf.index] = leaf
+                    written[leaf.number] = leaf
     for index, wrapper in written.items():
         wrapper.access.write(index, plain[index])
     back = {id(plain[index]): wrapper for index, wrapper in written.items()}
@@ -104,9 +104,7 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     count = len(args[0])
     results: list[Any] = []
     for i in range(count):
-        single = [
-            [a[i]] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args
-        ]
+        single = [[a[i]] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args]
         result = _on_plain(func, single, kwargs)
         if isinstance(result, (list, tuple)):
             results.extend(result)

@@ -62,9 +62,7 @@ class ModuleHooks:
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me)))
 
-    def _hook_unit(
-        self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module
-    ) -> None:
+    def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         @torch_private.not_compiled
         def before(_module: nn.Module, _args: Any) -> None:
             hooks = me()

@@ -77,9 +77,7 @@ class Arenas:
         assert arena is not None, f"no arena of {place.tier.value} memory"
         return arena.narrow(0, place.offset, place.nbytes)
 
-    def typed(
-        self, place: Place, offset: int, dtype: torch.dtype, numel: int
-    ) -> torch.Tensor:
+    def typed(self, place: Place, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
         memory = self.bytes_of(place).narrow(0, offset, numel * dtype.itemsize)
         return memory.view(dtype)

@@ -36,6 +36,7 @@ class CastHandle(WeightHandle):
     """A saved low-precision cast of parameter ``param`` (autocast): made again when wanted."""
 
     __slots__ = ("param",)
+    param: int
 
 
 class _Plain:
@@ -77,14 +78,14 @@ class SavedTensors:
         if residence is not None:
             unit = residence.unit
             return WeightHandle(
-                unit, self._versions[unit], t, t.storage_offset(), None, self.live
+                unit, self._versions[unit], t, int(t.storage_offset()), None, self.live
             )
         if t.grad_fn is not None and torch.is_autocast_enabled(t.device.type):
             source = self._cast_of(t)
             if source is not None:
                 unit, param = source
                 handle = CastHandle(
-                    unit, self._versions[unit], t, t.storage_offset(), t.dtype, self.live
+                    unit, self._versions[unit], t, int(t.storage_offset()), t.dtype, self.live
                 )
                 handle.param = param
                 return handle

@@ -47,14 +47,16 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def storage_over(memory: torch.Tensor) -> torch.UntypedStorage:
     """A new storage object over the bytes of ``memory``, which must outlive it."""
-    return torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined,no-any-return]
+    made: Any = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), memory.device, memory.numel() * memory.element_size()
     )
+    assert isinstance(made, torch.UntypedStorage)
+    return made
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage that ``tensor`` points into."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
@@ -76,9 +78,7 @@ class StorageWatch:
         return bool(self._reference.expired())
 
 
-def make_wrapper(
-    cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of a wrapper subclass: shape and device of ``like``, no memory."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
         cls, like.shape, dtype=dtype, device=like.device, requires_grad=False

@@ -82,7 +82,7 @@ def _extents(machine: Residency) -> None:
 
 def _roles(machine: Residency, item: Item) -> Roles | None:
     if item.kind is Kind.WEIGHTS:
-        return machine.weights.units[item.index].roles
+        return machine.weights.units[item.number].roles
     if item.kind is Kind.STATE:
-        return machine.updates.states[item.index].roles
+        return machine.updates.states[item.number].roles
     return None

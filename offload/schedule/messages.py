@@ -19,7 +19,7 @@ class Kind(enum.Enum):
 
 class Item(NamedTuple):
     kind: Kind
-    index: int
+    number: int
 
 
 # -- instructions -------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from .messages import (
     Settled,
     Signal,
     Step,
-    Update,
     Work,
     Write,
 )

@@ -81,7 +81,7 @@ class DryRun:
     def _count(self, work: Work) -> None:
         if isinstance(work, (Read, Write)) and work.item.kind is Kind.STATE:
             lane = "read" if isinstance(work, Read) else "write"
-            self.traffic.lanes[lane] += self._state_bytes[work.item.index]
+            self.traffic.lanes[lane] += self._state_bytes[work.item.number]
         else:
             self.traffic.count(work, self.layout)
 

@@ -175,9 +175,7 @@ class Weights:
             return compute if compute < update else NEVER
         return min(compute, update)
 
-    def _room(
-        self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]
-    ) -> Place | None:
+    def _room(self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]) -> Place | None:
         place = arena.allocate(nbytes)
         if place is not None:
             return place

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
@@ -54,9 +53,7 @@ def random_parts(rng: random.Random) -> Partition:
         nbytes = align(chunk.nbytes, 4096)
         shares = (rng.randrange(index),) if index and rng.random() < 0.2 else ()
         grads = nbytes if group is not None else 0
-        units.append(
-            Unit(index, f"u{index}", (chunk,), shares, rng.random() < 0.1, nbytes, grads)
-        )
+        units.append(Unit(index, f"u{index}", (chunk,), shares, rng.random() < 0.1, nbytes, grads))
     return Partition(tuple(units), (), (), ())
 
 
@@ -206,5 +203,3 @@ def test_a_broken_machine_is_found_out() -> None:
     second.place = first.place
     with pytest.raises(AssertionError, match="overlaps"):
         validate(machine)
-
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from overspill.config import OffloadConfig, Size, Tier, parse_size
 
 

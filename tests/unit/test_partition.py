@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from overspill.schedule.partition import find_units, partition
 from torch import nn
 
-from overspill.schedule.partition import find_units, partition
 from tests.models import Block, TinyLM
 
 
@@ -15,7 +15,15 @@ def names(model: nn.Module, **more: object) -> list[str]:
 
 
 def test_blocks_and_what_is_left() -> None:
-    assert names(TinyLM()) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    assert names(TinyLM()) == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "blocks.3",
+        "norm",
+        "head",
+    ]
 
 
 def test_own_parameters_of_the_model_are_a_unit_that_encloses() -> None:

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import overspill
 import pytest
 import torch
 from torch import nn
 
-import overspill
 from tests.models import TinyLM, adamw, batch, train, weights
 
 NVME: dict[str, Any] = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB"}
@@ -72,7 +72,7 @@ def test_plan_never_raises_for_lack_of_room(tmp_path: Path) -> None:
     good = overspill.plan(model, adamw(model), nvme=tmp_path, **NVME)
     assert good.fits and good.link_bytes["read"] > 0 and good.disk_bytes > 0
     assert good.tier_bytes["host"] <= 1500 * 1024  # type: ignore[index]
-    assert set(good.placement) == {u for u in good.placement} and "embed" in good.placement
+    assert len(good.placement) == 7 and "embed" in good.placement
 
 
 def test_folder_missing(tmp_path: Path) -> None:
