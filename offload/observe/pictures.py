@@ -33,7 +33,7 @@ LANE_WORDS: Mapping[str, str] = {
     "update": "update",
 }
 TIER_COLOURS: Mapping[str, str] = {"device": "#4477aa", "host": "#228833", "nvme": "#aa3377"}
-STALL_COLOUR, FAINT = "#333333", "#bbbbbb"
+FAINT = "#bbbbbb"
 PIXELS_PER_INCH = 100
 STEPS_DRAWN = 2
 
@@ -97,7 +97,8 @@ def draw_timeline(trace: Trace, path: Path) -> None:
         _note(axes, row, mine)
     stalls = trace.stalls(start, end)
     for span in stalls:
-        _bars(axes, len(LANE_COLOURS), [span], start, scale, LANE_COLOURS[span.lane], STALL_COLOUR)
+        colour = LANE_COLOURS[span.lane]
+        _bars(axes, len(LANE_COLOURS), [span], start, scale, colour, colour)
     waited = sum(s.finished_ns - s.started_ns for s in stalls) / scale
     rows = [*LANE_WORDS.values(), "compute waits"]
     axes.text(1.01, len(rows) - 1, f"{waited:,.3g} {unit}", **_beside(axes))

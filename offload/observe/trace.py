@@ -149,9 +149,13 @@ class Trace:
 
 
 def _inside(spans: Iterable[Span], started_ns: int, finished_ns: int) -> list[Span]:
+    """The parts inside the window.  Bytes count where a span ends, so that windows side by side
+    count them once."""
     return [
         s._replace(
-            started_ns=max(s.started_ns, started_ns), finished_ns=min(s.finished_ns, finished_ns)
+            started_ns=max(s.started_ns, started_ns),
+            finished_ns=min(s.finished_ns, finished_ns),
+            nbytes=s.nbytes if s.finished_ns <= finished_ns else 0,
         )
         for s in spans
         if s.finished_ns > started_ns and s.started_ns < finished_ns

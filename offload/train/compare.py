@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,75 +29,75 @@ class Comparison:
     weight_difference: float
 
 
-class InMemoryAdamW:
-    """``torch.optim.AdamW``; low-precision weights get fp32 masters, as in the offloaded run.
+def load_in_memory(
+    model: nn.Module, initial: Path, dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Fills a meta ``model`` from the file ``initial`` of exact values, and moves it to ``device``.
 
-    bf16 weights follow their masters by the engine's own rounding, so that a difference between
-    the two runs is one of arithmetic and not of formats.
+    ``dtypes``: by name, the type of each parameter in the offloaded run.  Returns the exact fp32
+    values by trained parameter.
     """
+    from safetensors import safe_open
 
-    def __init__(self, params: list[nn.Parameter], masters: list[torch.Tensor], lr: float) -> None:
-        """``masters``: exact fp32 values of ``params``, which take their rounded values here."""
-        self._params = params
-        self._masters = [
-            p if p.dtype == torch.float32 else nn.Parameter(m.clone())
-            for p, m in zip(params, masters, strict=True)
-        ]
+    masters: dict[nn.Parameter, torch.Tensor] = {}
+    with safe_open(str(initial), framework="pt", device="cpu") as file:
+        buffers = dict(model.named_buffers())
+        for name in set(file.keys()) & set(buffers):
+            buffers[name].copy_(file.get_tensor(name))
+        for name, p in model.named_parameters():
+            exact = file.get_tensor(name).to(device)
+            value = rounded(exact, dtypes[name]).clone()
+            # A meta parameter takes no data of another device; its payload can be swapped.
+            torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
+            if p.requires_grad:
+                masters[p] = exact
+    model.to(device)
+    return masters
+
+
+def in_memory_adamw(masters: Mapping[nn.Parameter, torch.Tensor], lr: float) -> torch.optim.AdamW:
+    """``torch.optim.AdamW``, with fp32 masters where the weights are of a smaller type.
+
+    Gradients add up in their masters, and weights follow their masters by the engine's own
+    rounding, so that a difference between the two runs is one of arithmetic and not of formats.
+    """
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    trained: list[nn.Parameter] = []
+    for p, exact in masters.items():
+        if p.dtype == torch.float32:
+            trained.append(p)
+            continue
+        master = nn.Parameter(exact.float())
+        pairs.append((p, master))
+        trained.append(master)
+        p.register_post_accumulate_grad_hook(_into(master))
+    optimizer = torch.optim.AdamW(trained, lr=lr)
+
+    def follow(*_: Any) -> None:
         with torch.no_grad():
-            for p, m in zip(params, masters, strict=True):
-                p.copy_(rounded(m, p.dtype))
-        self._inner = torch.optim.AdamW(self._masters, lr=lr)
+            for p, master in pairs:
+                p.copy_(rounded(master, p.dtype))
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Updates every parameter that has a gradient."""
-        for p, m in zip(self._params, self._masters, strict=True):
-            if m is not p:
-                m.grad = None if p.grad is None else p.grad.float()
-        self._inner.step()
-        for p, m in zip(self._params, self._masters, strict=True):
-            if m is not p and p.grad is not None:
-                p.copy_(rounded(m, p.dtype))
+    optimizer.register_step_post_hook(follow)
+    return optimizer
 
-    def zero_grad(self) -> None:
-        """Drops all gradients."""
-        for p, m in zip(self._params, self._masters, strict=True):
-            p.grad = m.grad = None
+
+def _into(master: nn.Parameter) -> Any:
+    def move(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        grad = p.grad.float()
+        master.grad = grad if master.grad is None else master.grad + grad
+        p.grad = None
+
+    return move
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight of type ``dtype`` that belongs to an fp32 master."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or master.dtype != torch.float32:
         return master.detach().to(dtype)
     flat = master.detach().contiguous().reshape(-1)
     return split_master(flat.cpu())[0].to(master.device).reshape(master.shape)
-
-
-def load_in_memory(
-    model: nn.Module, initial: Path, dtypes: dict[str, torch.dtype], device: torch.device, lr: float
-) -> InMemoryAdamW:
-    """Fills a meta ``model`` from the file ``initial`` of exact values, and makes its optimizer.
-
-    ``dtypes``: by name, the type of each parameter in the offloaded run.
-    """
-    from safetensors import safe_open
-
-    params, masters = [], []
-    with safe_open(str(initial), framework="pt", device="cpu") as file:
-        buffers = dict(model.named_buffers())
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            if name in buffers:
-                buffers[name].copy_(file.get_tensor(name))
-        for name, p in model.named_parameters():
-            value = file.get_tensor(name).to(device)
-            # A meta parameter takes no data of another device; its payload can be swapped.
-            full = nn.Parameter(value.to(dtypes[name], copy=True), requires_grad=p.requires_grad)
-            torch.utils.swap_tensors(p, full)
-            if p.requires_grad:
-                params.append(p)
-                masters.append(value)
-    model.to(device)
-    return InMemoryAdamW(params, masters, lr)
 
 
 def weight_difference(model: nn.Module, path: Path) -> float:

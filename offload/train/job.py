@@ -16,7 +16,7 @@ from ..observe import pictures
 from ..observe.stats import MemoryStats
 from ..optimizer import OffloadedOptimizer, wrap
 from ..schedule.plan import Plan
-from .compare import Comparison, load_in_memory, weight_difference
+from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, load_corpus, load_tokenizer
 from .loop import LoopSettings, StepRecord, train
 from .report import Report, link_bytes
@@ -176,7 +176,8 @@ def _train_offloaded(
         if job.compare:
             save_masters(model, _initial(job))
         compute = next(model.parameters()).device
-        settings = LoopSettings(job.steps, job.accumulate, compute)
+        scaled = torch.float16 in dtypes.values()
+        settings = LoopSettings(job.steps, job.accumulate, compute, scaled)
         watch.begin("offloaded", job.steps)
         try:
             torch.manual_seed(job.seed)
@@ -223,14 +224,18 @@ def _train_in_memory(
     job: Job, source: ModelSource, batches: Batches, trained: _Trained, watch: Watch
 ) -> Comparison:
     model = _model(job, source)
-    clip = job.offload.get("max_grad_norm")
     try:
-        optimizer = load_in_memory(
-            model, _initial(job), trained.dtypes, trained.compute, job.rate_for(source)
-        )
+        masters = load_in_memory(model, _initial(job), trained.dtypes, trained.compute)
     finally:
         _initial(job).unlink(missing_ok=True)
-    settings = LoopSettings(job.steps, job.accumulate, trained.compute, clip)
+    optimizer = in_memory_adamw(masters, job.rate_for(source))
+    settings = LoopSettings(
+        job.steps,
+        job.accumulate,
+        trained.compute,
+        scaled=torch.float16 in trained.dtypes.values(),
+        clip=job.offload.get("max_grad_norm"),
+    )
     watch.begin("in memory", job.steps)
     try:
         torch.manual_seed(job.seed)

@@ -47,12 +47,14 @@ class LoopSettings:
         steps: optimizer steps.
         accumulate: micro-batches per step.
         device: where batches go.
+        scaled: scale the loss (fp16), and leave out steps whose gradients overflow.
         clip: largest global gradient norm, for optimizers that do not clip themselves.
     """
 
     steps: int
     accumulate: int
     device: torch.device
+    scaled: bool = False
     clip: float | None = None
 
 
@@ -69,17 +71,21 @@ def train(
         OffloadError: the loss is not finite; the weights are those before that step.
     """
     records: list[StepRecord] = []
+    scaler = torch.amp.GradScaler(settings.device.type, enabled=settings.scaled)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     before = time.perf_counter()
     for step in range(1, settings.steps + 1):
-        loss, tokens = _gradients(model, batches, settings)
+        loss, tokens = _gradients(model, batches, settings, scaler)
         if not torch.isfinite(loss):
             raise OffloadError(
                 f"the loss is {loss.item()} at step {step}; lower the learning rate (lr), clip "
                 "with max_grad_norm, or train in bf16 or fp32"
             )
         if settings.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, settings.clip)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         value = float(loss)
         now = time.perf_counter()
@@ -91,7 +97,7 @@ def train(
 
 
 def _gradients(
-    model: nn.Module, batches: Batches, settings: LoopSettings
+    model: nn.Module, batches: Batches, settings: LoopSettings, scaler: torch.amp.GradScaler
 ) -> tuple[torch.Tensor, int]:
     """Runs all micro-batches forward and backward; mean loss (detached) and number of tokens."""
     total = torch.zeros((), device=settings.device)
@@ -100,6 +106,6 @@ def _gradients(
         batch = next(batches).to(settings.device)
         tokens += batch.numel()
         loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
-        loss.backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total, tokens

@@ -1,0 +1,133 @@
+"""The recorder of spans: windows, unions, shares, and the file that trace viewers open."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.observe.stats import step_stats
+from overspill.observe.trace import LANES, StepMark, Trace, intersection, length, union
+
+Intervals = list[tuple[int, int]]
+intervals = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])),
+    max_size=12,
+)
+
+
+def instants(spans: Intervals) -> set[int]:
+    return {i for low, high in spans for i in range(low, high)}
+
+
+def test_unknown_lane_is_refused() -> None:
+    trace = Trace()
+    with pytest.raises(KeyError, match="no lane 'gpu'; lanes are compute"):
+        trace.add("gpu", "x", 0, 1)
+    with pytest.raises(KeyError, match="no lane 'gpu'"):
+        trace.stall("gpu", 0, 1, "x")
+    assert trace.spans() == [] and trace.stalls() == []
+
+
+@given(intervals)
+def test_union_covers_the_same_instants_and_is_disjoint(spans: Intervals) -> None:
+    joined = union(spans)
+    assert instants(joined) == instants(spans)
+    assert all(a[1] < b[0] for a, b in zip(joined, joined[1:], strict=False))
+    assert length(joined) == len(instants(spans))
+
+
+@given(intervals, intervals)
+def test_intersection_is_that_of_instants(left: Intervals, right: Intervals) -> None:
+    both = intersection(union(left), union(right))
+    assert instants(both) == instants(left) & instants(right)
+
+
+def test_covered_share_counts_overlapping_spans_once() -> None:
+    trace = Trace()
+    trace.add("compute", "a", 0, 100)
+    trace.add("compute", "b", 200, 300)
+    trace.add("read", "r", 50, 150)  # half of it lies under compute
+    trace.add("read", "r", 60, 150)  # inside the first: adds nothing
+    trace.add("update", "u", 200, 250)  # all of it
+    assert trace.covered_share(["read"]) == 0.5
+    assert trace.covered_share(["read", "update"]) == pytest.approx(100 / 150)
+    assert trace.covered_share(["read"], 0, 100) == 1.0
+    assert trace.covered_share(["write"]) == 1.0
+
+
+def test_windows_side_by_side_count_bytes_once() -> None:
+    trace = Trace()
+    trace.add("read", "across the border", 50, 150, 1000)
+    trace.add("read", "ends on the border", 80, 100, 10)
+    trace.add("read", "starts on the border", 100, 130, 1)
+    first, second = trace.spans(0, 100), trace.spans(100, 200)
+    assert [s.nbytes for s in first] == [0, 10]
+    assert [s.nbytes for s in second] == [1000, 1]
+    assert [(s.started_ns, s.finished_ns) for s in first] == [(50, 100), (80, 100)]
+
+
+def test_step_stats_from_a_script() -> None:
+    trace = Trace()
+    trace.add("compute", "forward", 0, 6_000_000_000)
+    trace.add("read", "a", 1_000_000_000, 3_000_000_000, 500)
+    trace.add("read", "b", 2_000_000_000, 4_000_000_000, 700)
+    trace.stall("read", 6_000_000_000, 6_500_000_000, "unit 3")
+    trace.add("write", "next step's", 11_000_000_000, 12_000_000_000, 9)
+    stats = step_stats(trace, StepMark(1, 0, 10_000_000_000), {})
+    assert stats.step_s == 10.0
+    assert stats.bound_s == 6.0, "the busiest lane is compute"
+    assert stats.read.bytes == 1200
+    assert stats.read.busy_s == 3.0, "overlapping spans count once"
+    assert stats.read.stall_s == 0.5
+    assert stats.write.bytes == 0
+    assert set(stats.lanes) == set(LANES)
+    assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"read": 8.0}).bound_s == 8.0
+
+
+def test_the_oldest_spans_are_forgotten() -> None:
+    trace = Trace(longest=3)
+    for i in range(5):
+        trace.add("read", str(i), i, i + 1)
+    assert [s.name for s in trace.spans()] == ["2", "3", "4"]
+
+
+def test_many_threads_lose_nothing() -> None:
+    trace = Trace()
+
+    def record(lane: str) -> None:
+        for i in range(2000):
+            trace.add(lane, "x", i, i + 1, 1)
+
+    threads = [threading.Thread(target=record, args=(lane,)) for lane in LANES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for lane in LANES:
+        assert sum(s.nbytes for s in trace.spans() if s.lane == lane) == 2000
+
+
+def test_saved_trace_has_a_named_sorted_row_per_lane(tmp_path: Path) -> None:
+    trace = Trace()
+    begun = trace._origin
+    for i, lane in enumerate(LANES):
+        trace.add(lane, f"work of {lane}", begun + 1000 * i, begun + 1000 * i + 500, 10 * i)
+    trace.stall("read", begun + 7000, begun + 9000, "unit h.3")
+    trace.mark_step(1, begun + 10_000)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
+    names = {e["tid"]: e["args"]["name"] for e in named}
+    assert list(names.values()) == [*LANES, "stall", "step"]
+    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    assert sorted(order, key=lambda tid: order[tid]) == list(names)
+    spans = {names[e["tid"]]: e for e in events if e["ph"] == "X"}
+    assert spans["write"]["ts"] == 4.0 and spans["write"]["dur"] == 0.5
+    assert spans["write"]["args"] == {"bytes": 40}
+    assert spans["stall"]["name"] == "read: unit h.3" and spans["stall"]["dur"] == 2.0
+    assert spans["step"]["dur"] == pytest.approx(10.0)
