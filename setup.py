@@ -66,7 +66,7 @@ def compiler_works() -> bool:
 
 
 def extensions() -> list[Extension]:
-    """Both extensions, for Python's stable ABI; nanobind's own core comes from its backend wheel."""
+    """Both extensions, for Python's stable ABI; nanobind's core comes from its backend wheel."""
     import nanobind
 
     return [

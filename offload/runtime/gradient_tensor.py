@@ -43,7 +43,7 @@ class OffloadedGradient(torch.Tensor):
         made.number, made.access = index, access
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod

@@ -60,7 +60,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Gives a parameter other data, also where it is or was on ``meta``; it stays the same object."""
+    """Gives a parameter other data, from or to ``meta`` as well; it stays the same object."""
     if p.is_meta == data.is_meta:
         p.data = data
     else:

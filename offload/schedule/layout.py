@@ -1,4 +1,4 @@
-"""Where everything lives: the fixed homes that a plan gives out, and the regions it leaves to move in."""
+"""Where everything lives: the fixed homes, and the regions that the rest moves through."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from .arena import Place
 
@@ -100,7 +100,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Nothing under way could ever make room for ``unit``: ``need_bytes`` against ``have_bytes``."""
+    """Nothing under way could make room for ``unit``: ``need_bytes`` against ``have_bytes``."""
 
     ticket: int
     unit: int
@@ -109,8 +109,8 @@ class Refuse:
     have_bytes: int
 
 
-Work = Union[Read, Clear, Write, CopyIn, CopyOut, Settle, Update]
-Instruction = Union[Work, Grant, Refuse]
+Work = Read | Clear | Write | CopyIn | CopyOut | Settle | Update
+Instruction = Work | Grant | Refuse
 
 
 # -- signals ------------------------------------------------------------------------------------
@@ -187,4 +187,4 @@ class Failed:
     work: Work
 
 
-Signal = Union[Need, Release, Freed, GradRoom, GradReady, Step, Settled, Done, Failed]
+Signal = Need | Release | Freed | GradRoom | GradReady | Step | Settled | Done | Failed

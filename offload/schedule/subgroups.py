@@ -1,4 +1,4 @@
-"""Slices of a chunk that one optimizer call updates, and the record each keeps besides the weight."""
+"""Slices of a chunk that one optimizer call updates, and the record of state that each keeps."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import torch
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
-    CopyIn,
     Done,
     Failed,
     GradReady,
@@ -174,28 +173,34 @@ def test_many_more() -> None:
     assert sum(run(seed, 10) for seed in range(10_000, 10_400)) > 20_000
 
 
-def test_after_a_failure_the_machine_only_drains() -> None:
-    rng = random.Random(3)
-    parts = random_parts(rng)
+def streamed_machine(count: int) -> tuple[Residency, list[int]]:
+    """A machine with at least ``count`` units that are not resident, and those units."""
     needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, False, True, 3)
-    layout, _, shortfalls = make_layout(parts, Budgets(2_000_000, 3_000_000, 10**9), needs)
-    assert not shortfalls
-    machine = Residency(layout)
-    unit = next(u for u in range(len(parts.units)) if not layout.homes[u].resident)
-    out = machine.handle(Need(unit, 7))
-    assert out and isinstance(out[0], (Read, CopyIn))
+    for seed in range(100):
+        parts = random_parts(random.Random(seed))
+        for budget in (1_000_000, 2_000_000, 4_000_000):
+            layout, _, shortfalls = make_layout(parts, Budgets(None, budget, 10**9), needs)
+            streamed = [u for u, home in enumerate(layout.homes) if not home.resident]
+            if not shortfalls and len(streamed) >= count and layout.prefetch_depth:
+                room = layout.regions.host_weights
+                sizes = [layout.units[u].weight_bytes for u in streamed[:count]]
+                if sum(sizes) <= room and not any(layout.units[u].shares for u in streamed):
+                    return Residency(layout), streamed
+    raise AssertionError("no such machine")
+
+
+def test_after_a_failure_the_machine_only_drains() -> None:
+    machine, streamed = streamed_machine(1)
+    out = machine.handle(Need(streamed[0], 7))
+    assert isinstance(out[0], Read)
     assert machine.handle(Failed(out[0])) == []
-    assert machine.handle(Need(unit, 8)) == []
+    assert machine.handle(Need(streamed[0], 8)) == []
     assert sorted(machine.abandon()) == [7, 8]
 
 
 def test_a_broken_machine_is_found_out() -> None:
-    """The invariants can fail: two owners of one slot, and a committed extent as target."""
-    parts = random_parts(random.Random(5))
-    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, False, True, 3)
-    layout, _, _ = make_layout(parts, Budgets(None, 2_000_000, 10**9), needs)
-    machine = Residency(layout)
-    streamed = [u for u in range(len(parts.units)) if not layout.homes[u].resident]
+    """The invariants can fail: two owners of one slot."""
+    machine, streamed = streamed_machine(2)
     for ticket, unit in enumerate(streamed[:2]):
         machine.handle(Need(unit, ticket))
     first, second = (machine.weights.units[u].host for u in streamed[:2])
