@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_unknown_lane_is_refused() -> None:
 def test_union_covers_the_same_instants_and_is_disjoint(spans: Intervals) -> None:
     joined = union(spans)
     assert instants(joined) == instants(spans)
-    assert all(a[1] < b[0] for a, b in zip(joined, joined[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(joined))
     assert length(joined) == len(instants(spans))
 
 
