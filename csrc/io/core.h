@@ -1,0 +1,80 @@
+// The data plane of one engine: requests in, results out, everything between without Python.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "lane.h"
+#include "request.h"
+#include "submitter.h"
+
+namespace overspill {
+
+// A run of one file that a request moves: to or from `address`. `checksums`: the address of one
+// uint32 per block, or 0.
+struct Segment {
+  std::uint32_t lane;
+  std::uint64_t offset, address, nbytes, checksums;
+};
+
+// Where results wait to be collected. Shared with the lanes, which may outlive the core.
+class Results {
+ public:
+  void put(const Result& result);
+  // All that are there; waits up to `timeout_s` for the first.
+  std::vector<Result> collect(double timeout_s);
+  // Ends the current wait, or the next one.
+  void wake();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<Result> results_;
+  bool woken_ = false;
+};
+
+class Core {
+ public:
+  // One lane per descriptor. `backend`: "uring", "threads", or "faulty" (with `faults`).
+  Core(const std::vector<int>& fds, const std::string& backend, std::uint32_t block_bytes,
+       std::uint32_t depth, const Faults& faults);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // Throws std::invalid_argument unless offsets, addresses and lengths are multiples of 4096.
+  void submit(std::uint64_t id, Op op, bool urgent, const std::vector<Segment>& segments);
+  // True if nothing of it had been started; its result then says kCancelled.
+  bool cancel(std::uint64_t id);
+  // Moves what has not started ahead of everything that is not urgent.
+  void promote(std::uint64_t id);
+  std::vector<Result> collect(double timeout_s) { return state_->results.collect(timeout_s); }
+  void wake() { state_->results.wake(); }
+  std::vector<LaneStats> stats() const;
+  // Lets what is queued end, and joins the threads. False if some were still stuck in the kernel
+  // after `timeout_s` without any progress; they are then left behind.
+  bool close(double timeout_s);
+
+ private:
+  struct State {
+    std::mutex mutex;  // guards `requests`
+    std::unordered_map<std::uint64_t, std::unique_ptr<Request>> requests;
+    Results results;
+
+    void finished(Request* request);
+  };
+
+  const std::uint32_t block_bytes_;
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::vector<std::shared_ptr<Lane>> lanes_;
+  std::vector<std::unique_ptr<Submitter>> submitters_;
+  bool closed_ = false;
+};
+
+}  // namespace overspill

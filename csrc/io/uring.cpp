@@ -1,0 +1,320 @@
+// One io_uring per lane, over plain system calls: one thread submits, sleeps and reaps, so the
+// kernel can run its completions in that thread when it asks (DEFER_TASKRUN), without interrupts.
+#include <linux/io_uring.h>
+#include <linux/time_types.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <vector>
+
+#include "submitter.h"
+#include "worker.h"
+
+namespace overspill {
+namespace {
+
+int setup(unsigned entries, io_uring_params* params) {
+  return static_cast<int>(syscall(__NR_io_uring_setup, entries, params));
+}
+
+int enter(int ring, unsigned submit, unsigned complete, unsigned flags, const void* arg,
+          std::size_t nbytes) {
+  return static_cast<int>(
+      syscall(__NR_io_uring_enter, ring, submit, complete, flags, arg, nbytes));
+}
+
+int register_with(int ring, unsigned what, const void* arg, unsigned count) {
+  return static_cast<int>(syscall(__NR_io_uring_register, ring, what, arg, count));
+}
+
+[[noreturn]] void raise(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+class Mapping {
+ public:
+  Mapping(int fd, std::size_t nbytes, std::uint64_t what) : nbytes_(nbytes) {
+    base_ = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
+                 static_cast<off_t>(what));
+    if (base_ == MAP_FAILED) raise("io_uring: mmap");
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() { munmap(base_, nbytes_); }
+
+  template <class T>
+  T* at(std::uint32_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(base_) + offset);
+  }
+
+ private:
+  void* base_ = nullptr;
+  const std::size_t nbytes_;
+};
+
+int setup_best(unsigned entries, io_uring_params* params) {
+  // Newest manners first: older kernels refuse flags they do not know.
+  constexpr unsigned kManners[] = {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+                                   IORING_SETUP_COOP_TASKRUN, 0};
+  int ring = -1;
+  for (const unsigned manner : kManners) {
+    std::memset(params, 0, sizeof *params);
+    // Created on another thread than the one that submits: it is enabled, and so bound, there.
+    params->flags = manner | IORING_SETUP_R_DISABLED | IORING_SETUP_CLAMP;
+    ring = setup(entries, params);
+    if (ring >= 0 || errno != EINVAL) return ring;
+  }
+  return ring;
+}
+
+class Ring {
+ public:
+  explicit Ring(unsigned entries)
+      : fd_(setup_best(entries, &params_)),
+        sq_((check(), fd_.get()), params_.sq_off.array + params_.sq_entries * sizeof(unsigned),
+            IORING_OFF_SQ_RING),
+        cq_(fd_.get(), params_.cq_off.cqes + params_.cq_entries * sizeof(io_uring_cqe),
+            IORING_OFF_CQ_RING),
+        sqes_(fd_.get(), params_.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES) {
+    for (unsigned k = 0; k < params_.sq_entries; ++k) sq_.at<unsigned>(params_.sq_off.array)[k] = k;
+  }
+
+  int fd() const { return fd_.get(); }
+  bool has_timeouts() const { return (params_.features & IORING_FEAT_EXT_ARG) != 0; }
+  int enable() const {
+    return register_with(fd_.get(), IORING_REGISTER_ENABLE_RINGS, nullptr, 0) == 0 ? 0 : errno;
+  }
+  unsigned entries() const { return params_.sq_entries; }
+
+  io_uring_sqe* next_entry() {
+    unsigned* tail = sq_.at<unsigned>(params_.sq_off.tail);
+    io_uring_sqe* entry = sqes_.at<io_uring_sqe>(0) + ((*tail + prepared_) & (entries() - 1));
+    ++prepared_;
+    std::memset(entry, 0, sizeof *entry);
+    return entry;
+  }
+
+  // Submits what is prepared; waits for `complete` results, at most `timeout_ns` if not negative.
+  // Returns 0 or the errno.
+  int submit_and_wait(unsigned complete, std::int64_t timeout_ns) {
+    unsigned* tail = sq_.at<unsigned>(params_.sq_off.tail);
+    __atomic_store_n(tail, *tail + prepared_, __ATOMIC_RELEASE);
+    unsubmitted_ += prepared_;
+    prepared_ = 0;
+    __kernel_timespec limit{};
+    io_uring_getevents_arg arg{};
+    unsigned flags = IORING_ENTER_GETEVENTS;
+    const void* extra = nullptr;
+    std::size_t extra_bytes = 0;
+    if (complete > 0 && timeout_ns >= 0) {
+      limit.tv_sec = timeout_ns / 1'000'000'000;
+      limit.tv_nsec = timeout_ns % 1'000'000'000;
+      arg.ts = reinterpret_cast<std::uint64_t>(&limit);
+      flags |= IORING_ENTER_EXT_ARG;
+      extra = &arg;
+      extra_bytes = sizeof arg;
+    }
+    const int submitted = enter(fd_.get(), unsubmitted_, complete, flags, extra, extra_bytes);
+    if (submitted < 0) return errno;
+    unsubmitted_ -= static_cast<unsigned>(submitted);
+    return 0;
+  }
+
+  // The next result, if there is one.
+  bool pop(io_uring_cqe* out) {
+    unsigned* head = cq_.at<unsigned>(params_.cq_off.head);
+    const unsigned tail =
+        __atomic_load_n(cq_.at<unsigned>(params_.cq_off.tail), __ATOMIC_ACQUIRE);
+    if (*head == tail) return false;
+    *out = cq_.at<io_uring_cqe>(params_.cq_off.cqes)[*head & (params_.cq_entries - 1)];
+    __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
+    return true;
+  }
+
+  bool has_results() const {
+    return *cq_.at<unsigned>(params_.cq_off.head) !=
+           __atomic_load_n(cq_.at<unsigned>(params_.cq_off.tail), __ATOMIC_ACQUIRE);
+  }
+
+ private:
+  void check() const {
+    if (fd_.get() < 0) raise("io_uring_setup");
+  }
+
+  io_uring_params params_{};
+  const Descriptor fd_;
+  const Mapping sq_, cq_, sqes_;
+  unsigned prepared_ = 0, unsubmitted_ = 0;
+};
+
+// How many blocks are taken between two looks at the results: checksums are taken there, and the
+// disk should not run dry meanwhile.
+constexpr unsigned kBatch = 4;
+
+class UringThread {
+ public:
+  UringThread(std::shared_ptr<Lane> lane, std::uint32_t depth)
+      : lane_(std::move(lane)), ring_(depth + 1), event_(eventfd(0, EFD_CLOEXEC)), depth_(depth) {
+    if (event_.get() < 0) raise("eventfd");
+    const int files[] = {lane_->fd(), event_.get()};
+    fixed_files_ = register_with(ring_.fd(), IORING_REGISTER_FILES, files, 2) == 0;
+  }
+
+  void wake() {
+    const std::uint64_t one = 1;
+    // Fails only if the counter is full, and then the reader is awake anyway.
+    if (write(event_.get(), &one, sizeof one) != sizeof one) return;
+  }
+
+  void run() {
+    if (const int error = ring_.enable(); error != 0) return fail_all(error);
+    std::vector<Block*> batch(kBatch);
+    while (!lane_->drained()) {
+      if (!listening_) listen();
+      const std::size_t room = std::min<std::size_t>(kBatch, depth_ - in_flight_);
+      const std::size_t taken = room > 0 ? lane_->take(batch.data(), room, false) : 0;
+      for (std::size_t k = 0; k < taken; ++k) prepare(batch[k]);
+      in_flight_ += static_cast<unsigned>(taken);
+      const bool more = taken == room && in_flight_ < depth_;
+      const unsigned wait = more || ring_.has_results() || lane_->drained() ? 0 : 1;
+      const int error = ring_.submit_and_wait(wait, lane_->next_due_ns());
+      if (error != 0 && error != EINTR && error != ETIME && error != EAGAIN && error != EBUSY) {
+        return fail_all(error);
+      }
+      reap();
+    }
+  }
+
+ private:
+  void listen() {
+    io_uring_sqe* entry = ring_.next_entry();
+    target(entry, 1, event_.get());
+    entry->opcode = IORING_OP_READ;
+    entry->addr = reinterpret_cast<std::uint64_t>(&woken_);
+    entry->len = sizeof woken_;
+    entry->user_data = 0;
+    listening_ = true;
+  }
+
+  void prepare(Block* block) {
+    io_uring_sqe* entry = ring_.next_entry();
+    target(entry, 0, lane_->fd());
+    entry->opcode = block->op == Op::kRead ? IORING_OP_READ : IORING_OP_WRITE;
+    entry->addr = reinterpret_cast<std::uint64_t>(block->next_address());
+    entry->len = block->left();
+    entry->off = block->next_offset();
+    entry->user_data = reinterpret_cast<std::uint64_t>(block);
+  }
+
+  void target(io_uring_sqe* entry, int index, int fd) const {
+    entry->fd = fixed_files_ ? index : fd;
+    entry->flags = fixed_files_ ? IOSQE_FIXED_FILE : 0;
+  }
+
+  void reap() {
+    io_uring_cqe result;
+    for (unsigned count = 0; count < kBatch && ring_.pop(&result);) {
+      if (result.user_data == 0) {
+        listening_ = false;
+        continue;
+      }
+      --in_flight_;
+      ++count;
+      lane_->finish(reinterpret_cast<Block*>(result.user_data), result.res);
+    }
+  }
+
+  // The ring is of no more use: what it has in flight ends first, the rest fails.
+  void fail_all(int error) {
+    io_uring_cqe result;
+    while (in_flight_ > 0) {
+      if (!ring_.pop(&result)) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
+      if (result.user_data == 0) continue;
+      --in_flight_;
+      lane_->finish(reinterpret_cast<Block*>(result.user_data), result.res);
+    }
+    Block* block = nullptr;
+    while (lane_->take(&block, 1, true) == 1) lane_->finish(block, -error);
+  }
+
+  const std::shared_ptr<Lane> lane_;
+  Ring ring_;
+  const Descriptor event_;
+  const unsigned depth_;
+  bool fixed_files_ = false;
+  bool listening_ = false;
+  unsigned in_flight_ = 0;
+  std::uint64_t woken_ = 0;
+};
+
+class Uring final : public Submitter {
+ public:
+  Uring(std::shared_ptr<Lane> lane, std::uint32_t depth)
+      : lane_(std::move(lane)), thread_(std::make_shared<UringThread>(lane_, depth)) {}
+  ~Uring() override { lane_->set_waker(nullptr); }
+
+  void start() override {
+    lane_->set_waker([thread = thread_] { thread->wake(); });
+    workers_.emplace_back([thread = thread_] { thread->run(); });
+  }
+
+  bool join(double timeout_s) override {
+    return workers_.empty() || workers_.front().join(deadline_in(timeout_s));
+  }
+
+ private:
+  const std::shared_ptr<Lane> lane_;
+  const std::shared_ptr<UringThread> thread_;
+  std::vector<Worker> workers_;
+};
+
+}  // namespace
+
+std::unique_ptr<Submitter> make_uring(std::shared_ptr<Lane> lane, std::uint32_t depth) {
+  return std::make_unique<Uring>(std::move(lane), depth);
+}
+
+std::string uring_refusal() {
+  try {
+    // The whole way once: a security profile may let some of the calls pass and not others.
+    Ring ring(4);
+    if (!ring.has_timeouts()) return "the kernel is older than 5.11";
+    if (const int error = ring.enable(); error != 0) {
+      return std::string("io_uring_register: ") + std::strerror(error);
+    }
+    ring.next_entry()->opcode = IORING_OP_NOP;
+    if (const int error = ring.submit_and_wait(1, 1'000'000'000); error != 0) {
+      return std::string("io_uring_enter: ") + std::strerror(error);
+    }
+    io_uring_cqe result;
+    return ring.pop(&result) && result.res == 0 ? "" : "io_uring_enter: no result";
+  } catch (const std::system_error& error) {
+    return error.what();
+  }
+}
+
+}  // namespace overspill

@@ -1,0 +1,159 @@
+"""Host memory for transfers: anonymous maps, aligned to and backed by 2 MiB pages.
+
+Huge pages are the largest single gain in direct I/O: the kernel pins one page instead of 512.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import OffloadError
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_PROT_READ_WRITE = 0x1 | 0x2
+_MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    if _libc.munmap(address, nbytes) != 0:
+        code = ctypes.get_errno()
+        raise OffloadError(f"cannot return {nbytes} bytes of host memory: {os.strerror(code)}")
+
+
+def _end(address: int, nbytes: int, on_release: Callable[[], None] | None) -> None:
+    _unmap(address, nbytes)
+    if on_release is not None:
+        on_release()
+
+
+class _Mapping:
+    """Pages that numpy arrays are views of; unmapped on ``close``, or with the last view."""
+
+    def __init__(self, nbytes: int, on_release: Callable[[], None] | None) -> None:
+        self.nbytes = nbytes
+        whole = nbytes + HUGE_PAGE_BYTES
+        base = _libc.mmap(None, whole, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+        if base == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OffloadError(
+                f"host memory: need {nbytes} bytes in one piece, have none: {os.strerror(code)}; "
+                "ask for less, or raise the address space limit (ulimit -v)"
+            )
+        self.address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        if self.address > base:
+            _unmap(base, self.address - base)
+        if base + whole > self.address + nbytes:
+            _unmap(self.address + nbytes, base + whole - self.address - nbytes)
+        self.close = weakref.finalize(self, _end, self.address, nbytes, on_release)
+        self.close.atexit = False  # the process's end frees it, and threads may still be using it
+        # Refused where huge pages are switched off: smaller pages then serve.
+        _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+        }
+
+    def populate(self) -> None:
+        """Takes the pages now rather than in the first transfer."""
+        if _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code == 22:  # EINVAL: a kernel before 5.14
+            np.asarray(self)[:: os.sysconf("SC_PAGE_SIZE")] = 0
+            return
+        raise OffloadError(
+            f"host memory: need {self.nbytes} bytes, not that much is free: {os.strerror(code)}; "
+            "lower host_memory, or raise the memory limit of this process's group"
+        )
+
+
+class Lease:
+    """Ownership of a piece of host memory, until ``release`` or the end of a ``with`` block.
+
+    ``release`` returns the pages to the system at once, whether views of ``array`` are alive or
+    not; touching such a view afterwards is an error that ends the process (a segmentation fault).
+    A lease that is simply dropped lives on until its last view is gone.
+    """
+
+    def __init__(self, mapping: _Mapping, nbytes: int) -> None:
+        self._mapping: _Mapping | None = mapping
+        self._array: NDArray[np.uint8] | None = np.asarray(mapping)[:nbytes]
+        self.address, self.nbytes = mapping.address, nbytes
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The whole memory, shape ``(nbytes,)``, dtype uint8, writable.
+
+        Raises:
+            OffloadError: the lease has been released.
+        """
+        if self._array is None:
+            raise OffloadError(f"the lease of {self.nbytes} bytes has been released")
+        return self._array
+
+    @property
+    def released(self) -> bool:
+        return self._mapping is None
+
+    def release(self) -> None:
+        """Returns the memory.  A second call does nothing."""
+        mapping, self._mapping, self._array = self._mapping, None, None
+        if mapping is not None:
+            mapping.close()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def allocate_host(
+    nbytes: int, *, populate: bool = True, on_release: Callable[[], None] | None = None
+) -> Lease:
+    """Host memory of ``nbytes`` bytes, zeroed, at a multiple of 2 MiB, on huge pages if possible.
+
+    The system gives whole pages: up to 2 MiB more than asked for are taken.  ``populate`` takes
+    them now; ``on_release`` is called once, when they have been returned.
+
+    Raises:
+        ValueError: ``nbytes`` is not positive.
+        OffloadError: the system has not that much memory to give.
+    """
+    if nbytes <= 0:
+        raise ValueError(f"a buffer needs a positive number of bytes, not {nbytes}")
+    granule = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else os.sysconf("SC_PAGE_SIZE")
+    mapping = _Mapping(-(-nbytes // granule) * granule, on_release)
+    if populate:
+        mapping.populate()
+    return Lease(mapping, nbytes)

@@ -1,0 +1,372 @@
+"""IoEngine: what a user of this package holds.  Builds the parts, and owns their lifetime."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from .backend import (
+    DEFAULT_BLOCK_BYTES,
+    DEPTHS,
+    BackendFactory,
+    Tuning,
+    choose,
+    open_backend,
+)
+from .buffers import Lease, allocate_host
+from .contents import Contents
+from .dispatch import Dispatcher, Flight
+from .errors import IoError, OffloadError
+from .probe import measured_rates
+from .space import Space, file_shares
+from .store import StoreFile
+from .transfer import Buffer, block_count, plan_transfer
+from .types import SECTOR_BYTES, Direction, Extent, IoStats, LaneStats, Ticket, round_up
+
+log = logging.getLogger("overspill.io_engine")
+
+_STUCK_AFTER_S = 30.0
+
+
+class IoEngine:
+    """Extents on disk, and transfers between them and host memory.
+
+    All methods may be called from any thread.  Close it, or use it as a context manager; an engine
+    that is dropped or alive at interpreter exit is closed too.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        buffer_bytes: int | None = None,
+        backend: str | BackendFactory = "auto",
+        block_bytes: int | None = None,
+        queue_depth: int | None = None,
+        checksum: bool = True,
+        ephemeral: bool = False,
+        slow_after_s: float = 30.0,
+    ) -> None:
+        """Opens one store file per directory, ``capacity_bytes`` together, all of it reserved.
+
+        Args:
+            directories: where; several are striped, in proportion to their measured rates.
+            capacity_bytes: room for extents, each counted in whole sectors of 4096 bytes.
+            buffer_bytes: the most that leases from ``buffer`` may hold; ``None``: no bound.
+            backend: ``"uring"``, ``"threads"``, ``"aiofiles"``, the best of them (``"auto"``), or
+                a function that starts another one.
+            block_bytes: length of one transfer, a multiple of 4096; ``None``: 1 MiB.
+            queue_depth: transfers in flight per directory; ``None``: 32, or 4 threads.
+            checksum: verify every byte that is read.
+            ephemeral: the files have no name, and vanish with the process, however it ends.
+            slow_after_s: log a warning about a request that takes longer.
+
+        Raises:
+            IoError: a directory is missing, not writable, in use by another process, or full.
+            ValueError: an argument makes no sense.
+            RuntimeError: the backend cannot run here.
+        """
+        paths = _paths(directories)
+        if capacity_bytes <= 0:
+            raise ValueError(f"capacity_bytes must be positive, not {capacity_bytes}")
+        tuning = _tuning(backend, block_bytes, queue_depth)
+        start = open_backend if isinstance(backend, str) else backend
+        rates = measured_rates(paths, tuning, start) if len(paths) > 1 else [1.0]
+        sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
+        self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
+        self._space = Space(sizes, rates, tuning.block_bytes)
+        self._lock = threading.Lock()  # guards the space and the maps below
+        self._contents: dict[Extent, Contents] = {}
+        self._next_extent = 0
+        self._buffer_limit, self._buffer_held = buffer_bytes, 0
+        self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
+        self._files = _open_files(paths, sizes, ephemeral)
+        try:
+            mover = start([file.fd for file in self._files], tuning)
+        except BaseException:
+            for file in self._files:
+                file.close()
+            raise
+        self._backend = mover
+        self.backend = mover.name
+        self._dispatcher = Dispatcher(
+            mover, [str(file.path) for file in self._files], slow_after_s=slow_after_s
+        )
+        self._shut = weakref.finalize(self, _shut_down, self._dispatcher, self._files, os.getpid())
+
+    # -- places and memory ----------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Extent:
+        """A place for ``nbytes`` bytes, in whole sectors of 4096; without contents.
+
+        Raises:
+            ValueError: ``nbytes`` is not positive.
+            IoError: the store has no room; its need, what is free, and the remedy are named.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"an extent needs a positive number of bytes, not {nbytes}")
+        self._require_open()
+        padded = round_up(nbytes)
+        with self._lock:
+            pieces = self._space.take(padded)
+            if pieces is None:
+                free, total = self._space.free_bytes, self._space.total_bytes
+                raise IoError(
+                    f"the store in {self._where()} needs {padded} bytes for an extent; {free} of "
+                    f"{total} are free; free extents, or open it with a larger capacity",
+                    path=self._where(),
+                    nbytes=padded,
+                )
+            extent = Extent(self._next_extent, nbytes, pieces)
+            self._next_extent += 1
+            count = block_count(extent, self.tuning.block_bytes)
+            sums = np.zeros(count, np.uint32) if self.checksum else None
+            self._contents[extent] = Contents(extent, sums)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Gives an extent's place back.  What it held can no longer be read.
+
+        Raises:
+            OffloadError: a transfer to or from it is on its way.
+            ValueError: it is not an extent of this engine, or has been freed.
+        """
+        with self._lock:
+            self._contents_of(extent)
+            if self._dispatcher.busy_with(extent):
+                raise OffloadError(f"{extent} has transfers on their way; wait for them first")
+            del self._contents[extent]
+            self._space.give(extent.pieces)
+
+    def buffer(self, nbytes: int) -> Lease:
+        """Host memory that transfers like best: huge pages, aligned to 2 MiB.
+
+        Raises:
+            OffloadError: more than ``buffer_bytes`` would be out; release leases first.
+        """
+        with self._buffer_lock:
+            limit = self._buffer_limit
+            if limit is not None and self._buffer_held + nbytes > limit:
+                raise OffloadError(
+                    f"a buffer needs {nbytes} bytes; {limit - self._buffer_held} of buffer_bytes="
+                    f"{limit} are free; release leases, or raise buffer_bytes"
+                )
+            self._buffer_held += nbytes
+        try:
+            return allocate_host(nbytes, on_release=lambda: self._buffer_back(nbytes))
+        except BaseException:
+            self._buffer_back(nbytes)
+            raise
+
+    def _buffer_back(self, nbytes: int) -> None:
+        with self._buffer_lock:
+            self._buffer_held -= nbytes
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def read(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        urgent: bool = False,
+        on_done: Callable[[Ticket], None] | None = None,
+    ) -> Ticket:
+        """Starts to fill ``buffer`` with what ``extent`` holds.
+
+        Args:
+            extent: the source; it must have been written as a whole.
+            buffer: a lease, a contiguous uint8 numpy array or a writable memoryview, at an address
+                that is a multiple of 4096, of the extent's length or that rounded up to 4096.
+                Until the ticket has ended, it must be neither used nor freed.
+            urgent: overtake everything that is not urgent and has not started.
+            on_done: called once, with the ticket, on the engine's own thread when it has ended; to
+                be quick.  What it raises is logged, and raised by ``wait_all``.
+
+        Raises:
+            ValueError: the buffer does not fit, or the extent is not of this engine.
+            OffloadError: the engine is closed.
+        """
+        return self._submit("read", extent, buffer, urgent, on_done)
+
+    def write(
+        self,
+        extent: Extent,
+        buffer: Buffer,
+        *,
+        urgent: bool = False,
+        on_done: Callable[[Ticket], None] | None = None,
+    ) -> Ticket:
+        """Starts to write ``buffer`` to ``extent``.  Arguments and errors as for ``read``.
+
+        A ticket that ended well says that the file has the bytes; that they survive a power cut is
+        said by ``flush``.
+        """
+        return self._submit("write", extent, buffer, urgent, on_done)
+
+    def _submit(
+        self,
+        kind: Direction,
+        extent: Extent,
+        buffer: Buffer,
+        urgent: bool,
+        on_done: Callable[[Ticket], None] | None,
+    ) -> Ticket:
+        self._require_open()
+        with self._lock:
+            contents = self._contents_of(extent)
+        segments, memory, tail = plan_transfer(
+            kind, extent, buffer, contents.checksums, self.tuning.block_bytes
+        )
+        parts = self._dispatcher
+        ticket = Ticket(extent, kind, parts.on_own_thread, parts.cancel, parts.hurry, on_done)
+        parts.submit(Flight(ticket, contents, segments, urgent, memory, tail))
+        return ticket
+
+    def flush(self) -> None:
+        """Makes all that tickets have reported as written survive a power cut.
+
+        Raises:
+            IoError: a device refuses, or a store file was deleted.
+        """
+        self._require_open()
+        for file in self._files:
+            file.flush()
+
+    def wait_all(self) -> None:
+        """Waits until nothing is on its way.
+
+        Raises:
+            OffloadError: the first failure that neither ``wait`` nor ``on_done`` has told of.
+            Exception: what an ``on_done`` raised.
+        """
+        self._dispatcher.wait_all()
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for further extents."""
+        with self._lock:
+            return self._space.free_bytes
+
+    @property
+    def stats(self) -> IoStats:
+        """Totals since the engine was opened."""
+        lanes = tuple(
+            LaneStats(
+                str(file.path), counts.bytes_read, counts.bytes_written, counts.blocks_read,
+                counts.blocks_written, counts.retries, counts.busy_ns / 1e9, counts.in_flight,
+                counts.queued,
+            )
+            for file, counts in zip(self._files, self._backend.stats(), strict=True)
+        )  # fmt: skip
+        return IoStats(
+            bytes_read=sum(lane.bytes_read for lane in lanes),
+            bytes_written=sum(lane.bytes_written for lane in lanes),
+            requests=self._dispatcher.requests,
+            failures=self._dispatcher.failures,
+            retries=sum(lane.retries for lane in lanes),
+            busy_s=sum(lane.busy_s for lane in lanes),
+            lanes=lanes,
+        )
+
+    def close(self) -> None:
+        """Lets everything on its way end, joins the threads, removes the files.
+
+        A second call does nothing.  Transfers stuck in the kernel are given up after a time in
+        which nothing moves: their tickets then end with an error.
+        """
+        if self._shut.alive and self._dispatcher.on_own_thread():
+            raise RuntimeError("close() inside on_done would wait for itself for ever")
+        self._shut()
+
+    @property
+    def closed(self) -> bool:
+        return not self._shut.alive
+
+    def __enter__(self) -> IoEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _where(self) -> str:
+        return ", ".join(str(file.directory) for file in self._files)
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise OffloadError("the I/O engine is closed; open a new one")
+
+    def _contents_of(self, extent: Extent) -> Contents:
+        contents = self._contents.get(extent)
+        if contents is None or contents.extent is not extent:
+            raise ValueError(f"{extent} is not an extent of this engine, or has been freed")
+        return contents
+
+
+def _paths(
+    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+) -> list[Path]:
+    if isinstance(directories, (str, os.PathLike)):
+        directories = [directories]
+    paths = [Path(directory).absolute() for directory in directories]
+    if not paths:
+        raise ValueError("the I/O engine needs at least one directory")
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"a directory is named twice: {', '.join(map(str, paths))}")
+    return paths
+
+
+def _tuning(
+    backend: str | BackendFactory, block_bytes: int | None, queue_depth: int | None
+) -> Tuning:
+    if isinstance(backend, str):
+        name, why = choose(backend)
+        log.info("disk transfers by %s: %s", name, why)
+    else:
+        name = "custom"
+    block = DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes
+    if block <= 0 or block % SECTOR_BYTES or block > 1 << 30:
+        raise ValueError(
+            f"block_bytes must be a multiple of {SECTOR_BYTES} up to 1 GiB, not {block}"
+        )
+    depth = DEPTHS.get(name, 4) if queue_depth is None else queue_depth
+    if not 1 <= depth <= 1024:
+        raise ValueError(f"queue_depth must be 1 to 1024, not {depth}")
+    return Tuning(name, block, depth)
+
+
+def _open_files(paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool) -> list[StoreFile]:
+    files: list[StoreFile] = []
+    try:
+        for path, nbytes in zip(paths, sizes, strict=True):
+            files.append(StoreFile(path, nbytes, ephemeral=ephemeral))
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+def _shut_down(dispatcher: Dispatcher, files: Sequence[StoreFile], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: threads, locks and files are its parent's
+    ended = dispatcher.close(_STUCK_AFTER_S)
+    if not ended:
+        log.error("transfers are stuck in the kernel; their threads and files are left to it")
+    for file in files:
+        file.close(keep_descriptor=not ended)

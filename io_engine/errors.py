@@ -1,0 +1,73 @@
+"""Errors of the I/O engine; the base class of all errors of overspill lives here, at the bottom."""
+
+from __future__ import annotations
+
+import errno as codes
+
+
+class OffloadError(Exception):
+    """Base of every error that overspill raises on purpose."""
+
+
+class IoError(OffloadError):
+    """A file operation failed for good.
+
+    Attributes:
+        path: the file or directory.
+        offset: byte offset in the file, -1 if the failure is not about a place in it.
+        nbytes: length of the operation in bytes, 0 if it has none.
+        errno: the system's error number, 0 if the system reported none.
+    """
+
+    def __init__(
+        self, message: str, *, path: str = "", offset: int = -1, nbytes: int = 0, errno: int = 0
+    ) -> None:
+        self.path, self.offset, self.nbytes, self.errno = path, offset, nbytes, errno
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), str(self), dict(self.__dict__))
+
+
+class CorruptionError(IoError):
+    """Bytes came back that are not the bytes that were written.
+
+    Attributes: those of ``IoError``, and ``expected`` and ``found``, the CRC-32 of the block when
+    it was written and as it was read (both 0 if the extent has no whole contents at all).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str = "",
+        offset: int = -1,
+        nbytes: int = 0,
+        expected: int = 0,
+        found: int = 0,
+    ) -> None:
+        super().__init__(message, path=path, offset=offset, nbytes=nbytes)
+        self.expected, self.found = expected, found
+
+
+def _rebuild(kind: type[IoError], message: str, attributes: dict[str, object]) -> IoError:
+    error = kind(message)
+    error.__dict__.update(attributes)
+    return error
+
+
+_REMEDIES = {
+    codes.ENOSPC: "free space in the file system",
+    codes.EDQUOT: "raise the disk quota, or choose another directory",
+    codes.EFBIG: "raise the file size limit (ulimit -f)",
+    codes.EROFS: "the file system has become read-only; see the kernel log",
+    codes.EIO: "the device failed; see the kernel log and its health, and choose another directory",
+    codes.EACCES: "give this user write permission, or choose another directory",
+    codes.EPERM: "give this user write permission, or choose another directory",
+    codes.ECANCELED: "it was cancelled before it started",
+}
+
+
+def remedy_for(errno: int) -> str:
+    """What a user can do about ``errno``."""
+    return _REMEDIES.get(errno, "see the kernel log, or choose another directory")
