@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class StepMark(NamedTuple):
+@dataclass(frozen=True)
+class StepMark:
     """One optimizer step: from the end of the step before to its own end."""
 
     index: int
@@ -43,9 +45,7 @@ class Trace:
 
     # -- recording ------------------------------------------------------------------------------
 
-    def add(
-        self, lane: str, name: str, started_ns: int, finished_ns: int, nbytes: int = 0
-    ) -> None:
+    def add(self, lane: str, name: str, started_ns: int, finished_ns: int, nbytes: int = 0) -> None:
         """Records work of ``lane``.  ``KeyError`` for a lane that does not exist."""
         if lane not in LANES:
             raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")

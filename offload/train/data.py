@@ -86,6 +86,12 @@ def _bytes_of(text: str) -> Sequence[int]:
     return text.encode("utf-8", errors="replace") + b"\0"
 
 
+def _array(numbers: Sequence[int]) -> Tokens:
+    if isinstance(numbers, bytes):
+        return np.frombuffer(numbers, dtype=np.uint8)
+    return np.asarray(numbers, dtype=np.int32)
+
+
 def _encoder(tokenizer: Any) -> Encode:
     end = tokenizer.eos_token_id
     tail = [] if end is None else [int(end)]
@@ -123,21 +129,15 @@ def load_corpus(source: Path | None, tokenizer: Any, vocabulary: int) -> Corpus:
     else:
         paths, others = _files(source, SUFFIXES)
     encode = _bytes_of if tokenizer is None else _encoder(tokenizer)
-    kind = np.uint8 if tokenizer is None else np.int32
     parts: list[Tokens] = []
     for path in paths:
         for text in _documents(path):
             if text:
-                tokens = encode(text)
-                parts.append(
-                    np.frombuffer(tokens, dtype=np.uint8)
-                    if isinstance(tokens, bytes)
-                    else np.asarray(tokens, dtype=np.int32)
-                )
+                parts.append(_array(encode(text)))
     if not parts:
         kinds = ", ".join(SUFFIXES)
         raise ValueError(f"data: {source} holds no text (kinds read in a folder: {kinds})")
-    tokens = np.concatenate(parts).astype(kind, copy=False)
+    tokens: Tokens = np.concatenate(parts)
     largest = int(tokens.max())
     if largest >= vocabulary:
         raise ValueError(

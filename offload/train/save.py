@@ -120,7 +120,7 @@ def _write(
                         f"{name}: expected {dtype} {shape}, got {value.dtype} {tuple(value.shape)}"
                     )
                 flat = value.detach().cpu().contiguous().reshape(-1)
-                file.write(memoryview(flat.view(torch.uint8).numpy()))
+                file.write(flat.view(torch.uint8).numpy().data)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -87,7 +87,7 @@ class ModelSource:
             model = transformers.AutoModelForCausalLM.from_config(self.config)
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a module for {self.name}, got {type(model).__name__}")
-        model.loss_type = "ForCausalLM"  # what it falls back to, without its warning
+        model.__dict__["loss_type"] = "ForCausalLM"  # what it falls back to, without its warning
         return model.train()
 
 
