@@ -39,7 +39,7 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
     """
     deadline = time.perf_counter() + limit_s
     run()
-    times = []
+    times: list[float] = []
     while not times or time.perf_counter() < deadline:
         started = time.perf_counter()
         run()

@@ -1,0 +1,140 @@
+"""Imports run one way, from the surface down, and never in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .sources import Source, inner_imports, package_sources
+
+# A part may import parts of a lower level, and files of its own part.
+LEVELS = [
+    {"overspill.__main__"},
+    {"overspill.cli", "overspill.integrations"},
+    {"overspill.train"},
+    {"overspill"},  # the public names
+    {"overspill.optimizer", "overspill.durable"},
+    {"overspill.engine", "overspill.model_state"},
+    {"overspill.loading", "overspill.budgets"},
+    {"overspill.runtime"},
+    {"overspill.schedule"},
+    {"overspill.config"},
+    {"overspill.observe"},
+    {"overspill.errors"},
+    {"overspill.io_engine", "overspill.optim"},
+]
+PURE = "overspill.schedule"
+IMPURE = {
+    "asyncio", "concurrent", "io", "multiprocessing", "os", "pathlib", "queue", "random", "socket",
+    "subprocess", "tempfile", "threading", "time", "numpy", "overspill.io_engine",
+}  # fmt: skip
+# Pairs that import each other for type annotations alone.  Nothing may be added.
+MUTUAL_TYPES = {("overspill.engine", "overspill.model_state")}
+
+
+def part_of(module: str) -> str:
+    """The entry of ``LEVELS`` that a module belongs to: the longest that it starts with."""
+    known = [part for level in LEVELS for part in level]
+    inside = [part for part in known if module == part or module.startswith(part + ".")]
+    inside = [part for part in inside if part != "overspill" or module == "overspill"]
+    assert inside, f"{module} is in no room of the house; say in LEVELS where it belongs"
+    return max(inside, key=len)
+
+
+def level_of(module: str) -> int:
+    part = part_of(module)
+    return next(index for index, level in enumerate(LEVELS) if part in level)
+
+
+def test_every_module_has_a_level() -> None:
+    sources = package_sources()
+    assert len(sources) > 30
+    for source in sources:
+        level_of(source.module)
+
+
+def test_imports_run_downward() -> None:
+    upward = []
+    for module, targets in inner_imports(package_sources()).items():
+        for target, line in targets.items():
+            same_part = part_of(module) == part_of(target)
+            if not same_part and level_of(target) <= level_of(module):
+                pair = (module, target)
+                if tuple(sorted(pair)) not in MUTUAL_TYPES:
+                    upward.append(f"{module}:{line} imports {target}")
+    assert not upward, "\n".join(["imports that run upward or sideways:", *upward])
+
+
+def reachable(graph: Mapping[str, Collection[str]], start: str) -> set[str]:
+    """Every module that ``start`` imports, directly or through others."""
+    found: set[str] = set()
+    ahead = list(graph.get(start, ()))
+    while ahead:
+        module = ahead.pop()
+        if module not in found:
+            found.add(module)
+            ahead.extend(graph.get(module, ()))
+    return found
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Groups of modules each of which imports, through some chain, all others of its group."""
+    reach = {module: reachable(graph, module) for module in graph}
+    groups = {
+        frozenset({module} | {other for other in reach[module] if module in reach[other]})
+        for module in graph
+        if module in reach[module]
+    }
+    return sorted(", ".join(sorted(group)) for group in groups)
+
+
+def test_imports_make_no_circle() -> None:
+    graph = {
+        module: {t for t in targets if tuple(sorted((module, t))) not in MUTUAL_TYPES}
+        for module, targets in inner_imports(package_sources()).items()
+    }
+    found = circles(graph)
+    assert not found, "\n".join(["modules that import each other:", *found])
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a", "e"], "e": ["f"]}) == ["a, b, c"]
+    assert circles({"a": ["b"], "b": ["c"]}) == []
+
+
+def test_the_listed_pairs_still_import_each_other() -> None:
+    graph = inner_imports(package_sources())
+    for left, right in MUTUAL_TYPES:
+        assert right in graph[left] and left in graph[right], f"{left}, {right}: take it off"
+
+
+def test_own_packages_are_imported_relatively() -> None:
+    bare = [
+        f"{source.path}:{found.line} imports {found.module}"
+        for source in package_sources()
+        for found in source.imports
+        if not found.relative
+        and found.module.split(".")[0] in ("offload", "optim", "io_engine", "overspill")
+    ]
+    assert not bare, "\n".join(["write these with dots:", *bare])
+
+
+def test_schedule_is_pure() -> None:
+    impure = []
+    for source in package_sources():
+        if source.module.startswith(PURE):
+            for found in source.imports:
+                top = found.module.split(".")[0]
+                if top in IMPURE or found.module in IMPURE:
+                    impure.append(f"{source.path}:{found.line} imports {found.module}")
+    assert not impure, "\n".join(["no device, I/O, threads or clock in schedule:", *impure])
+
+
+def test_relative_imports_are_resolved() -> None:
+    """The reading itself: dots, ``__init__`` files and imported modules."""
+    source = Source("offload/runtime/accelerators/sim.py")
+    assert source.module == "overspill.runtime.accelerators.sim"
+    graph = inner_imports(package_sources())
+    assert "overspill.errors" in graph[source.module]
+    assert "overspill.runtime.accelerators.base" in graph[source.module]
+    assert "overspill.observe.probes" in graph["overspill.observe.rates"]
+    assert Source("optim/__init__.py").package == "overspill.optim"

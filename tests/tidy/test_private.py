@@ -1,0 +1,74 @@
+"""Private PyTorch interfaces stand in one file, and no file reaches into another's own things."""
+
+from __future__ import annotations
+
+import ast
+
+from .sources import Source, package_sources
+
+THE_FILE = "offload/runtime/torch_private.py"
+# Documented under these names by PyTorch, and by Python for named tuples.
+PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace")
+OWNERS = ("self", "cls", "mcs")
+
+
+def is_private(name: str) -> bool:
+    return (
+        name.startswith("_")
+        and not (name.startswith("__") and name.endswith("__"))
+        and not name.startswith(PUBLIC_ALL_THE_SAME)
+    )
+
+
+def own_names(source: Source) -> set[str]:
+    """Private names that the file itself gives to something."""
+    names: set[str] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in OWNERS
+        ):
+            names.add(node.attr)
+    return names
+
+
+def foreign_private(source: Source) -> list[str]:
+    """Places where the file touches a private thing that is not its own."""
+    own = own_names(source)
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in OWNERS):
+                found.append(f"{source.path}:{node.lineno} {ast.unparse(node)}")
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            # The two extensions are private to the package that loads them.
+            names = [alias.name for alias in node.names if alias.name != "_native"]
+            if any(map(is_private, [part for part in parts if part != "_native"] + names)):
+                found.append(f"{source.path}:{node.lineno} imports {node.module}: {names}")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if any(map(is_private, alias.name.split("."))):
+                    found.append(f"{source.path}:{node.lineno} imports {alias.name}")
+    return found
+
+
+def test_private_things_stay_where_they_are() -> None:
+    found = [
+        line
+        for source in package_sources()
+        if source.path != THE_FILE
+        for line in foreign_private(source)
+    ]
+    assert not found, "\n".join([f"PyTorch's go into {THE_FILE}, ours stay private:", *found])
+
+
+def test_the_one_file_is_what_is_looked_for() -> None:
+    assert len(foreign_private(Source(THE_FILE))) >= 5
