@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
-from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
+from .rule import KernelRule, StepScalars, check_step, number, signed_scale, step_scalars
 
 
 class AdamCoefficients(NamedTuple):
@@ -51,6 +51,7 @@ class AdamRule(KernelRule):
         weight_decay = number(group, "weight_decay")
         beta1, beta2 = (float(beta) for beta in group["betas"])
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        check_step(step)
         coefficients = AdamCoefficients(
             grad_scale=signed_scale(group, grad_scale),
             decay=1 - lr * weight_decay if decoupled else 1.0,

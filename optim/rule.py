@@ -156,14 +156,19 @@ def number(group: Mapping[str, Any], key: str) -> float:
     return value
 
 
+def check_step(step: int) -> None:
+    """Raises ValueError unless ``step`` is at least 1."""
+    if step < 1:
+        raise ValueError(f"steps count from 1, not {step}")
+
+
 def step_scalars(step: int, coefficients: tuple[float, ...]) -> StepScalars:
     """Scalars of one step, with its noise key.
 
     Raises:
         ValueError: ``step`` is less than 1.
     """
-    if step < 1:
-        raise ValueError(f"steps count from 1, not {step}")
+    check_step(step)
     return StepScalars(step, coefficients, noise_key(step))
 
 
