@@ -36,5 +36,5 @@ NATIVE = _load()
 def crc32(data: NDArray[np.uint8]) -> int:
     """CRC-32 (zlib's) of contiguous bytes; the same with and without the extension."""
     if NATIVE is None:
-        return zlib.crc32(memoryview(data))
+        return zlib.crc32(data.data)
     return int(NATIVE.crc32(data.__array_interface__["data"][0], data.nbytes, 0))

@@ -93,10 +93,10 @@ NB_MODULE(_native, m) {
     const nb::gil_scoped_release released;
     return crc32(reinterpret_cast<const void*>(address), nbytes, seed);
   });
-  m.def("crc32_by", [](const std::string& way, std::uintptr_t address, std::size_t nbytes,
-                       std::uint32_t seed) {
-    const nb::gil_scoped_release released;
-    return crc32_by(way, reinterpret_cast<const void*>(address), nbytes, seed);
-  });
+  m.def("crc32_by",
+        [](const std::string& way, std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
+          const nb::gil_scoped_release released;
+          return crc32_by(way, reinterpret_cast<const void*>(address), nbytes, seed);
+        });
   m.def("crc32_ways", &crc32_ways);
 }

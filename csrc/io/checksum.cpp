@@ -138,8 +138,8 @@ std::uint32_t avx512(std::uint32_t crc, const unsigned char* data, std::size_t n
   if (nbytes < 2 * kStride) return pclmul(crc, data, nbytes);
   __m512i state[8];
   for (int k = 0; k < 8; ++k) state[k] = _mm512_loadu_si512(data + 64 * k);
-  state[0] = _mm512_xor_si512(
-      state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
+  state[0] =
+      _mm512_xor_si512(state[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc))));
   data += kStride, nbytes -= kStride;
   const __m512i by4096 = constants512(kBy4096);
   for (; nbytes >= kStride; data += kStride, nbytes -= kStride) {

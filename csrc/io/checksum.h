@@ -1,4 +1,5 @@
-// CRC-32 (the polynomial of zlib, gzip and PNG, so that Python's zlib.crc32 is oracle and fallback).
+// CRC-32 (the polynomial of zlib, gzip and PNG, so that Python's zlib.crc32 is oracle and
+// fallback).
 #pragma once
 
 #include <cstddef>

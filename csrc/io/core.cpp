@@ -80,9 +80,9 @@ Core::Core(const std::vector<int>& fds, const std::string& backend, std::uint32_
         "an I/O core needs a file, blocks of a multiple of 4096 bytes, and a depth above 0");
   }
   for (const int fd : fds) {
-    lanes_.push_back(std::make_shared<Lane>(
-        static_cast<std::uint32_t>(lanes_.size()), fd,
-        [state = state_](Request* request) { state->finished(request); }));
+    lanes_.push_back(
+        std::make_shared<Lane>(static_cast<std::uint32_t>(lanes_.size()), fd,
+                               [state = state_](Request* request) { state->finished(request); }));
     submitters_.push_back(make_submitter(backend, lanes_.back(), depth, faults));
   }
   for (const auto& submitter : submitters_) submitter->start();
@@ -97,8 +97,8 @@ void Core::submit(std::uint64_t id, Op op, bool urgent, const std::vector<Segmen
   request->blocks.resize(lanes_.size());
   std::uint32_t count = 0;
   for (const Segment& segment : segments) {
-    if ((segment.offset | segment.address | segment.nbytes) % kSector != 0 ||
-        segment.nbytes == 0 || segment.lane >= lanes_.size()) {
+    if ((segment.offset | segment.address | segment.nbytes) % kSector != 0 || segment.nbytes == 0 ||
+        segment.lane >= lanes_.size()) {
       throw std::invalid_argument(
           "a segment needs a lane that exists, and offset, address and length that are multiples "
           "of 4096");
@@ -193,6 +193,7 @@ bool Core::close(double timeout_s) {
       before = now;
     }
   }
+  submitters_.clear();  // with their rings; a thread that is stuck keeps what it uses
   return all;
 }
 

@@ -1,8 +1,7 @@
 // The simulated disk: the same files through pread and pwrite, with seeded mistakes. It stands
 // where the real submitters stand, so that everything above it is the code that runs in earnest.
-#include <unistd.h>
-
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -31,9 +30,7 @@ class Dice {
  public:
   explicit Dice(std::uint64_t seed) : state_(seed) {}
   std::uint64_t next() { return state_ = mix(state_); }
-  bool hit(double probability) {
-    return static_cast<double>(next() >> 11) * 0x1p-53 < probability;
-  }
+  bool hit(double probability) { return static_cast<double>(next() >> 11) * 0x1p-53 < probability; }
   std::uint64_t below(std::uint64_t limit) { return next() % limit; }
 
  private:

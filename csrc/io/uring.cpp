@@ -26,8 +26,7 @@ int setup(unsigned entries, io_uring_params* params) {
 
 int enter(int ring, unsigned submit, unsigned complete, unsigned flags, const void* arg,
           std::size_t nbytes) {
-  return static_cast<int>(
-      syscall(__NR_io_uring_enter, ring, submit, complete, flags, arg, nbytes));
+  return static_cast<int>(syscall(__NR_io_uring_enter, ring, submit, complete, flags, arg, nbytes));
 }
 
 int register_with(int ring, unsigned what, const void* arg, unsigned count) {
@@ -144,8 +143,7 @@ class Ring {
   // The next result, if there is one.
   bool pop(io_uring_cqe* out) {
     unsigned* head = cq_.at<unsigned>(params_.cq_off.head);
-    const unsigned tail =
-        __atomic_load_n(cq_.at<unsigned>(params_.cq_off.tail), __ATOMIC_ACQUIRE);
+    const unsigned tail = __atomic_load_n(cq_.at<unsigned>(params_.cq_off.tail), __ATOMIC_ACQUIRE);
     if (*head == tail) return false;
     *out = cq_.at<io_uring_cqe>(params_.cq_off.cqes)[*head & (params_.cq_entries - 1)];
     __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);

@@ -1,0 +1,414 @@
+"""One suite over every way to move bytes: uring, threads, aiofiles, and the simulated disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, OffloadError, Ticket
+from overspill.io_engine.backend import choose
+from overspill.io_engine.native import NATIVE
+from overspill.io_engine.simulated import Faults, faulty_disk
+
+MIB = 1 << 20
+WAIT_S = 30
+
+Open = Callable[..., IoEngine]
+
+
+@pytest.fixture(params=["uring", "threads", "aiofiles", "simulated"])
+def backend(request: pytest.FixtureRequest) -> object:
+    if request.param == "simulated":
+        if NATIVE is None:
+            pytest.skip("no native extension")
+        return faulty_disk(Faults(seed=1))
+    try:
+        choose(request.param)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+@pytest.fixture
+def open_engine(backend: object, tmp_path: Path) -> Iterator[Open]:
+    engines = []
+
+    def start(capacity_bytes: int = 8 * MIB, **options: object) -> IoEngine:
+        options = {"backend": backend, "block_bytes": 64 << 10, **options}
+        engines.append(IoEngine(tmp_path, capacity_bytes, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def fill(lease: Lease, seed: int) -> np.ndarray:
+    lease.array[:] = np.random.default_rng(seed).integers(0, 256, lease.nbytes, dtype=np.uint8)
+    return lease.array.copy()
+
+
+SIZES = [1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 300_000, MIB]
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_written_is_read(open_engine: Open, nbytes: int, checksum: bool) -> None:
+    engine = open_engine(checksum=checksum)
+    extent = engine.allocate(nbytes)
+    with engine.buffer(nbytes) as buffer:
+        want = fill(buffer, nbytes)
+        engine.write(extent, buffer).wait(WAIT_S)
+        buffer.array[:] = 0
+        ticket = engine.read(extent, buffer)
+        ticket.wait(WAIT_S)
+        assert np.array_equal(buffer.array, want)
+        assert ticket.nbytes == nbytes and 0 < ticket.started_ns <= ticket.finished_ns
+    with engine.buffer(extent.padded_bytes) as padded:
+        engine.read(extent, padded).wait(WAIT_S)
+        assert np.array_equal(padded.array[:nbytes], want)
+
+
+def test_arrays_and_memoryviews_serve_as_buffers(open_engine: Open) -> None:
+    engine = open_engine()
+    extent = engine.allocate(8192)
+    with engine.buffer(4 * 8192) as arena:
+        want = fill(arena, 3)[8192:16384]
+        engine.write(extent, arena.array[8192:16384]).wait(WAIT_S)
+        engine.read(extent, memoryview(arena.array)[16384:24576]).wait(WAIT_S)
+        assert np.array_equal(arena.array[16384:24576], want)
+
+
+def test_many_at_once_from_many_threads(open_engine: Open) -> None:
+    engine = open_engine(16 * MIB)
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            rng = np.random.default_rng(number)
+            extents = [engine.allocate(int(rng.integers(1, 200_000))) for _ in range(8)]
+            leases = [engine.buffer(extent.nbytes) for extent in extents]
+            wants = [fill(lease, 100 * number + k) for k, lease in enumerate(leases)]
+            for ticket in [engine.write(e, x) for e, x in zip(extents, leases, strict=True)]:
+                ticket.wait(WAIT_S)
+            for lease in leases:
+                lease.array[:] = 0
+            for ticket in [engine.read(e, x) for e, x in zip(extents, leases, strict=True)]:
+                ticket.wait(WAIT_S)
+            for lease, want in zip(leases, wants, strict=True):
+                assert np.array_equal(lease.array, want)
+                lease.release()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+
+
+def test_requests_to_one_extent_keep_their_order(open_engine: Open) -> None:
+    engine = open_engine(queue_depth=2)
+    extent = engine.allocate(500_000)
+    with engine.buffer(500_000) as first, engine.buffer(500_000) as second:
+        wants = [fill(first, 1), fill(second, 2)]
+        with engine.buffer(500_000) as early, engine.buffer(500_000) as late:
+            engine.write(extent, first)
+            engine.read(extent, early)
+            engine.write(extent, second)
+            engine.read(extent, late, urgent=True)
+            engine.wait_all()
+            assert np.array_equal(early.array, wants[0])
+            assert np.array_equal(late.array, wants[1])
+
+
+def test_urgent_requests_overtake(open_engine: Open) -> None:
+    engine = open_engine(4 * MIB, block_bytes=4096, queue_depth=1)
+    ended: list[str] = []
+    extents = [engine.allocate(512 << 10) for _ in range(5)]
+    with engine.buffer(512 << 10) as buffer:
+        for extent in extents:
+            engine.write(extent, buffer).wait(WAIT_S)
+        names = ["a", "b", "c", "d"]
+        for name, extent in zip(names, extents, strict=False):
+            engine.read(extent, buffer, on_done=lambda _, name=name: ended.append(name))
+        engine.read(extents[4], buffer, urgent=True, on_done=lambda _: ended.append("urgent"))
+        engine.wait_all()
+    assert ended.index("urgent") < ended.index("c")
+    assert [name for name in ended if name != "urgent"] == names
+
+
+def test_a_queued_request_can_be_hurried_or_taken_back(open_engine: Open) -> None:
+    engine = open_engine(4 * MIB, block_bytes=4096, queue_depth=1)
+    extents = [engine.allocate(512 << 10) for _ in range(4)]
+    ended: list[int] = []
+    with engine.buffer(512 << 10) as buffer:
+        for extent in extents:
+            engine.write(extent, buffer).wait(WAIT_S)
+        tickets = [
+            engine.read(extent, buffer, on_done=lambda ticket: ended.append(ticket.extent.id))
+            for extent in extents
+        ]
+        tickets[3].hurry()
+        assert tickets[2].cancel()
+        engine.wait_all()
+        assert ended.index(extents[3].id) < ended.index(extents[1].id)
+        with pytest.raises(IoError, match="cancelled"):
+            tickets[2].wait(WAIT_S)
+        assert sorted(ended) == [extent.id for extent in extents]
+        assert not tickets[0].cancel()
+        engine.read(extents[2], buffer).wait(WAIT_S)
+
+
+def test_a_request_that_waits_for_another_can_be_taken_back(open_engine: Open) -> None:
+    engine = open_engine()
+    extent = engine.allocate(MIB)
+    with engine.buffer(MIB) as buffer, engine.buffer(MIB) as other:
+        want = fill(buffer, 5)
+        writes = [engine.write(extent, buffer) for _ in range(3)]
+        doomed = engine.write(extent, other)
+        last = engine.read(extent, other)
+        taken = doomed.cancel()
+        for ticket in (*writes, last):
+            ticket.wait(WAIT_S)
+        if taken:
+            assert np.array_equal(other.array, want)
+            with pytest.raises(IoError, match="cancelled"):
+                doomed.wait(WAIT_S)
+
+
+def test_on_done_is_called_once_on_the_engines_thread(open_engine: Open) -> None:
+    engine = open_engine()
+    extent = engine.allocate(100_000)
+    calls: list[tuple[Ticket, str]] = []
+
+    def note(ticket: Ticket) -> None:
+        calls.append((ticket, threading.current_thread().name))
+
+    with engine.buffer(100_000) as buffer:
+        failing = engine.read(extent, buffer, on_done=note)
+        engine.wait_all()
+        assert isinstance(failing.error, OffloadError)
+        good = engine.write(extent, buffer, on_done=note)
+        engine.wait_all()
+    assert calls == [(failing, "overspill-io"), (good, "overspill-io")]
+
+
+def test_an_error_in_on_done_is_reported(
+    open_engine: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine()
+    extent = engine.allocate(4096)
+
+    def fail(ticket: Ticket) -> None:
+        ticket.wait()
+
+    def wait_for_another(ticket: Ticket) -> None:
+        engine.wait_all()
+
+    with engine.buffer(4096) as buffer:
+        engine.write(extent, buffer, on_done=wait_for_another)
+        with pytest.raises(RuntimeError, match="inside on_done"):
+            engine.wait_all()
+        assert "on_done" in caplog.text
+        engine.write(extent, buffer, on_done=fail)  # it has ended: waiting is no error
+        engine.wait_all()
+
+
+def test_wait_all_raises_what_nobody_has_seen(open_engine: Open) -> None:
+    engine = open_engine()
+    extent = engine.allocate(4096)
+    with engine.buffer(4096) as buffer:
+        engine.read(extent, buffer)
+        with pytest.raises(OffloadError, match="never been written"):
+            engine.wait_all()
+        engine.wait_all()
+        with pytest.raises(OffloadError, match="never been written"):
+            engine.read(extent, buffer).wait(WAIT_S)
+        engine.wait_all()
+
+
+def test_a_changed_byte_on_disk_is_an_error_and_others_stay_well(open_engine: Open) -> None:
+    engine = open_engine()
+    good, bad = engine.allocate(200_000), engine.allocate(200_000)
+    with engine.buffer(200_000) as buffer:
+        want = fill(buffer, 1)
+        for extent in (good, bad):
+            engine.write(extent, buffer).wait(WAIT_S)
+        place = bad.pieces[0].offset + 70_000
+        flip_bit(engine, place)
+        with pytest.raises(CorruptionError) as caught:
+            engine.read(bad, buffer).wait(WAIT_S)
+        error = caught.value
+        assert error.path.endswith("overspill.store") and error.expected != error.found
+        assert error.offset <= place < error.offset + error.nbytes
+        assert f"{error.expected:#010x}" in str(error) and str(error.offset) in str(error)
+        engine.read(good, buffer).wait(WAIT_S)
+        assert np.array_equal(buffer.array, want)
+        engine.write(bad, buffer).wait(WAIT_S)
+        engine.read(bad, buffer).wait(WAIT_S)
+        assert engine.stats.failures == 1
+
+
+def flip_bit(engine: IoEngine, place: int) -> None:
+    with open(engine.stats.lanes[0].path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def test_without_checksums_nothing_is_compared(open_engine: Open) -> None:
+    engine = open_engine(checksum=False)
+    extent = engine.allocate(8192)
+    with engine.buffer(8192) as buffer:
+        want = fill(buffer, 1)
+        engine.write(extent, buffer).wait(WAIT_S)
+        flip_bit(engine, extent.pieces[0].offset + 5000)
+        engine.read(extent, buffer).wait(WAIT_S)
+        assert np.flatnonzero(buffer.array != want).tolist() == [5000]
+
+
+def test_a_truncated_file_is_an_error(open_engine: Open) -> None:
+    engine = open_engine()
+    extents = [engine.allocate(MIB) for _ in range(2)]
+    with engine.buffer(MIB) as buffer:
+        for extent in extents:
+            engine.write(extent, buffer).wait(WAIT_S)
+        os.truncate(engine.stats.lanes[0].path, extents[1].pieces[0].offset + 8192)
+        engine.read(extents[0], buffer).wait(WAIT_S)
+        with pytest.raises(IoError, match="truncated"):
+            engine.read(extents[1], buffer).wait(WAIT_S)
+        engine.write(extents[1], buffer).wait(WAIT_S)
+        engine.read(extents[1], buffer).wait(WAIT_S)
+
+
+def test_contents_do_not_outlive_their_extent(open_engine: Open) -> None:
+    engine = open_engine(MIB)
+    with engine.buffer(MIB) as buffer:
+        extent = engine.allocate(MIB)
+        ticket = engine.write(extent, buffer)
+        if engine.free_bytes == 0 and not ticket.done():
+            with pytest.raises(OffloadError, match="on their way"):
+                engine.free(extent)
+        ticket.wait(WAIT_S)
+        with pytest.raises(IoError, match="0 of 1048576 are free"):
+            engine.allocate(1)
+        engine.wait_all()
+        engine.free(extent)
+        again = engine.allocate(MIB)
+        with pytest.raises(OffloadError, match="never been written"):
+            engine.read(again, buffer).wait(WAIT_S)
+        for stale in (extent,):
+            with pytest.raises(ValueError, match="has been freed"):
+                engine.read(stale, buffer)
+            with pytest.raises(ValueError, match="has been freed"):
+                engine.free(stale)
+
+
+def test_a_buffer_that_does_not_fit_is_refused(open_engine: Open) -> None:
+    engine = open_engine()
+    extent = engine.allocate(10_000)
+    with engine.buffer(1 << 16) as arena:
+        for buffer in (arena.array[:9_999], arena.array[:10_001], arena.array[:16384]):
+            with pytest.raises(ValueError, match="10000, or 12288"):
+                engine.write(extent, buffer)
+        with pytest.raises(ValueError, match="multiple of 4096"):
+            engine.write(extent, arena.array[8:10_008])
+        with pytest.raises(ValueError, match="flat uint8"):
+            engine.write(extent, np.zeros(2500, np.float32))
+        frozen = arena.array[:10_000].view()
+        frozen.flags.writeable = False
+        with pytest.raises(ValueError, match="writable"):
+            engine.read(extent, frozen)
+        engine.write(extent, frozen).wait(WAIT_S)
+
+
+def test_counters_of_the_kernel_agree(open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine(8 * MIB)
+    if not all(file.direct for file in engine._files):
+        pytest.skip("no direct I/O here")
+    extent = engine.allocate(2 * MIB + 5000)
+    with engine.buffer(extent.nbytes) as buffer:
+        engine.write(extent, buffer).wait(WAIT_S)
+        before, ours = kernel_counters(), engine.stats
+        engine.write(extent, buffer).wait(WAIT_S)
+        engine.read(extent, buffer).wait(WAIT_S)
+        after, now = kernel_counters(), engine.stats
+    moved = extent.padded_bytes
+    assert now.bytes_read - ours.bytes_read == moved == after[0] - before[0]
+    assert now.bytes_written - ours.bytes_written == moved == after[1] - before[1]
+
+
+def kernel_counters() -> tuple[int, int]:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def test_close_lets_everything_end_and_leaves_nothing(open_engine: Open, tmp_path: Path) -> None:
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    engine = open_engine()
+    extents = [engine.allocate(MIB) for _ in range(4)]
+    with engine.buffer(MIB) as buffer:
+        tickets = [engine.write(extent, buffer) for extent in extents for _ in range(2)]
+        engine.close()
+        assert all(ticket.done() and ticket.error is None for ticket in tickets)
+        engine.close()
+        for call in (
+            lambda: engine.write(extents[0], buffer),
+            lambda: engine.allocate(1),
+            engine.flush,
+        ):
+            with pytest.raises(OffloadError, match="closed"):
+                call()
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.listdir(tmp_path) == []
+    assert engine.stats.bytes_written == 8 * MIB
+
+
+def test_a_dropped_engine_is_closed(open_engine: Open, backend: object, tmp_path: Path) -> None:
+    engine = IoEngine(tmp_path, MIB, backend=backend)
+    extent = engine.allocate(4096)
+    with engine.buffer(4096) as buffer:
+        ticket = engine.write(extent, buffer)
+        del engine
+        ticket.wait(WAIT_S)
+    deadline = time.monotonic() + 10
+    while os.listdir(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert os.listdir(tmp_path) == []
+
+
+def test_flush_tells_of_a_deleted_file(open_engine: Open, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.flush()
+    (tmp_path / "overspill.store").unlink()
+    with pytest.raises(IoError, match="deleted"):
+        engine.flush()
+
+
+def test_stripes_over_two_directories(backend: object, tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+    with IoEngine(places, 8 * MIB, backend=backend, block_bytes=64 << 10) as engine:
+        extent = engine.allocate(4 * MIB + 100)
+        assert {piece.file for piece in extent.pieces} == {0, 1}
+        with engine.buffer(extent.nbytes) as buffer:
+            want = fill(buffer, 9)
+            engine.write(extent, buffer).wait(WAIT_S)
+            buffer.array[:] = 0
+            engine.read(extent, buffer).wait(WAIT_S)
+            assert np.array_equal(buffer.array, want)
+        assert all(lane.bytes_read > 0 for lane in engine.stats.lanes)
