@@ -36,7 +36,7 @@ from .messages import (
     Write,
 )
 from .order import Order, Use
-from .updates import Updates
+from .updates import UNITS_AHEAD, Updates
 from .weights import Weights
 
 
@@ -207,7 +207,11 @@ class Residency:
 
     def _prefetch(self) -> None:
         room = True
-        for distance, use, unit in self.order.upcoming(self.layout.prefetch_depth):
+        queued = self.weights.queued
+        if self._step is not None and queued > UNITS_AHEAD:
+            return  # what room there is will be wanted by the updates first
+        for ahead, use, unit in self.order.upcoming(self.layout.prefetch_depth):
+            distance = ahead + queued
             if use is Use.COMPUTE:
                 for member in self._groups[unit]:
                     if room:

@@ -77,6 +77,7 @@ class Updates:
         if unit not in self.updated:
             self.updated.add(unit)
             self.weights.begin_update(unit)
+            self.order.observe(Use.UPDATE, unit)
             self.queue.append(_Task(unit, self.layout.subgroups[unit]))
 
     def end_step(self) -> None:
@@ -98,8 +99,7 @@ class Updates:
     def _stage(self, task: _Task, number: int) -> bool:
         unit, home = task.unit, self.layout.homes[task.unit]
         if not task.holds_weights and home.weights is not Tier.DEVICE:
-            ahead = -1 if number == 0 else self.order.next_use(Use.UPDATE, unit)
-            if not self.weights.toward_host(unit, ahead):
+            if not self.weights.toward_host(unit, number - 1):
                 return False
             if self.weights.host_valid(unit):
                 self.weights.hold_host(unit)
@@ -164,7 +164,6 @@ class Updates:
         task.done += 1
         if task.done == len(task.subgroups):
             self.queue.popleft()
-            self.order.observe(Use.UPDATE, task.unit)
             self.gradients.consumed(task.unit)
             self.writing += self.layout.homes[task.unit].weights is Tier.NVME
             self.weights.updated(task.unit)

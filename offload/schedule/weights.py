@@ -57,7 +57,7 @@ class _Unit:
     """
 
     __slots__ = (
-        "device", "held", "host", "nbytes", "orphans", "pins", "roles", "stored", "updating"
+        "device", "held", "host", "nbytes", "orphans", "pins", "roles", "stored", "turn", "updating"
     )  # fmt: skip
 
     def __init__(self, nbytes: int, pair: bool) -> None:
@@ -65,7 +65,7 @@ class _Unit:
         self.host: Copy | None = None
         self.device: Copy | None = None
         self.orphans: list[Place] = []
-        self.pins = self.held = 0
+        self.pins = self.held = self.turn = 0
         self.stored = self.updating = False
         self.roles = Roles(pair)
 
@@ -78,6 +78,7 @@ class Weights:
         regions = layout.regions
         self.host_arena = Arena(Tier.HOST, regions.host_fixed, regions.host_weights)
         self.device_arena = Arena(Tier.DEVICE, regions.device_fixed, regions.device_weights)
+        self.updates_begun = self.updates_done = 0
         self.units: list[_Unit] = []
         self._users = [
             [u.index, *(other.index for other in layout.units if u.index in other.shares)]
@@ -94,6 +95,11 @@ class Weights:
             self.units.append(item)
 
     # -- questions ------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Updates that are queued: they come before any use that the recorded order foresees."""
+        return self.updates_begun - self.updates_done
 
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
@@ -172,8 +178,11 @@ class Weights:
         compute = min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
         update = self.order.next_use(Use.UPDATE, unit)
         if tier is Tier.DEVICE:
-            return compute if compute < update else NEVER
-        return min(compute, update)
+            return compute + self.queued if compute < update else NEVER
+        item = self.units[unit]
+        if item.updating:  # it is used when its turn in the queue comes
+            return item.turn - self.updates_done
+        return min(compute, update) + self.queued
 
     def _room(self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]) -> Place | None:
         place = arena.allocate(nbytes)
@@ -228,7 +237,8 @@ class Weights:
         """An update is queued: the device copy is of no more use, unless it stays for good."""
         item = self.units[unit]
         assert item.pins == 0, f"unit {unit} is in use and cannot be updated"
-        item.updating = True
+        item.updating, item.turn = True, self.updates_begun
+        self.updates_begun += 1
         if item.device is not None and not item.device.fixed:
             if self.evictable(unit, Tier.DEVICE) is not None:
                 self.drop(unit, Tier.DEVICE)
@@ -261,6 +271,7 @@ class Weights:
         """The host copy has new values: write it back, and refresh or drop the device copy."""
         item, home = self.units[unit], self.layout.homes[unit]
         item.updating = False
+        self.updates_done += 1
         if home.weights is Tier.DEVICE:
             return
         assert item.host is not None
