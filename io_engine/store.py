@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -225,14 +226,22 @@ class StoreFile:
 
 
 def _require_directory(directory: Path) -> None:
-    if directory.is_dir():
-        return
-    there = "is not a directory" if directory.exists() else "does not exist"
-    raise IoError(
-        f"{directory}: {there}; create it, or choose another directory",
-        path=str(directory),
-        errno=errno.ENOTDIR if directory.exists() else errno.ENOENT,
-    )
+    try:
+        is_directory = stat.S_ISDIR(directory.stat().st_mode)
+    except FileNotFoundError:
+        raise IoError(
+            f"{directory}: does not exist; create it, or choose another directory",
+            path=str(directory),
+            errno=errno.ENOENT,
+        ) from None
+    except OSError as error:
+        raise _fail(directory, "cannot look at it", error) from error
+    if not is_directory:
+        raise IoError(
+            f"{directory}: is not a directory; choose one",
+            path=str(directory),
+            errno=errno.ENOTDIR,
+        )
 
 
 def _require_room(directory: Path, nbytes: int) -> None:

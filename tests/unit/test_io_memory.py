@@ -1,0 +1,107 @@
+"""Host memory for transfers, and checksums over it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from overspill.io_engine import IoEngine, OffloadError, allocate_host
+from overspill.io_engine.native import NATIVE, crc32
+
+MIB = 1 << 20
+
+
+def resident_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found
+    return int(found[1])
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 2 * MIB - 1, 2 * MIB, 5 * MIB + 3])
+def test_memory_is_aligned_zeroed_and_of_the_length(nbytes: int) -> None:
+    with allocate_host(nbytes) as lease:
+        assert lease.address % (2 * MIB) == 0
+        assert lease.nbytes == nbytes and lease.array.shape == (nbytes,)
+        assert lease.array.dtype == np.uint8 and not lease.array.any()
+        lease.array[-1] = 5
+        assert memoryview(lease.array)[-1] == 5
+
+
+def test_memory_is_taken_at_once_and_returned_at_release_despite_views() -> None:
+    before = resident_kib()
+    lease = allocate_host(64 * MIB)
+    assert resident_kib() - before >= 63 << 10
+    view = lease.array[5:]
+    lease.release()
+    lease.release()
+    assert resident_kib() - before <= 4 << 10
+    assert view.shape == (64 * MIB - 5,)  # may be looked at, not into
+    with pytest.raises(OffloadError, match="released"):
+        _ = lease.array
+
+
+def test_memory_not_populated_is_not_taken() -> None:
+    before = resident_kib()
+    with allocate_host(64 * MIB, populate=False):
+        assert resident_kib() - before < 4 << 10
+
+
+def test_a_dropped_lease_lives_as_long_as_its_views() -> None:
+    before = resident_kib()
+    view = allocate_host(32 * MIB).array[7:]
+    gc.collect()
+    view[:] = 3
+    assert int(view[-1]) == 3
+    del view
+    gc.collect()
+    assert resident_kib() - before <= 4 << 10
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(OffloadError, match="host memory"):
+        allocate_host(1 << 62)
+    with pytest.raises(ValueError, match="positive"):
+        allocate_host(0)
+
+
+def test_buffers_keep_to_their_limit(tmp_path: Path) -> None:
+    with IoEngine(tmp_path, MIB, buffer_bytes=3 * MIB) as engine:
+        first = engine.buffer(2 * MIB)
+        with pytest.raises(OffloadError, match="1048576 of buffer_bytes=3145728 are free"):
+            engine.buffer(2 * MIB)
+        first.release()
+        dropped = engine.buffer(2 * MIB)
+        del dropped
+        gc.collect()
+        engine.buffer(3 * MIB).release()
+
+
+def test_checksums_are_those_of_zlib() -> None:
+    rng = random.Random(11)
+    data = np.frombuffer(rng.randbytes(1 << 16), np.uint8)
+    for _ in range(300):
+        start = rng.randrange(0, 3000)
+        part = data[start : start + rng.choice([0, 1, 15, 16, 17, 64, 129, 1024, 4096, 60_000])]
+        assert crc32(part) == zlib.crc32(part.tobytes())
+
+
+@pytest.mark.skipif(NATIVE is None, reason="no native extension")
+def test_every_way_to_sum_agrees_with_zlib() -> None:
+    assert NATIVE is not None
+    rng = random.Random(12)
+    data = np.frombuffer(rng.randbytes(1 << 14), np.uint8)
+    base = data.__array_interface__["data"][0]
+    for way in NATIVE.crc32_ways():
+        for length in [*range(0, 1100, 7), 2048, 4096, 8192, 16000]:
+            start, seed = rng.randrange(0, 300), rng.getrandbits(32)
+            part = data[start : start + length].tobytes()
+            found = NATIVE.crc32_by(way, base + start, len(part), seed)
+            assert found == zlib.crc32(part, seed), f"{way}, {length} bytes"
+    with pytest.raises(ValueError, match="this machine has"):
+        NATIVE.crc32_by("slide rule", base, 1, 0)
