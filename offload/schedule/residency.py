@@ -175,8 +175,10 @@ class Residency:
     def _serve(self, need: Need) -> bool:
         """Brings a demanded unit and those it shares to compute; grants when all are usable."""
         group = self._groups[need.unit]
+        # Waiting for a queued update costs less than to read its weights a second time.
+        spare = self.weights.updating.union(group)
         for unit in group:
-            self.weights.toward_compute(unit, -1, spare=group)
+            self.weights.toward_compute(unit, -1, spare)
         if not all(self.weights.usable(u) for u in group):
             return False
         for unit in group:

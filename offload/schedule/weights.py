@@ -79,6 +79,7 @@ class Weights:
         self.host_arena = Arena(Tier.HOST, regions.host_fixed, regions.host_weights)
         self.device_arena = Arena(Tier.DEVICE, regions.device_fixed, regions.device_weights)
         self.updates_begun = self.updates_done = 0
+        self.updating: set[int] = set()
         self.units: list[_Unit] = []
         self._users = [
             [u.index, *(other.index for other in layout.units if u.index in other.shares)]
@@ -237,6 +238,7 @@ class Weights:
         """An update is queued: the device copy is of no more use, unless it stays for good."""
         item = self.units[unit]
         assert item.pins == 0, f"unit {unit} is in use and cannot be updated"
+        self.updating.add(unit)
         item.updating, item.turn = True, self.updates_begun
         self.updates_begun += 1
         if item.device is not None and not item.device.fixed:
@@ -271,6 +273,7 @@ class Weights:
         """The host copy has new values: write it back, and refresh or drop the device copy."""
         item, home = self.units[unit], self.layout.homes[unit]
         item.updating = False
+        self.updating.discard(unit)
         self.updates_done += 1
         if home.weights is Tier.DEVICE:
             return
