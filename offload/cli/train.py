@@ -27,6 +27,10 @@ def train(
         float | None,
         typer.Option(help="Learning rate; default: 3e-4 from random weights, else 2e-5."),
     ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(help="Steps over which lr rises to its value; default: a tenth of all."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and of the order of data.")] = 0,
     out: Annotated[
         Path, typer.Option(help="Folder for weights, pictures, trace and run.json.")
@@ -69,7 +73,8 @@ def train(
         )  # fmt: skip
         job = Job(
             model=model, data=data, steps=steps, batch=batch, seq=seq, accumulate=accumulate,
-            lr=lr, seed=seed, out=out, compare=compare, recompute=recompute, offload=offload,
+            lr=lr, warmup=warmup, seed=seed, out=out, compare=compare, recompute=recompute,
+            offload=offload,
         )  # fmt: skip
         watch = make_watch()
         watch.result(run(job, watch))

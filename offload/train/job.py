@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import nn
 
@@ -36,6 +37,7 @@ class Job:
         steps, batch, seq: optimizer steps; windows per micro-batch; tokens per window.
         accumulate: micro-batches per step.
         lr: learning rate of AdamW; ``None``: 3e-4 from random weights, 2e-5 from a folder.
+        warmup: steps over which it rises from near zero; ``None``: a tenth of all steps.
         seed: of weights and of the order of data.
         out: folder for pictures, trace, weights and ``run.json``; made if it is not there.
         compare: also train the same steps in memory.
@@ -50,6 +52,7 @@ class Job:
     seq: int = 256
     accumulate: int = 1
     lr: float | None = None
+    warmup: int | None = None
     seed: int = 0
     out: Path = Path("runs/train")
     compare: bool = False
@@ -66,6 +69,8 @@ class Job:
             )
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.warmup is not None and self.warmup < 0:
+            raise ValueError(f"warmup must not be negative, got {self.warmup}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be a positive number, got {self.lr}")
 
@@ -74,6 +79,14 @@ class Job:
         if self.lr is not None:
             return self.lr
         return LR_FROM_RANDOM if source.folder is None else LR_FINE_TUNE
+
+    def loop_settings(
+        self, device: torch.device, dtypes: Iterable[torch.dtype], clip: float | None = None
+    ) -> LoopSettings:
+        """Settings of the loop for a model with weights of ``dtypes``."""
+        warmup = self.steps // 10 if self.warmup is None else self.warmup
+        scaled = torch.float16 in set(dtypes)
+        return LoopSettings(self.steps, self.accumulate, device, warmup, scaled, clip)
 
 
 class Watch(Protocol):
@@ -109,11 +122,14 @@ def run(job: Job, watch: Watch) -> Report:
     start = "random weights" if source.folder is None else f"weights from {source.folder}"
     watch.note(f"model {source.name}: {start}")
     watch.note(f"data {corpus.summary}")
-    trained = _train_offloaded(job, source, batches, tokenizer, watch)
     comparison = None
-    if job.compare:
-        batches.position = 0
-        comparison = _train_in_memory(job, source, batches, trained, watch)
+    try:
+        trained = _train_offloaded(job, source, batches, tokenizer, watch)
+        if job.compare:
+            batches.position = 0
+            comparison = _train_in_memory(job, source, batches, trained, watch)
+    finally:
+        _initial(job).unlink(missing_ok=True)
     curves = {"offloaded": [r.loss for r in trained.records]}
     if comparison is not None:
         curves["in memory"] = [r.loss for r in comparison.records]
@@ -131,6 +147,7 @@ def run(job: Job, watch: Watch) -> Report:
         memory=trained.memory,
         links=link_bytes(trained.records),
         records=trained.records,
+        rss_before_bytes=trained.rss_before_bytes,
         peak_rss_bytes=trained.peak_rss_bytes,
         comparison=comparison,
         out=job.out,
@@ -151,6 +168,7 @@ class _Trained:
     device: str
     compute: torch.device
     position: int
+    rss_before_bytes: int
     peak_rss_bytes: int
 
 
@@ -165,6 +183,7 @@ def _train_offloaded(
     job: Job, source: ModelSource, batches: Batches, tokenizer: Any, watch: Watch
 ) -> _Trained:
     torch.manual_seed(job.seed)
+    rss_before = psutil.Process().memory_info().rss
     model = _model(job, source)
     parameters = sum(p.numel() for p in model.parameters())
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
@@ -176,8 +195,7 @@ def _train_offloaded(
         if job.compare:
             save_masters(model, _initial(job))
         compute = next(model.parameters()).device
-        scaled = torch.float16 in dtypes.values()
-        settings = LoopSettings(job.steps, job.accumulate, compute, scaled)
+        settings = job.loop_settings(compute, dtypes.values())
         watch.begin("offloaded", job.steps)
         try:
             torch.manual_seed(job.seed)
@@ -196,6 +214,7 @@ def _train_offloaded(
             device=str(job.offload.get("device") or compute),
             compute=compute,
             position=batches.position,
+            rss_before_bytes=rss_before,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
@@ -224,17 +243,10 @@ def _train_in_memory(
     job: Job, source: ModelSource, batches: Batches, trained: _Trained, watch: Watch
 ) -> Comparison:
     model = _model(job, source)
-    try:
-        masters = load_in_memory(model, _initial(job), trained.dtypes, trained.compute)
-    finally:
-        _initial(job).unlink(missing_ok=True)
+    masters = load_in_memory(model, _initial(job), trained.dtypes, trained.compute)
     optimizer = in_memory_adamw(masters, job.rate_for(source))
-    settings = LoopSettings(
-        job.steps,
-        job.accumulate,
-        trained.compute,
-        scaled=torch.float16 in trained.dtypes.values(),
-        clip=job.offload.get("max_grad_norm"),
+    settings = job.loop_settings(
+        trained.compute, trained.dtypes.values(), job.offload.get("max_grad_norm")
     )
     watch.begin("in memory", job.steps)
     try:

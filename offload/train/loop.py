@@ -47,6 +47,7 @@ class LoopSettings:
         steps: optimizer steps.
         accumulate: micro-batches per step.
         device: where batches go.
+        warmup: steps over which the learning rate rises to its value.
         scaled: scale the loss (fp16), and leave out steps whose gradients overflow.
         clip: largest global gradient norm, for optimizers that do not clip themselves.
     """
@@ -54,6 +55,7 @@ class LoopSettings:
     steps: int
     accumulate: int
     device: torch.device
+    warmup: int = 0
     scaled: bool = False
     clip: float | None = None
 
@@ -72,6 +74,9 @@ def train(
     """
     records: list[StepRecord] = []
     scaler = torch.amp.GradScaler(settings.device.type, enabled=settings.scaled)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: min(1.0, (done + 1) / (settings.warmup + 1))
+    )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = time.perf_counter()
     for step in range(1, settings.steps + 1):
@@ -86,6 +91,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(params, settings.clip)
         scaler.step(optimizer)
         scaler.update()
+        schedule.step()
         optimizer.zero_grad()
         value = float(loss)
         now = time.perf_counter()

@@ -57,6 +57,7 @@ class Report:
     memory: Mapping[str, MemoryStats] = field(repr=False)
     links: Mapping[str, int]
     records: tuple[StepRecord, ...] = field(repr=False)
+    rss_before_bytes: int
     peak_rss_bytes: int
     comparison: Comparison | None
     out: Path
@@ -111,6 +112,7 @@ class Report:
             "bound_s": self.bound_s,
             "step_over_bound": self.step_s / self.bound_s if self.bound_s else None,
             "tokens_s": self.tokens_s,
+            "rss_before_bytes": self.rss_before_bytes,
             "peak_rss_bytes": self.peak_rss_bytes,
             "memory": {tier: asdict(stats) for tier, stats in self.memory.items()},
             "link_bytes_per_step": dict(self.links),
@@ -162,26 +164,29 @@ class Report:
         if self.bound_s:
             ratio = f"{self.step_s / self.bound_s:.2f} times the bound of {self.bound_s:.3g} s"
             rows.append(("time per step", f"{self.step_s:.3g} s, {ratio}"))
-        rows.append(("compute waited per step", self._waits()))
-        rows.append(("process memory, peak", format_bytes(self.peak_rss_bytes)))
+        rows.append(("not computing per step", self._idle()))
+        before, peak = format_bytes(self.rss_before_bytes), format_bytes(self.peak_rss_bytes)
+        rows.append(("process memory, peak", f"{peak} ({before} before the model was built)"))
         if self.comparison is not None and self.in_memory_s:
             other = self.comparison
             share = self.step_s / self.in_memory_s
             rows += [
                 ("in memory", f"{self.in_memory_s:.3g} s a step (offloaded: {share:.2f} times)"),
                 ("loss difference", f"{other.loss_difference:.2g} at most"),
-                ("weight difference", f"{other.weight_difference:.2g} at most"),
+                ("weight difference", f"{other.weight_difference:.2g} of the weights (RMS)"),
             ]
         return rows
 
-    def _waits(self) -> str:
+    def _idle(self) -> str:
         stats = [r.stats for r in steady(self.records) if r.stats is not None]
-        waits = {
-            lane: statistics.median(s.lanes[lane].stall_s for s in stats) if stats else 0.0
-            for lane in LANES
-        }
+        if not stats:
+            return "unknown"
+        idle = statistics.median(s.step_s - s.compute.busy_s for s in stats)
+        waits = {lane: statistics.median(s.lanes[lane].stall_s for s in stats) for lane in LANES}
         named = [f"{lane} {s:.2g} s" for lane, s in waits.items() if s >= 0.001]
-        return ", ".join(named) or "less than a millisecond"
+        return f"{idle:.2g} s" + (
+            f" (of that inside the model: {', '.join(named)})" if named else ""
+        )
 
     def table(self) -> Table:
         """The rows as a table for the terminal."""

@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-from rich.console import Console
-from typer.testing import CliRunner
-
 import overspill
+import pytest
 from overspill.cli.app import app
 from overspill.cli.progress import LiveWatch, PlainWatch, make_watch
 from overspill.observe.stats import LaneStats, MemoryStats, Stats
 from overspill.observe.trace import LANES
 from overspill.train.loop import StepRecord
+from rich.console import Console
+from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -61,7 +60,7 @@ def test_a_run_prints_its_table_and_files(tmp_path: Path) -> None:
         (["--precision", "fp8"], "precision must be one of"),
         (["--update", "backward", "--max-grad-norm", "1"], "cannot clip exactly"),
         (["--device", "tpu"], "device must be"),
-        (["--nvme", "missing-folder"], "missing-folder is not a directory"),
+        (["--nvme", "missing-folder"], "missing-folder"),
         (["--data", "missing.txt"], "missing.txt does not exist"),
         (["--model", "lama-8b"], "did you mean 'llama-8b'"),
         (["--steps", "0"], "steps must be at least 1"),

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import overspill
 import pytest
 import torch
-
-import overspill
 from overspill.observe.stats import MemoryStats
 from overspill.train.compare import in_memory_adamw, rounded
 from overspill.train.data import Batches, Corpus
@@ -233,3 +232,79 @@ def test_saved_weights_are_the_current_ones(tmp_path: Path) -> None:
         assert torch.equal(value, state[name]), name
         assert torch.equal(rounded(masters[name], torch.bfloat16), value), name
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_learning_rate_warms_up() -> None:
+    model = Bowl()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates: list[float] = []
+    settings = LoopSettings(5, 1, torch.device("cpu"), warmup=3)
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+    train(model, optimizer, some_batches(), settings, lambda r: None)
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
+# -- Hugging Face folders -------------------------------------------------------------------------
+
+
+def folder_with_tokenizer(path: Path) -> Path:
+    """A small llama with bf16 weights and a tokenizer of whole words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<unk>", "</s>", "all", "work", "and", "no", "play", "makes", "a", "dull", "boy"]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(path)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="100KB")
+    return path
+
+
+def test_fine_tuning_a_sharded_folder_with_its_tokenizer(tmp_path: Path) -> None:
+    folder = folder_with_tokenizer(tmp_path / "model")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    offload = {"device_memory": "200KiB", "host_memory": "700KiB"}
+    job = small(tmp_path, model=str(folder), compare=True, offload=offload, steps=6)
+    report = run(job, Quiet())
+    assert report.comparison is not None and report.comparison.loss_difference < 0.02
+    assert report.records[-1].loss < report.records[0].loss
+    assert "2,001 tokens" in report.data, "nine words and a stop, 200 times, and the end"
+    saved = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {v.dtype for v in saved.values()} == {torch.bfloat16}
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "other shape", "a tensor less"])
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "model"
+    model = find_model("gpt2-1m")
+    model.config.save_pretrained(folder)
+    state = {n: torch.zeros(p.shape) for n, p in model.build().named_parameters()}
+    if damage == "other shape":
+        state["transformer.wpe.weight"] = torch.zeros(3, 3)
+    if damage == "a tensor less":
+        del state["transformer.h.2.mlp.c_fc.weight"]
+    file = folder / "model.safetensors"
+    safetensors_torch.save_file(state, file)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:5000])
+    if damage == "noise":
+        file.write_bytes(b"no such format" * 100)
+    words = {
+        "cut": "cannot be read as safetensors",
+        "noise": "cannot be read as safetensors",
+        "other shape": r"transformer\.wpe\.weight has shape \(3, 3\), expected \(512, 128\)",
+        "a tensor less": r"transformer\.h\.2\.mlp\.c_fc\.weight is missing",
+    }
+    with pytest.raises(ValueError, match=words[damage]):
+        run(small(tmp_path, model=str(folder)), Quiet())
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "store").iterdir()) == []
