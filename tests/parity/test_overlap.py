@@ -1,0 +1,34 @@
+"""In backward mode, moves and updates lie under compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import overspill
+from tests.models import TinyLM, adamw, batch
+
+
+def test_updates_and_io_lie_under_compute(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyLM(width=256, depth=8)
+    rates = overspill.Rates(h2d_bytes_s=2e9, d2h_bytes_s=2e9)
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, update="backward", rates=rates,
+        device="sim", device_memory="10MiB", host_memory="24MiB",
+    ) as optimizer:  # fmt: skip
+        trace = model.__dict__["_overspill_engine"].trace
+        for step in range(6):
+            model(*batch(step, rows=16, length=64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        window = trace.steps[2].started_ns, trace.steps[-1].finished_ns
+        share = trace.covered_share(("read", "write", "update"), *window)
+        assert share >= 0.7, share
+        assert optimizer.stats.step_s >= optimizer.stats.bound_s > 0
+        picture, chrome = tmp_path / "lanes.png", tmp_path / "trace.json"
+        optimizer.trace(picture)
+        optimizer.trace(chrome)
+        assert picture.stat().st_size > 10_000
+        assert '"traceEvents"' in chrome.read_text()
