@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import overspill
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import overspill
 
 
 def main() -> None:

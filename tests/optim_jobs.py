@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from overspill.optim import Field, Master, Moments, Rule, StepScalars, kernels, reference
 from overspill.optim.adagrad import AdagradRule
 from overspill.optim.adam import AdamRule
 from overspill.optim.lion import LionRule
 from overspill.optim.sgd import SgdRule
-from torch import Tensor
 
 RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
     "adamw": (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, OffloadError, Ticket
 from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from overspill.optim import kernels
 from overspill.optim.formats import BLOCK, Master, Moments
-
 from tests.optim_jobs import (
     COMPACT_RULES,
     GRADS,
@@ -135,7 +135,7 @@ def test_splits_do_not_matter(moments: Moments) -> None:
     parts = make_job("adamw", numel, torch.bfloat16, "split", moments)
     edges = [0, 256, 1536, 1536 + 256 * 100, numel]
     if moments != "int8":
-        edges[1:1] = [16, 48]
+        edges[1:1] = [32, 96]
     for step, grad in enumerate(gradients(numel, torch.bfloat16, 3), start=1):
         whole.step(grad, step)
         for begin, end in itertools.pairwise(edges):

@@ -11,11 +11,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import overspill
 import pytest
 import torch
 from torch import nn
 
+import overspill
 from tests.models import TinyLM, adamw, batch, train, weights
 
 NVME: dict[str, Any] = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB"}

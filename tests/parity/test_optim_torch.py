@@ -12,11 +12,11 @@ import copy
 import math
 from typing import Any
 
-import overspill.optim as ours
 import pytest
 import torch
-from overspill.optim import join_master
 
+import overspill.optim as ours
+from overspill.optim import join_master
 from tests.optim_jobs import ODD_SIZES
 
 EPS = torch.finfo(torch.float32).eps

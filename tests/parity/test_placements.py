@@ -6,10 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import overspill
 import pytest
 import torch
 
+import overspill
 from tests.models import TinyLM, adamw, train, weights
 
 STEPS = 6

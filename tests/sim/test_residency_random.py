@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
@@ -202,7 +203,10 @@ def test_a_broken_machine_is_found_out() -> None:
     """The invariants can fail: two owners of one slot."""
     machine, streamed = streamed_machine(2)
     for ticket, unit in enumerate(streamed[:2]):
-        machine.handle(Need(unit, ticket))
+        for work in machine.handle(Need(unit, ticket)):
+            assert isinstance(work, Read)
+            machine.handle(Done(work))
+        machine.handle(Release(unit))
     first, second = (machine.weights.units[u].host for u in streamed[:2])
     assert first is not None and second is not None
     second.place = first.place

@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import overspill
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import overspill
 from overspill.cli.app import app
 from overspill.cli.progress import LiveWatch, PlainWatch, make_watch
 from overspill.observe.stats import LaneStats, MemoryStats, Stats
 from overspill.observe.trace import LANES
 from overspill.train.loop import StepRecord
-from rich.console import Console
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")

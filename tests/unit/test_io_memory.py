@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from overspill.io_engine import IoEngine, OffloadError, allocate_host
 from overspill.io_engine.native import NATIVE, crc32
 

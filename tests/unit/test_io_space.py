@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from overspill.io_engine.space import FreeList, Space, file_shares
 
 BLOCK = 1 << 20

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from overspill.io_engine import IoEngine, IoError
 
 MIB = 1 << 20

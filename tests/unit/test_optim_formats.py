@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from overspill.optim import Field, join_master, split_master
 from overspill.optim.compact import SIGNED, UNSIGNED, Noise, from_int8, to_bf16, to_int8
 from overspill.optim.formats import master_fields, moment_fields, round_to_upper

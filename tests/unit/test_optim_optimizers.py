@@ -6,9 +6,10 @@ import copy
 import io
 from typing import Any
 
-import overspill.optim as ours
 import pytest
 import torch
+
+import overspill.optim as ours
 from overspill.optim import rule_for
 
 CLASSES = [ours.AdamW, ours.Adam, ours.SGD, ours.Adagrad, ours.Lion]

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+
 from overspill.optim import (
     accumulate,
     cores,
@@ -21,7 +22,6 @@ from overspill.optim import (
     sum_of_squares,
     threads,
 )
-
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
 
 native = pytest.mark.skipif(kernels.NATIVE is None, reason="needs the native extension")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from overspill.schedule.partition import find_units, partition
 from torch import nn
 
+from overspill.schedule.partition import find_units, partition
 from tests.models import Block, TinyLM
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from overspill.observe.stats import step_stats
 from overspill.observe.trace import LANES, StepMark, Trace, intersection, length, union
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from overspill import OffloadError
 from overspill.observe import pictures
 from overspill.observe.stats import MemoryStats

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from overspill.train.data import Batches, Corpus, load_corpus, standard_library
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import overspill
 import pytest
 import torch
+
+import overspill
 from overspill.observe.stats import MemoryStats
 from overspill.train.compare import in_memory_adamw, rounded
 from overspill.train.data import Batches, Corpus
