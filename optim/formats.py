@@ -24,6 +24,9 @@ MOMENT_DTYPES: dict[str, torch.dtype] = {
 }
 BLOCK = 256
 """Elements that share one scale of an int8 moment."""
+GRANULES = {torch.float32: 1, torch.bfloat16: 32, torch.uint8: BLOCK}
+"""Where a buffer may be cut, by the dtype of its moments: at multiples of so many elements.  int8
+moments share scales; bf16 ones take their noise by the widest step of a kernel."""
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from .cores import default_threads
-from .formats import BLOCK, MOMENT_DTYPES, scale_name
+from .formats import BLOCK, GRANULES, MOMENT_DTYPES, scale_name
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 RULES = {"adam": 0, "amsgrad": 1, "sgd": 2, "momentum": 3, "adagrad": 4, "lion": 5}
 COEFFICIENTS = 9
 MOST_MOMENTS = 3
-HALF_STEP = 16  # the widest vector: its noise comes from one block
 
 
 def _load_native() -> ModuleType | None:
@@ -123,11 +122,12 @@ def check_job(
             raise ValueError(
                 f"moments share one dtype, one of {MOMENT_DTYPES}; {name} is {moment.dtype}"
             )
-        if moment.dtype is torch.bfloat16 and position % HALF_STEP:
-            raise ValueError(f"bf16 moments start at a multiple of {HALF_STEP}, not {position}")
+        if position % GRANULES[moment.dtype]:
+            raise ValueError(
+                f"a buffer with moments of {moment.dtype} starts at a multiple of "
+                f"{GRANULES[moment.dtype]}, not {position}"
+            )
         if moment.dtype is torch.uint8:
-            if position % BLOCK:
-                raise ValueError(f"int8 moments start at a multiple of {BLOCK}, not {position}")
             scale = state[scale_name(name)]
             check_flat(scale_name(name), scale, -(-numel // BLOCK))
             if scale.dtype is not torch.float32:

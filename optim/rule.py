@@ -79,7 +79,7 @@ class Rule(Protocol):
             grad, weight: flat, contiguous, equally long; fp32, bf16 or fp16; on one device.
             state: the tensors of ``state_fields``, by name, as long as their fields say.
             position: index of the first element in its whole buffer; a multiple of 256 with int8
-                moments, of 16 with bf16 moments.  It keys the rounding noise of compact moments, so
+                moments, of 32 with bf16 moments.  It keys the rounding noise of compact moments, so
                 that the result does not depend on how the buffer is cut.
 
         Returns:

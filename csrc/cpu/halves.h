@@ -12,16 +12,16 @@ INLINE U even_half(U raw) {
 // be undone with no more than the lower half (see join). NaN is not rounded, so that it stays one:
 // what arithmetic gives is quiet, with a bit set in the upper half.
 INLINE U upper_half(U raw) {
-  return (raw + (above(magnitude(raw), kInfinity) ? every(0) : every(0x8000u))) >> 16;
+  return add_up_to(kInfinity, raw, magnitude(raw), every(0x8000u)) >> 16;
 }
 // Halves have the lower one's sign between them: a lower half of 0x8000 or more had rounded the
 // upper one up by one, and as a negative number takes it back. Exact for every finite value and for
 // infinity, the largest finite ones (whose upper half is infinity) included.
-INLINE F join(U high, U low_sign_extended) { return floats((high << 16) + low_sign_extended); }
+INLINE U join(U high, U low_sign_extended) { return (high << 16) + low_sign_extended; }
 
 // Stochastic rounding: adds 16 bits of noise below the mantissa; not to infinity or NaN.
 INLINE U noisy_half(U raw, U noise) {
-  return (raw + (above(magnitude(raw), kInfinity - 1) ? every(0) : noise & 0xffffu)) >> 16;
+  return add_up_to(kInfinity - 1, raw, magnitude(raw), noise & 0xffffu) >> 16;
 }
 
 // From these magnitudes on, a value is not finite when stored as a half.

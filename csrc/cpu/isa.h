@@ -1,6 +1,7 @@
 // The few operations that vector types do not have, or for which compilers emit poor code: square
 // root (correctly rounded), half floats where the hardware converts them (to nearest even), and
-// moves between 8-, 16- and 32-bit lanes. Narrowing keeps the lower bits and drops the upper ones.
+// moves between 8-, 16- and 32-bit lanes. add_up_to(limit, value, size, added) adds where size is at
+// most limit, both below 2^31. Narrowing keeps the lower bits and drops the upper ones.
 // (AVX-512-BF16's conversion is not used: it flushes subnormals and rounds ties to even, so it
 // would not agree with the others.)
 
@@ -10,16 +11,40 @@ INLINE F from_f16(H half) { return (F)_mm512_cvtph_ps((__m256i)half); }
 INLINE H to_f16(F value) {
   return (H)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+INLINE U add_up_to(std::uint32_t limit, U value, U size, U added) {
+  const __mmask16 lanes = _mm512_cmple_epi32_mask((__m512i)size, _mm512_set1_epi32(limit));
+  return (U)_mm512_mask_add_epi32((__m512i)value, lanes, (__m512i)value, (__m512i)added);
+}
 INLINE U widen(H value) { return (U)_mm512_cvtepu16_epi32((__m256i)value); }
 INLINE U widen_signed(H value) { return (U)_mm512_cvtepi16_epi32((__m256i)value); }
 INLINE U widen(B value) { return (U)_mm512_cvtepu8_epi32((__m128i)value); }
 INLINE H narrow(U value) { return (H)_mm512_cvtepi32_epi16((__m512i)value); }
 INLINE B narrow_to_byte(U value) { return (B)_mm512_cvtepi32_epi8((__m512i)value); }
+
+// Twice as many halves or bytes as lanes, as 16-bit words.
+using Words = __m512i;
+INLINE Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+INLINE Words load_bytes(const void* from) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
+INLINE void store_words(void* to, Words words) { _mm512_storeu_si512(to, words); }
+INLINE void store_bytes(void* to, Words words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words));
+}
+INLINE Words shift_words(Words words, int count) { return _mm512_slli_epi16(words, count); }
+INLINE U unpack_first(Words low, Words high) { return (U)_mm512_unpacklo_epi16(low, high); }
+INLINE U unpack_second(Words low, Words high) { return (U)_mm512_unpackhi_epi16(low, high); }
+INLINE Words pack(U first, U second) {
+  return _mm512_packus_epi32((__m512i)first, (__m512i)second);
+}
 #elif LANES == 8  // AVX2
 INLINE F root(F value) { return (F)_mm256_sqrt_ps((__m256)value); }
 INLINE F from_f16(H half) { return (F)_mm256_cvtph_ps((__m128i)half); }
 INLINE H to_f16(F value) {
   return (H)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+INLINE U add_up_to(std::uint32_t limit, U value, U size, U added) {
+  return value + (above(size, limit) ? every(0) : added);
 }
 INLINE U widen(H value) { return (U)_mm256_cvtepu16_epi32((__m128i)value); }
 INLINE U widen_signed(H value) { return (U)_mm256_cvtepi16_epi32((__m128i)value); }
@@ -38,12 +63,39 @@ INLINE B narrow_to_byte(U value) {
   const long long bytes = _mm_cvtsi128_si64(_mm_shuffle_epi8((__m128i)narrow(value), pick));
   return load<B>(&bytes);
 }
+
+// Twice as many halves or bytes as lanes, as 16-bit words.
+using Words = __m256i;
+INLINE Words load_words(const void* from) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+INLINE Words load_bytes(const void* from) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+INLINE void store_words(void* to, Words words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), words);
+}
+INLINE void store_bytes(void* to, Words words) {
+  const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(0xff));
+  const __m256i packed = _mm256_packus_epi16(low, low);
+  const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
+  _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_castsi256_si128(ordered));
+}
+INLINE Words shift_words(Words words, int count) { return _mm256_slli_epi16(words, count); }
+INLINE U unpack_first(Words low, Words high) { return (U)_mm256_unpacklo_epi16(low, high); }
+INLINE U unpack_second(Words low, Words high) { return (U)_mm256_unpackhi_epi16(low, high); }
+INLINE Words pack(U first, U second) {
+  return _mm256_packus_epi32((__m256i)first, (__m256i)second);
+}
 #else
 #if LANES == 1
 INLINE F root(F value) { return __builtin_sqrtf(value); }
 #else  // NEON
 INLINE F root(F value) { return (F)vsqrtq_f32((float32x4_t)value); }
 #endif
+INLINE U add_up_to(std::uint32_t limit, U value, U size, U added) {
+  return value + (above(size, limit) ? every(0) : added);
+}
 INLINE U widen(H value) { return convert<U>(value); }
 INLINE U widen_signed(H value) { return (convert<U>(value) ^ 0x8000u) - 0x8000u; }
 INLINE U widen(B value) { return convert<U>(value); }

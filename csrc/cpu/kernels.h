@@ -11,6 +11,7 @@ namespace ISA_SPACE {
 #include "lanes.h"
 #include "isa.h"
 #include "halves.h"
+#include "layout.h"
 #include "moments.h"
 #include "rules.h"
 #include "sweep.h"

@@ -16,17 +16,23 @@ INLINE std::uint32_t noise_start(std::uint64_t position, int moment, std::uint32
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
-INLINE U noise_at(std::uint32_t start, std::size_t place, std::uint32_t golden) {
-  return lane_numbers() * golden + (start + static_cast<std::uint32_t>(place) * golden);
+template <class Layout>
+INLINE U noise_at(int part, std::uint32_t start, std::size_t place, std::uint32_t golden) {
+  return Layout::element_numbers(part) * golden +
+         (start + static_cast<std::uint32_t>(place) * golden);
 }
 
 constexpr int slots(int count) { return count > 0 ? count : 1; }  // arrays may not be empty
 
-// Where the moments of LANES elements lie: in the buffers themselves, or in a padded copy of a tail.
+// Where the moments of one step lie: in the buffers themselves, or in a padded copy of a tail.
 struct MomentSite {
   void* at[kMaxMoments];
-  std::size_t element;  // index of the first lane in the job
+  std::size_t element;  // index of the first in the job
 };
+
+// The values of one step: by moment and part.
+template <class Layout, int kCount>
+using Values = F[slots(kCount)][Layout::kParts];
 
 // What tells how large a moment is, and whether it is finite. Squares have no sign to remove: only
 // a NaN may carry one, and that makes it larger still.
@@ -35,27 +41,32 @@ INLINE U size_of(int k, F value) {
   return (kSigned >> k) & 1u ? magnitude(bits(value)) : bits(value);
 }
 
-template <int kCount, unsigned kSigned>
+template <class, int kCount, unsigned kSigned>
 struct PlainMoments {
+  using Layout = Straight;
   static constexpr std::size_t kBytes = 4;
   U worst{};
   explicit PlainMoments(const Job&) {}
-  INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
-    for (int k = 0; k < kCount; ++k) value[k] = load<F>(site.at[k]);
+  INLINE void open(std::size_t) {}
+  INLINE void shut() {}
+  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
+    for (int k = 0; k < kCount; ++k) value[k][0] = load<F>(site.at[k]);
   }
-  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
+  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+                    const Layout::Bits& lanes) {
     for (int k = 0; k < kCount; ++k) {
-      store(site.at[k], value[k]);
-      worst = larger(worst, size_of<kSigned>(k, value[k]) & lanes);
+      store(site.at[k], value[k][0]);
+      worst = larger(worst, size_of<kSigned>(k, value[k][0]) & lanes[0]);
     }
   }
-  INLINE void open(std::size_t) {}
   INLINE void close(std::size_t, std::size_t) {}
   bool finite() const { return highest_lane(worst) < kInfinity; }
 };
 
-template <int kCount, unsigned kSigned>
+template <class Chosen, int kCount, unsigned kSigned>
 struct HalfMoments {
+  using Layout = Chosen;
+  using Bits = typename Layout::Bits;
   static constexpr std::size_t kBytes = 2;
   const Job& job;
   // Of the two noise blocks that a block of the job may touch; ``ahead`` is the place in the first
@@ -64,18 +75,7 @@ struct HalfMoments {
   std::size_t first = 0, ahead = 0;
   U worst{};
   explicit HalfMoments(const Job& of) : job(of) {}
-  INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
-    for (int k = 0; k < kCount; ++k) value[k] = from_bf16(load<H>(site.at[k]));
-  }
-  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
-    const std::size_t place = site.element - first + ahead;
-    const int which = place >= kBlock ? 1 : 0;
-    for (int k = 0; k < kCount; ++k) {
-      const U noise = noise_at(start[which][k], place % kBlock, kHalfGolden);
-      store(site.at[k], narrow(noisy_half(bits(value[k]), noise)));
-      worst = larger(worst, size_of<kSigned>(k, value[k]) & lanes);
-    }
-  }
+
   INLINE void open(std::size_t begin) {
     first = begin;
     ahead = (job.position + begin) % kBlock;
@@ -84,6 +84,28 @@ struct HalfMoments {
       start[1][k] = noise_start(job.position + begin + kBlock, k, job.noise_key);
     }
   }
+  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
+    for (int k = 0; k < kCount; ++k) {
+      Bits raw;
+      Layout::load_upper(site.at[k], raw);
+      for (int p = 0; p < Layout::kParts; ++p) value[k][p] = floats(raw[p]);
+    }
+  }
+  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+                    const Bits& lanes) {
+    const std::size_t place = site.element - first + ahead;
+    const int which = place >= kBlock ? 1 : 0;
+    for (int k = 0; k < kCount; ++k) {
+      Bits half;
+      for (int p = 0; p < Layout::kParts; ++p) {
+        const U noise = noise_at<Layout>(p, start[which][k], place % kBlock, kHalfGolden);
+        half[p] = noisy_half(bits(value[k][p]), noise);
+        worst = larger(worst, size_of<kSigned>(k, value[k][p]) & lanes[p]);
+      }
+      Layout::store_halves(site.at[k], half);
+    }
+  }
+  INLINE void shut() {}
   INLINE void close(std::size_t, std::size_t) {}
   bool finite() const { return highest_lane(worst) < kNoisyBf16Limit; }
 };
@@ -104,39 +126,44 @@ constexpr float kSignedTop = 1.875f - 0x1p-14f;
 constexpr float kUnsignedTop = 1.875f - 0x1p-18f;
 constexpr float kSmallestScale = 0x1p-100f;  // so that its reciprocal is finite and normal
 
-INLINE F from_code_signed(B code) {
-  const U raw = widen(code);
-  const F size = floats(((raw & 0x7fu) | kSignedZeroBits) << kCodeShift) - kSignedZero;
-  return floats(bits(size) | ((raw << 24) & 0x80000000u));
+// A code at bit kCodeShift of ``raw``.
+INLINE F from_code_signed(U raw) {
+  const F size = floats((raw & (0x7fu << kCodeShift)) | (kSignedZeroBits << kCodeShift));
+  return floats(bits(size - kSignedZero) | ((raw << 4) & 0x80000000u));
 }
-INLINE F from_code_unsigned(B code) {
-  return floats((widen(code) | kUnsignedZeroBits) << kCodeShift) - kUnsignedZero;
+INLINE F from_code_unsigned(U raw) {
+  return floats(raw | (kUnsignedZeroBits << kCodeShift)) - kUnsignedZero;
 }
-// ``inverse`` is 1 / scale.
-INLINE B to_code_signed(F value, float inverse, U noise) {
+// The code is in the lowest byte of the result. ``inverse`` is 1 / scale.
+INLINE U to_code_signed(F value, float inverse, U noise) {
   const U raw = bits(value);
   const F y = floats(magnitude(raw)) * inverse + kSignedZero;
   const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
-  return narrow_to_byte((code & ~0x80u) | ((raw >> 24) & 0x80u));
+  return (code & 0x7fu) | ((raw >> 24) & 0x80u);
 }
 // A square that is not zero is never stored as zero: the moment that it divides may not be zero.
-INLINE B to_code_unsigned(F value, float inverse, U noise) {
+INLINE U to_code_unsigned(F value, float inverse, U noise) {
   const F y = value * inverse + kUnsignedZero;
   const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
-  return narrow_to_byte(bits(value) != 0u ? larger(code, every(kUnsignedZeroBits + 1u)) : code);
+  return bits(value) != 0u ? larger(code, every(kUnsignedZeroBits + 1u)) : code;
 }
 
 // kSigned: bit k says whether moment k has a sign. A stretch of blocks is staged in fp32 and then
-// encoded at once, so that the waits for one block's scale are hidden behind another's.
-template <int kCount, unsigned kSigned>
+// encoded at once, so that the waits for one block's scale are hidden behind another's. Within a
+// step the staged values keep the order of the layout.
+template <class Chosen, int kCount, unsigned kSigned>
 struct ByteMoments {
+  using Layout = Chosen;
+  using Bits = typename Layout::Bits;
   static constexpr std::size_t kBytes = 1;
   static constexpr std::size_t kBlocks = kStretch / kBlock;
+  static constexpr std::size_t kStep = LANES * Layout::kParts;
   const Job& job;
-  alignas(64) float staged[kCount][kStretch + LANES] = {};
+  alignas(64) float staged[kCount][kStretch] = {};
   U highest[kBlocks][kCount] = {};
-  float scale[kCount] = {};  // of the open block
-  std::size_t block = 0;  // the open block's number in its stretch
+  U highest_now[kCount] = {};  // of the open block, as is the scale
+  float scale[kCount] = {};
+  std::size_t block = 0;     // the open block's number in its stretch
   std::uint32_t worst = 0;
   explicit ByteMoments(const Job& of) : job(of) {}
 
@@ -146,20 +173,31 @@ struct ByteMoments {
     block = begin % kStretch / kBlock;
     for (int k = 0; k < kCount; ++k) {
       scale[k] = job.scale[k][begin / kBlock];
-      highest[block][k] = U{};
+      highest_now[k] = U{};
     }
   }
-  INLINE void read(const MomentSite& site, F (&value)[slots(kCount)]) const {
+  INLINE void shut() {
+    for (int k = 0; k < kCount; ++k) highest[block][k] = highest_now[k];
+  }
+  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
     for (int k = 0; k < kCount; ++k) {
-      const B code = load<B>(site.at[k]);
-      value[k] = (is_signed(k) ? from_code_signed(code) : from_code_unsigned(code)) * scale[k];
+      Bits raw;
+      Layout::load_codes(site.at[k], raw);
+      for (int p = 0; p < Layout::kParts; ++p) {
+        value[k][p] =
+            (is_signed(k) ? from_code_signed(raw[p]) : from_code_unsigned(raw[p])) * scale[k];
+      }
     }
   }
   // ``lanes`` masks what is past the end.
-  INLINE void write(const MomentSite& site, const F (&value)[slots(kCount)], U lanes) {
+  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+                    const Bits& lanes) {
     for (int k = 0; k < kCount; ++k) {
-      store(&staged[k][site.element % kStretch], bits(value[k]) & lanes);
-      highest[block][k] = larger(highest[block][k], size_of<kSigned>(k, value[k]) & lanes);
+      float* const to = &staged[k][site.element % kStretch];
+      for (int p = 0; p < Layout::kParts; ++p) {
+        store(to + p * LANES, bits(value[k][p]) & lanes[p]);
+        highest_now[k] = larger(highest_now[k], size_of<kSigned>(k, value[k][p]) & lanes[p]);
+      }
     }
   }
   // Ends the stretch [begin, end): begin is a multiple of kStretch.
@@ -184,20 +222,28 @@ struct ByteMoments {
     }
   }
   INLINE void encode(std::size_t begin, std::size_t end, const float (&inverse)[kCount]) {
-    alignas(64) std::uint8_t padded[kCount][kBlock + LANES];
-    const bool whole = (end - begin) % LANES == 0;
+    alignas(64) std::uint8_t padded[kCount][kBlock];
+    const bool whole = (end - begin) % kStep == 0;
     std::uint8_t* to[kCount];
-    U noise[kCount];
+    Bits noise[kCount];
     for (int k = 0; k < kCount; ++k) {
       to[k] = whole ? static_cast<std::uint8_t*>(job.moment[k]) + begin : padded[k];
-      noise[k] = noise_at(noise_start(job.position + begin, k, job.noise_key), 0, kByteGolden);
+      const std::uint32_t start = noise_start(job.position + begin, k, job.noise_key);
+      for (int p = 0; p < Layout::kParts; ++p) {
+        noise[k][p] = noise_at<Layout>(p, start, 0, kByteGolden);
+      }
     }
-    for (std::size_t i = 0; i < end - begin; i += LANES) {
+    for (std::size_t i = 0; i < end - begin; i += kStep) {
       for (int k = 0; k < kCount; ++k) {
-        const F value = load<F>(&staged[k][(begin + i) % kStretch]);
-        store(to[k] + i, is_signed(k) ? to_code_signed(value, inverse[k], noise[k])
-                                      : to_code_unsigned(value, inverse[k], noise[k]));
-        noise[k] = noise[k] + LANES * kByteGolden;
+        const float* const from = &staged[k][(begin + i) % kStretch];
+        Bits code;
+        for (int p = 0; p < Layout::kParts; ++p) {
+          const F value = load<F>(from + p * LANES);
+          code[p] = is_signed(k) ? to_code_signed(value, inverse[k], noise[k][p])
+                                 : to_code_unsigned(value, inverse[k], noise[k][p]);
+          noise[k][p] = noise[k][p] + static_cast<std::uint32_t>(kStep * kByteGolden);
+        }
+        Layout::store_codes(to[k] + i, code);
       }
     }
     for (int k = 0; k < kCount && !whole; ++k) {

@@ -28,7 +28,7 @@ INLINE F read_float(FloatType type, const void* from) {
   }
 }
 
-// Where LANES elements of every buffer lie.
+// Where the elements of one step lie in every buffer.
 struct Site {
   const void* grad;
   void* weight;
@@ -36,25 +36,56 @@ struct Site {
   MomentSite moments;
 };
 
+// Elements in memory order, of any type; fp32 buffers occur in this layout only.
 template <class Types>
-INLINE F read_weight(Types types, const Site& site) {
+INLINE void read_grad(Straight, Types types, const Site& site, F (&value)[1]) {
+  value[0] = read_float(types.grad(), site.grad);
+}
+template <class Types>
+INLINE void read_weight(Straight, Types types, const Site& site, F (&value)[1]) {
+  U raw[1];
   switch (types.master()) {
     case Master::kSplit:
-      return join(widen(load<H>(site.weight)), widen_signed(load<H>(site.master)));
-    case Master::kF32: return load<F>(site.master);
-    default: return read_float(types.weight(), site.weight);
+      Straight::load_split(site.weight, site.master, raw);
+      value[0] = floats(raw[0]);
+      return;
+    case Master::kF32: value[0] = load<F>(site.master); return;
+    default: value[0] = read_float(types.weight(), site.weight);
   }
 }
-
 template <class Types>
-INLINE void write_weight(Types types, const Site& site, F value) {
-  const U raw = bits(value);
-  if (types.master() == Master::kSplit) store(site.master, narrow(raw));
-  if (types.master() == Master::kF32) store(site.master, value);
-  if (types.weight() == FloatType::kF32) return store(site.weight, value);
-  if (types.weight() == FloatType::kF16) return store(site.weight, to_f16(value));
-  store(site.weight, narrow(types.master() == Master::kNone ? even_half(raw) : upper_half(raw)));
+INLINE void write_weight(Straight, Types types, const Site& site, const F (&value)[1]) {
+  const U raw[1] = {bits(value[0])};
+  if (types.master() == Master::kSplit) Straight::store_low_halves(site.master, raw);
+  if (types.master() == Master::kF32) store(site.master, value[0]);
+  if (types.weight() == FloatType::kF32) return store(site.weight, value[0]);
+  if (types.weight() == FloatType::kF16) return store(site.weight, to_f16(value[0]));
+  const bool even = types.master() == Master::kNone;
+  store(site.weight, narrow(even ? even_half(raw[0]) : upper_half(raw[0])));
 }
+
+#if LANES >= 8
+// Paired elements: bf16 gradients and split masters.
+template <class Types>
+INLINE void read_grad(Paired, Types, const Site& site, F (&value)[2]) {
+  U raw[2];
+  Paired::load_upper(site.grad, raw);
+  for (int p = 0; p < 2; ++p) value[p] = floats(raw[p]);
+}
+template <class Types>
+INLINE void read_weight(Paired, Types, const Site& site, F (&value)[2]) {
+  U raw[2];
+  Paired::load_split(site.weight, site.master, raw);
+  for (int p = 0; p < 2; ++p) value[p] = floats(raw[p]);
+}
+template <class Types>
+INLINE void write_weight(Paired, Types, const Site& site, const F (&value)[2]) {
+  const U raw[2] = {bits(value[0]), bits(value[1])};
+  const U upper[2] = {upper_half(raw[0]), upper_half(raw[1])};
+  Paired::store_low_halves(site.master, raw);
+  Paired::store_halves(site.weight, upper);
+}
+#endif
 
 // The magnitude from which on a stored weight is not finite.
 template <class Types>
@@ -66,34 +97,46 @@ INLINE std::uint32_t weight_limit(Types types) {
   }
 }
 
-// Returns the magnitudes of the new weights.
+// Returns the magnitudes of the new weights; ``lanes`` masks what is past the end.
 template <class Rule, class Moments, class Types>
-INLINE U step_lanes(const Rule& rule, Moments& moments, Types types, float grad_scale,
-                    const Site& site, U lanes) {
-  F moment[slots(Rule::kMoments)] = {};
-  F weight = read_weight(types, site);
-  moments.read(site.moments, moment);
-  rule(read_float(types.grad(), site.grad) * grad_scale, weight, moment);
-  moments.write(site.moments, moment, lanes);
-  write_weight(types, site, weight);
-  return magnitude(bits(weight)) & lanes;
+INLINE U step(const Rule& rule, Moments& moments, Types types, float grad_scale, const Site& site,
+              const typename Moments::Layout::Bits& lanes) {
+  using Layout = typename Moments::Layout;
+  F grad[Layout::kParts], weight[Layout::kParts];
+  Values<Layout, Rule::kMoments> value = {};
+  read_weight(Layout{}, types, site, weight);
+  moments.read(site.moments, value);
+  read_grad(Layout{}, types, site, grad);
+  U worst{};
+  for (int p = 0; p < Layout::kParts; ++p) {
+    F moment[slots(Rule::kMoments)];
+    for (int k = 0; k < slots(Rule::kMoments); ++k) moment[k] = value[k][p];
+    rule(grad[p] * grad_scale, weight[p], moment);
+    for (int k = 0; k < slots(Rule::kMoments); ++k) value[k][p] = moment[k];
+    worst = larger(worst, magnitude(bits(weight[p])) & lanes[p]);
+  }
+  moments.write(site.moments, value, lanes);
+  write_weight(Layout{}, types, site, weight);
+  return worst;
 }
 
 INLINE std::uint8_t* offset(void* base, std::size_t bytes) {
   return static_cast<std::uint8_t*>(base) + bytes;
 }
 
-// The last elements of a buffer, fewer than LANES: the same step on a padded copy.
+// The last elements of a buffer, fewer than a step: the same step on a padded copy.
 template <class Rule, class Moments, class Types>
 INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_scale,
                    const Site& site, std::size_t count) {
+  using Layout = typename Moments::Layout;
+  constexpr std::size_t kRoom = 4 * LANES * Layout::kParts;
   const std::size_t grad_bytes = count * width(types.grad());
   const std::size_t weight_bytes = count * width(types.weight());
   const std::size_t master_bytes =
       types.master() == Master::kNone ? 0 : count * (types.master() == Master::kSplit ? 2 : 4);
   const std::size_t moment_bytes = count * Moments::kBytes;
-  alignas(64) std::uint8_t grad[4 * LANES] = {}, weight[4 * LANES] = {}, master[4 * LANES] = {};
-  alignas(64) std::uint8_t moment[kMaxMoments][4 * LANES] = {};
+  alignas(64) std::uint8_t grad[kRoom] = {}, weight[kRoom] = {}, master[kRoom] = {};
+  alignas(64) std::uint8_t moment[kMaxMoments][kRoom] = {};
   std::memcpy(grad, site.grad, grad_bytes);
   std::memcpy(weight, site.weight, weight_bytes);
   if (master_bytes != 0) std::memcpy(master, site.master, master_bytes);
@@ -102,8 +145,12 @@ INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_s
     std::memcpy(moment[k], site.moments.at[k], moment_bytes);
     padded.moments.at[k] = moment[k];
   }
-  const U lanes = lane_numbers() < every(static_cast<std::uint32_t>(count)) ? every(~0u) : every(0);
-  const U worst = step_lanes(rule, moments, types, grad_scale, padded, lanes);
+  typename Layout::Bits lanes;
+  for (int p = 0; p < Layout::kParts; ++p) {
+    const U number = Layout::element_numbers(p);
+    lanes[p] = number < every(static_cast<std::uint32_t>(count)) ? every(~0u) : every(0);
+  }
+  const U worst = step(rule, moments, types, grad_scale, padded, lanes);
   std::memcpy(site.weight, weight, weight_bytes);
   if (master_bytes != 0) std::memcpy(site.master, master, master_bytes);
   for (int k = 0; k < Rule::kMoments; ++k) {
@@ -114,11 +161,15 @@ INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_s
 
 template <class Rule, class Moments, class Types>
 bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
+  using Layout = typename Moments::Layout;
+  constexpr std::size_t kStep = LANES * Layout::kParts;
   const Job job = shared;  // a copy, so that the addresses can stay in registers
   const Rule rule(job.coefficient);
   const Types types(job);
   const float grad_scale = job.coefficient[0];
   Moments moments(job);
+  typename Layout::Bits everything;
+  for (U& lanes : everything) lanes = every(~0u);
   const std::size_t master_width = types.master() == Master::kSplit ? 2 : 4;
   U worst{};
   const auto site_at = [&](std::size_t i) INLINE_LAMBDA {
@@ -139,27 +190,30 @@ bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
       const std::size_t stop = std::min(last, block + kBlock);
       moments.open(block);
       std::size_t i = block;
-      for (; i + LANES <= stop; i += LANES) {
-        worst = larger(worst, step_lanes(rule, moments, types, grad_scale, site_at(i), every(~0u)));
+      for (; i + kStep <= stop; i += kStep) {
+        worst = larger(worst, step(rule, moments, types, grad_scale, site_at(i), everything));
       }
       if (i < stop) {
         worst = larger(worst, step_tail(rule, moments, types, grad_scale, site_at(i), stop - i));
       }
+      moments.shut();
     }
     moments.close(stretch, last);
   }
   return moments.finite() && highest_lane(worst) < weight_limit(types);
 }
 
-template <class Rule, class Moments>
+template <class Rule, template <class, int, unsigned> class Store>
 bool update(const Job& job, std::size_t begin, std::size_t end) {
   using Split = FixedTypes<FloatType::kBf16, FloatType::kBf16, Master::kSplit>;
   using Single = FixedTypes<FloatType::kF32, FloatType::kF32, Master::kNone>;
+  using StraightMoments = Store<Straight, Rule::kMoments, Rule::kSigned>;
+  using PairedMoments = Store<Paired, Rule::kMoments, Rule::kSigned>;
   const bool split = job.master_kind == Master::kSplit && job.grad_type == FloatType::kBf16;
   const bool single = job.weight_type == FloatType::kF32 && job.grad_type == FloatType::kF32;
-  if (split) return sweep<Rule, Moments, Split>(job, begin, end);
-  if (single) return sweep<Rule, Moments, Single>(job, begin, end);
-  return sweep<Rule, Moments, AnyTypes>(job, begin, end);
+  if (split) return sweep<Rule, PairedMoments, Split>(job, begin, end);
+  if (single) return sweep<Rule, StraightMoments, Single>(job, begin, end);
+  return sweep<Rule, StraightMoments, AnyTypes>(job, begin, end);
 }
 
 // Sixteen running sums for every instruction set, added up in one order: the result is the same
@@ -210,15 +264,15 @@ void accumulate(float* to, FloatType type, const void* from, std::size_t numel) 
 
 template <class Rule>
 constexpr UpdateFn plain() {
-  return &update<Rule, PlainMoments<Rule::kMoments, Rule::kSigned>>;
+  return &update<Rule, PlainMoments>;
 }
 template <class Rule>
 constexpr UpdateFn half() {
-  return &update<Rule, HalfMoments<Rule::kMoments, Rule::kSigned>>;
+  return &update<Rule, HalfMoments>;
 }
 template <class Rule>
 constexpr UpdateFn byte() {
-  return &update<Rule, ByteMoments<Rule::kMoments, Rule::kSigned>>;
+  return &update<Rule, ByteMoments>;
 }
 
 // AMSGrad's running maximum would climb on rounding noise, so it has fp32 moments only; plain SGD
