@@ -52,7 +52,8 @@ def main() -> None:
     )
     axes.text(
         6, 0.2, "One moment of backward: units run from the last to the first; reads, copies, "
-        "updates and writes go on beside the compute.", ha="center", va="center", fontsize=11, color=INK,
+        "updates and writes go on beside the compute.",
+        ha="center", va="center", fontsize=11, color=INK,
     )  # fmt: skip
     figure.savefig(Path(__file__).with_name("how-it-works.png"))
 

@@ -13,39 +13,27 @@ import typer
 
 from ..observe.rates import Rates
 
-_MODEL, _TIERS, _RUN = "Model and data", "Tiers and budgets", "Engine"
-
 Model = Annotated[
     str,
-    typer.Option(
-        help="A Hugging Face model folder, or a named shape (random weights).",
-        rich_help_panel=_MODEL,
-    ),
+    typer.Option(help="A Hugging Face model folder, or a named shape (random weights)."),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cuda[:i], cpu or sim; default: the GPU, else cpu.", rich_help_panel=_TIERS),
+    typer.Option(help="cuda[:i], cpu or sim; default: the GPU, else cpu."),
 ]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option(
-        help="What the engine may hold on the device: 10GiB, 80% or auto.", rich_help_panel=_TIERS
-    ),
+    typer.Option(help="What the engine may hold on the device: 10GiB, 80% or auto."),
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option(help="What the engine may hold in host memory.", rich_help_panel=_TIERS),
+    typer.Option(help="What the engine may hold in host memory."),
 ]
 Nvme = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="Folder on a fast disk; given several times, the store is striped.",
-        rich_help_panel=_TIERS,
-    ),
+    typer.Option(help="Folder on a fast disk; given several times, the store is striped."),
 ]
-NvmeMemory = Annotated[
-    str | None, typer.Option(help="Disk that the store may use.", rich_help_panel=_TIERS)
-]
+NvmeMemory = Annotated[str | None, typer.Option(help="Disk that the store may use.")]
 Precision = Annotated[
     str | None,
     typer.Option(help="Weights in bf16, fp16 or fp32; default: the model's own."),
@@ -78,7 +66,7 @@ NotDurable = Annotated[
         help="Keep every step's state safe on disk, or half the disk space.",
     ),
 ]
-Debug = Annotated[bool, typer.Option(help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def wrap_options(
