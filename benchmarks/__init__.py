@@ -1,0 +1,1 @@
+"""Measurements that anyone can rerun: ``python -m benchmarks SUITE``."""

@@ -1,0 +1,28 @@
+"""``python -m benchmarks SUITE [--quick] [--out DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+SUITES = ("copy", "step")  # each a module of this package with ``run(*, quick, folder) -> Outcome``
+
+
+def main() -> int:
+    """Runs one suite, prints its tables, writes JSON and Markdown.  1 if an arm failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="for the results")
+    given = parser.parse_args()
+    suite = importlib.import_module(f".{given.suite}", __package__)
+    result = suite.run(quick=given.quick, folder=given.out)
+    data, text = result.save(given.out)
+    print(f"{result.text()}\n\n{data}\n{text}")
+    return 1 if result.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

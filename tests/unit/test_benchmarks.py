@@ -1,0 +1,119 @@
+"""The benchmark harness: arms take turns, failures are rows, ratios are paired."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import step
+from benchmarks.machine import facts
+from benchmarks.model import Shape
+from benchmarks.results import Comparison, Outcome, number
+from benchmarks.runner import Call, Row, Sample, run_interleaved
+
+TINY = Shape(layers=2, width=32, heads=2, vocabulary=64, batch=2, tokens=16)
+
+
+class Scripted:
+    """An arm whose seconds are given; ``None`` fails."""
+
+    def __init__(self, name: str, log: list[str], seconds: list[float | None]) -> None:
+        self.name, self._log, self._seconds = name, log, iter(seconds)
+
+    def start(self) -> Mapping[str, Any]:
+        self._log.append(f"start {self.name}")
+        return {"of": self.name}
+
+    def sample(self) -> Sample:
+        self._log.append(self.name)
+        seconds = next(self._seconds)
+        if seconds is None:
+            raise RuntimeError("out of memory")
+        return Sample(seconds)
+
+    def close(self) -> None:
+        self._log.append(f"close {self.name}")
+
+
+def test_arms_take_turns() -> None:
+    log: list[str] = []
+    run_interleaved([Scripted("a", log, [1, 1]), Scripted("b", log, [1, 1])], rounds=2)
+    assert log == ["start a", "start b", "a", "b", "a", "b", "close a", "close b"]
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    log: list[str] = []
+    first, second = run_interleaved(
+        [Scripted("a", log, [1.0, 10.0, 2.0]), Scripted("b", log, [2.0, 10.0, 3.0])], rounds=3
+    )
+    assert first.ratio == 1.0 and first.median_s == 2.0
+    assert (second.ratio, second.ratio_low, second.ratio_high) == (1.5, 1.0, 2.0)
+
+
+def test_an_arm_that_fails_is_a_row_and_does_not_stop_the_others() -> None:
+    log: list[str] = []
+    first, second = run_interleaved(
+        [Scripted("a", log, [1.0, None, 5.0]), Scripted("b", log, [2.0, 2.0, 2.0])], rounds=3
+    )
+    assert first.error == "RuntimeError: out of memory" and len(first.samples) == 1
+    assert second.error is None and len(second.samples) == 3
+    assert second.ratio == 2.0
+    assert log.count("a") == 2 and "close a" in log
+
+
+def test_a_result_is_written_and_tells_of_failures(tmp_path: Path) -> None:
+    rows = [
+        Row("plain", {}, (Sample(1.25),), median_s=1.25, ratio=1.0, ratio_low=1.0, ratio_high=1.0),
+        Row("broken", {}, (), error="RuntimeError: no"),
+    ]
+    result = Outcome("step", [Comparison("Title", {"tokens": 4}, rows)], facts(tmp_path), at="now")
+    data, text = result.save(tmp_path / "out")
+    assert result.failed
+    table = text.read_text()
+    assert "| plain  | 1.25 s | 1.00 (1.00-1.00) |" in table
+    assert "broken: RuntimeError: no" in table
+    kept = json.loads(data.read_text())
+    assert kept["comparisons"][0]["rows"][0]["samples"][0]["seconds"] == 1.25
+    assert kept["machine"]["cores"] >= 1 and kept["machine"]["packages"]["torch"]
+
+
+def test_a_call_is_warmed_up_once() -> None:
+    runs = iter([9.0, 1.0, 2.0])
+    (row,) = run_interleaved([Call("work", lambda: next(runs))], rounds=2)
+    assert [sample.seconds for sample in row.samples] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.00123456, "0.00123"), (1234.0, "1234"), (2.0, "2.00")]
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.fixture
+def worker() -> Iterator[step.Worker]:
+    plan = step.Plan(TINY, "fp32", rounds=1, steps=2, warmup=2)
+    worker = step.Worker("plain", plan, "cpu", None)
+    yield worker
+    worker.close()
+
+
+def test_a_worker_trains_in_its_own_process(worker: step.Worker) -> None:
+    known = worker.start()
+    assert known["parameters"] == step.parameters(TINY)
+    assert known["shape"] == dataclasses.asdict(TINY)
+    sample = worker.sample()
+    assert sample.seconds > 0 and 0 < sample.seen["loss"] < 10
+    assert sample.seen["peak_rss_bytes"] > 1 << 20
+
+
+def test_what_a_worker_cannot_do_is_its_error() -> None:
+    plan = step.Plan(TINY, "fp32", rounds=1, steps=1, warmup=1)
+    arm = step.Worker("refused", plan, "cpu", {"no_such_option": 1})
+    (row,) = run_interleaved([arm], rounds=1)
+    assert row.error is not None and "no_such_option" in row.error
