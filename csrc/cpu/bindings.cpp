@@ -124,8 +124,7 @@ void accumulate(std::uintptr_t to, std::uintptr_t from, int type, std::size_t nu
   auto task = [&](std::size_t index) {
     const std::size_t begin = index * kTask;
     kernels().accumulate(address<float>(to) + begin, kind,
-                         address<const char>(from) + begin * width,
-                         std::min(kTask, numel - begin));
+                         address<const char>(from) + begin * width, std::min(kTask, numel - begin));
   };
   parallel(tasks_of(numel), task);
 }

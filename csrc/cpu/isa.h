@@ -1,7 +1,7 @@
 // The few operations that vector types do not have, or for which compilers emit poor code: square
 // root (correctly rounded), half floats where the hardware converts them (to nearest even), and
-// moves between 8-, 16- and 32-bit lanes. add_up_to(limit, value, size, added) adds where size is at
-// most limit, both below 2^31. Narrowing keeps the lower bits and drops the upper ones.
+// moves between 8-, 16- and 32-bit lanes. add_up_to(limit, value, size, added) adds where size is
+// at most limit, both below 2^31. Narrowing keeps the lower bits and drops the upper ones.
 // (AVX-512-BF16's conversion is not used: it flushes subnormals and rounds ties to even, so it
 // would not agree with the others.)
 
@@ -53,8 +53,8 @@ INLINE U widen(B value) {
 }
 // The lower halves of each 128 bits, put side by side, then the two quarters of 64 bits.
 INLINE H narrow(U value) {
-  const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0, 1,
-                                        4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0,
+                                        1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
   const __m256i picked = _mm256_shuffle_epi8((__m256i)value, pick);
   return (H)_mm256_castsi256_si128(_mm256_permute4x64_epi64(picked, 0x08));
 }

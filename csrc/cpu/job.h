@@ -13,7 +13,14 @@ enum class Master : int { kNone = 0, kSplit = 1, kF32 = 2 };
 
 enum class MomentFormat : int { kF32 = 0, kBf16 = 1, kInt8 = 2 };
 
-enum class RuleId : int { kAdam = 0, kAmsgrad = 1, kSgd = 2, kMomentum = 3, kAdagrad = 4, kLion = 5 };
+enum class RuleId : int {
+  kAdam = 0,
+  kAmsgrad = 1,
+  kSgd = 2,
+  kMomentum = 3,
+  kAdagrad = 4,
+  kLion = 5
+};
 
 constexpr int kRules = 6;
 constexpr int kMomentFormats = 3;

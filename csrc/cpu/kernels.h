@@ -8,6 +8,8 @@
 namespace overspill {
 namespace ISA_SPACE {
 
+// Each builds on those before it.
+// clang-format off
 #include "lanes.h"
 #include "isa.h"
 #include "halves.h"
@@ -15,6 +17,7 @@ namespace ISA_SPACE {
 #include "moments.h"
 #include "rules.h"
 #include "sweep.h"
+// clang-format on
 
 }  // namespace ISA_SPACE
 }  // namespace overspill

@@ -6,7 +6,7 @@
 // numbers; it starts at a hash of the block's place, the moment's number and the step's key. So
 // every element's noise is uniform and independent from step to step, and the same for any split
 // and any thread. The lower bits are used: as many as the format drops.
-constexpr std::uint32_t kHalfGolden = 0x9e37u;   // the golden ratio's part of 2^16, and of 2^20
+constexpr std::uint32_t kHalfGolden = 0x9e37u;  // the golden ratio's part of 2^16, and of 2^20
 constexpr std::uint32_t kByteGolden = 0x9e377u;
 
 INLINE std::uint32_t noise_start(std::uint64_t position, int moment, std::uint32_t key) {
@@ -163,7 +163,7 @@ struct ByteMoments {
   U highest[kBlocks][kCount] = {};
   U highest_now[kCount] = {};  // of the open block, as is the scale
   float scale[kCount] = {};
-  std::size_t block = 0;     // the open block's number in its stretch
+  std::size_t block = 0;  // the open block's number in its stretch
   std::uint32_t worst = 0;
   explicit ByteMoments(const Job& of) : job(of) {}
 

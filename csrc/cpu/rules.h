@@ -7,7 +7,13 @@ struct Adam {
   static constexpr unsigned kSigned = 0b01;
   const float decay, l2, take1, keep2, take2, root_scale, eps, step_size;
   explicit Adam(const float* c)
-      : decay(c[1]), l2(c[2]), take1(c[3]), keep2(c[4]), take2(c[5]), root_scale(c[6]), eps(c[7]),
+      : decay(c[1]),
+        l2(c[2]),
+        take1(c[3]),
+        keep2(c[4]),
+        take2(c[5]),
+        root_scale(c[6]),
+        eps(c[7]),
         step_size(c[8]) {}
   INLINE void moments(F& g, F& w, F& mean, F& square) const {
     if (l2 != 0.0f) g = g + w * l2;
@@ -43,7 +49,8 @@ struct Sgd {
   }
 };
 
-// The first step's ``keep`` is 0 and its ``take`` 1; ``ahead`` is the momentum with Nesterov, else 0.
+// The first step's ``keep`` is 0 and its ``take`` 1; ``ahead`` is the momentum with Nesterov, else
+// 0.
 struct Momentum {
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b1;

@@ -22,9 +22,12 @@ INLINE std::size_t width(FloatType type) { return type == FloatType::kF32 ? 4 : 
 
 INLINE F read_float(FloatType type, const void* from) {
   switch (type) {
-    case FloatType::kF32: return load<F>(from);
-    case FloatType::kBf16: return from_bf16(load<H>(from));
-    default: return from_f16(load<H>(from));
+    case FloatType::kF32:
+      return load<F>(from);
+    case FloatType::kBf16:
+      return from_bf16(load<H>(from));
+    default:
+      return from_f16(load<H>(from));
   }
 }
 
@@ -49,8 +52,11 @@ INLINE void read_weight(Straight, Types types, const Site& site, F (&value)[1]) 
       Straight::load_split(site.weight, site.master, raw);
       value[0] = floats(raw[0]);
       return;
-    case Master::kF32: value[0] = load<F>(site.master); return;
-    default: value[0] = read_float(types.weight(), site.weight);
+    case Master::kF32:
+      value[0] = load<F>(site.master);
+      return;
+    default:
+      value[0] = read_float(types.weight(), site.weight);
   }
 }
 template <class Types>
@@ -91,9 +97,12 @@ INLINE void write_weight(Paired, Types, const Site& site, const F (&value)[2]) {
 template <class Types>
 INLINE std::uint32_t weight_limit(Types types) {
   switch (types.weight()) {
-    case FloatType::kF32: return kInfinity;
-    case FloatType::kBf16: return kBf16Limit;
-    default: return kF16Limit;
+    case FloatType::kF32:
+      return kInfinity;
+    case FloatType::kBf16:
+      return kBf16Limit;
+    default:
+      return kF16Limit;
   }
 }
 
@@ -176,8 +185,7 @@ bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
     Site site;
     site.grad = static_cast<const std::uint8_t*>(job.grad) + i * width(types.grad());
     site.weight = offset(job.weight, i * width(types.weight()));
-    site.master =
-        types.master() == Master::kNone ? nullptr : offset(job.master, i * master_width);
+    site.master = types.master() == Master::kNone ? nullptr : offset(job.master, i * master_width);
     for (int k = 0; k < Rule::kMoments; ++k) {
       site.moments.at[k] = offset(job.moment[k], i * Moments::kBytes);
     }
