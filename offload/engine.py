@@ -134,8 +134,8 @@ class Engine:
         config, layout = self.config, self.layout
         self.extents = Extents(layout, self.io)
         self.updater = Updater(
-            layout, self._held.arenas, self.blueprint.rule, self.groups, self.accelerator,
-            config.accumulate, norms=config.max_grad_norm is not None,
+            layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate,
+            norms=config.max_grad_norm is not None,
         )  # fmt: skip
         machine = Residency(layout)
         self.executor = Executor(
@@ -306,6 +306,8 @@ class Engine:
             if present:
                 units[unit.index] = present
                 if unit.index not in self.executor.machine.updates.updated:
+                    if self.accelerator.has_device_memory:
+                        self.collector.mark_resident(unit.index)
                     self.updater.present(unit.index, present)
                     self.versions[unit.index] += 1
         return units

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..config import Tier
 from ..errors import BudgetError, OffloadError
 from ..io_engine import IoEngine, Ticket
 from ..observe.trace import Trace
@@ -318,7 +319,7 @@ class Executor:
         while (task := self._tasks.get()) is not None:
             started = time.perf_counter_ns()
             try:
-                self._work_on(task)
+                self._do(task)
             except BaseException as error:
                 self._finished(task, error)
                 continue
@@ -327,6 +328,25 @@ class Executor:
                 nbytes = task.state.nbytes
                 self._trace.add("update", name, started, time.perf_counter_ns(), nbytes)
             self._finished(task, None)
+
+    def _do(self, task: Clear | Settle | Update) -> None:
+        """Runs a task; one that touches device memory is ordered with copies and compute."""
+        if isinstance(task, Update):
+            touched = [task.weights, task.grads, task.state]
+        else:
+            touched = [task.place]
+        places = [place for place in touched if place.tier is Tier.DEVICE]
+        if not places:
+            self._work_on(task)
+            return
+        with self.accelerator.update_stream():
+            for place in places:
+                self.wait_for(place)
+            self._work_on(task)
+            event = self.accelerator.record()
+        for place in places:
+            self.mark_device_use(place, event)
+        event.synchronize()
 
     def close(self) -> None:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""

@@ -160,11 +160,18 @@ class GradientCollector:
             self._gather(unit, pending, place, on_slot)
             if self.accelerator.has_device_memory:
                 self.executor.mark_device_use(place, self.accelerator.record())
+                self.mark_resident(unit)
         if not on_slot:
             arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
             if merge or self.executor.machine.layout.converts[unit]:
                 self._updater.arrived(unit, arrival)
         self.executor.tell(GradReady(unit, merge, update))
+
+    def mark_resident(self, unit: int) -> None:
+        """A resident unit's compute is over for now: an update of its weights waits for it."""
+        home = self.executor.machine.layout.homes[unit]
+        if home.device_place is not None:
+            self.executor.mark_device_use(home.device_place, self.accelerator.record())
 
     def _in_host_layout(self, unit: int) -> bool:
         """Whether gradients are gathered straight to where they are kept."""

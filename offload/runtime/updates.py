@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..config import Tier
 from ..errors import OffloadError
 from ..optim import Rule, StepScalars, accumulate, sum_of_squares
 from ..schedule.layout import Layout
@@ -22,7 +21,6 @@ from ..schedule.messages import Clear, Settle, Update
 from ..schedule.partition import Chunk, Unit, align
 from ..schedule.plan import host_grad_dtype
 from ..schedule.subgroups import Subgroup
-from .accelerators.base import Accelerator
 from .pools import Arenas
 
 
@@ -70,13 +68,12 @@ class Updater:
         arenas: Arenas,
         rule: Rule,
         groups: Sequence[Mapping[str, Any]],
-        accelerator: Accelerator,
         accumulated: int,
         *,
         norms: bool,
     ) -> None:
         self.layout, self.arenas, self.rule = layout, arenas, rule
-        self.accelerator, self.grads = accelerator, GradLayout(layout.units, accumulated)
+        self.grads = GradLayout(layout.units, accumulated)
         self._groups, self._norms = groups, norms
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         count = 1 + max((p.index for u in layout.units for _, p in u.params), default=-1)
@@ -180,21 +177,6 @@ class Updater:
         chunk = unit.chunks[subgroup.chunk]
         weights = self.arenas.typed(task.weights, chunk.byte_offset, chunk.dtype, chunk.numel)
         grads = self._grads(task, task.unit, subgroup.chunk)
-        if task.weights.tier is Tier.DEVICE:
-            with self.accelerator.update_stream():
-                self._run(task, subgroup, chunk, weights, grads)
-                self.accelerator.record().synchronize()
-        else:
-            self._run(task, subgroup, chunk, weights, grads)
-
-    def _run(
-        self,
-        task: Update,
-        subgroup: Subgroup,
-        chunk: Chunk,
-        weights: torch.Tensor,
-        grads: torch.Tensor,
-    ) -> None:
         state = {
             f.name: self.arenas.typed(task.state, f.offset, f.dtype, f.numel)
             for f in subgroup.fields

@@ -121,10 +121,8 @@ class Gradients:
         """Compute has gathered the gradients."""
         item = self.units[signal.unit]
         home = self.layout.homes[signal.unit]
-        if home.grads is Tier.DEVICE:
-            item.phase = Phase.HELD
-        elif not self.layout.has_device:
-            item.phase = Phase.ARRIVING
+        if home.grads is Tier.DEVICE or not self.layout.has_device:
+            item.phase = Phase.ARRIVING  # gathered where they are kept: nothing to copy
             assert item.slot is not None
             self._emit(Settle(signal.unit, item.slot, item.slot))
         else:

@@ -72,10 +72,11 @@ def test_clip_grad_norm_is_exact(pair: Any) -> None:
     close(weights(model), weights(plain))
 
 
-def test_max_grad_norm_inside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [NVME, {"device": "sim"}, {"device": "cpu"}])
+def test_max_grad_norm_inside(where: dict[str, Any], tmp_path: Path) -> None:
     plain, model = make(), make()
     theirs = adamw(plain)
-    with overspill.wrap(model, adamw(model), nvme=tmp_path, max_grad_norm=0.5, **NVME) as ours:
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, max_grad_norm=0.5, **where) as ours:
         for step in range(3):
             plain(*batch(step)).backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
