@@ -213,7 +213,7 @@ def test_bf16_rounds_ties_away_from_zero() -> None:
 def test_saved_weights_are_the_current_ones(tmp_path: Path) -> None:
     model = find_model("gpt2-1m").build()
     optimizer = overspill.wrap(
-        model, torch.optim.AdamW(model.parameters()), device="sim", device_memory="3MiB",
+        model, torch.optim.AdamW(model.parameters()), device="sim", device_memory="1500KiB",
         host_memory="64MiB", precision="bf16",
     )  # fmt: skip
     with optimizer:
