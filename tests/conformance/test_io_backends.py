@@ -287,7 +287,7 @@ def test_a_truncated_file_is_an_error(open_engine: Open) -> None:
             engine.write(extent, buffer).wait(WAIT_S)
         os.truncate(engine.stats.lanes[0].path, extents[1].pieces[0].offset + 8192)
         engine.read(extents[0], buffer).wait(WAIT_S)
-        with pytest.raises(IoError, match="truncated"):
+        with pytest.raises(IoError, match="it was truncated"):
             engine.read(extents[1], buffer).wait(WAIT_S)
         engine.write(extents[1], buffer).wait(WAIT_S)
         engine.read(extents[1], buffer).wait(WAIT_S)
@@ -394,7 +394,7 @@ def test_flush_tells_of_a_deleted_file(open_engine: Open, tmp_path: Path) -> Non
     engine = open_engine()
     engine.flush()
     (tmp_path / "overspill.store").unlink()
-    with pytest.raises(IoError, match="deleted"):
+    with pytest.raises(IoError, match="has been deleted"):
         engine.flush()
 
 

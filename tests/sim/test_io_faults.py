@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import IoEngine, Lease, allocate_host
+from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, allocate_host
 from overspill.io_engine.native import NATIVE
 from overspill.io_engine.simulated import Faults, faulty_disk
 from tests.sim.io_scenario import MOST_BYTES, OPERATIONS, Scenario, faults_of
@@ -101,6 +102,24 @@ def test_a_disk_that_never_gives_an_answer_but_again(arena: Lease, directory: Pa
         with pytest.raises(Exception, match=r"temporarily|Interrupted"):
             engine.write(extent, arena.array[:4096]).wait(30)
         assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(("kind", "code"), [("io_error", errno.EIO), ("no_space", errno.ENOSPC)])
+def test_a_plain_refusal_is_reported_at_once(
+    kind: str, code: int, arena: Lease, directory: Path
+) -> None:
+    faults = Faults(seed=3, **{kind: 1.0})
+    with IoEngine(directory, 1 << 20, backend=faulty_disk(faults), ephemeral=True) as engine:
+        extent = engine.allocate(8192)
+        ticket = engine.write(extent, arena.array[:8192])
+        with pytest.raises(IoError, match=os.strerror(code)) as caught:
+            ticket.wait(20)
+        error = caught.value
+        assert error.errno == code and error.nbytes == 8192
+        assert error.path.endswith("overspill.store") and error.offset == extent.pieces[0].offset
+        assert engine.stats.retries == 0 and engine.stats.failures == 1
+        with pytest.raises(CorruptionError, match="no whole contents"):
+            engine.read(extent, arena.array[:8192]).wait(20)
 
 
 def test_a_slow_request_is_reported(
