@@ -17,7 +17,7 @@ from .formats import BLOCK, join_master, round_to_upper, scale_name, split_maste
 from .kernels import check_job
 
 CPU_SLICE = 2**16
-DEVICE_SLICE = 2**22
+DEVICE_SLICE = 2**20
 LARGEST = torch.finfo(torch.float32).max
 UNSIGNED_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 

@@ -1,0 +1,114 @@
+// Number formats of the optimizer on the GPU: the same arithmetic as csrc/cpu (halves.h,
+// moments.h), bit for bit. Rounding intrinsics, so that no compiler flag can contract a product and
+// a sum. No standard headers: this also compiles at run time (NVRTC).
+#pragma once
+
+namespace overspill {
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+enum { kF32 = 0, kBf16 = 1, kF16 = 2 };  // types of gradients and weights
+enum { kNoMaster = 0, kSplitMaster = 1, kF32Master = 2 };
+enum { kF32Moments = 0, kBf16Moments = 1, kInt8Moments = 2 };
+
+constexpr u32 kBlock = 256;  // elements that share an int8 scale, and a start of the noise
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr u32 kBf16Limit = 0x7f7f8000u;
+constexpr u32 kNoisyBf16Limit = 0x7f7f0001u;
+constexpr u32 kF16Limit = 0x477ff000u;
+
+__device__ __forceinline__ u32 bits(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ float floats(u32 value) { return __uint_as_float(value); }
+__device__ __forceinline__ u32 magnitude(u32 raw) { return raw & 0x7fffffffu; }
+__device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
+__device__ __forceinline__ float sub(float a, float b) { return __fadd_rn(a, -b); }
+__device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+
+__device__ __forceinline__ float from_f16(u32 half) {
+  const u32 sign = (half & 0x8000u) << 16;
+  const u32 body = (half & 0x7fffu) << 13;
+  const u32 exponent = body & 0x0f800000u;
+  if (exponent == 0x0f800000u) {
+    const u32 quiet = (body & 0x007fffffu) != 0u ? 0x00400000u : 0u;
+    return floats(body | kInfinity | quiet | sign);
+  }
+  if (exponent == 0u) {
+    const float tiny = sub(floats(body + (113u << 23)), floats(113u << 23));
+    return floats(bits(tiny) | sign);
+  }
+  return floats((body + ((127u - 15u) << 23)) | sign);
+}
+
+__device__ __forceinline__ u32 to_f16(float value) {
+  const u32 raw = bits(value);
+  const u32 sign = (raw >> 16) & 0x8000u;
+  const u32 body = magnitude(raw);
+  if (body > kInfinity) return ((body >> 13) & 0x3ffu) | 0x7e00u | sign;
+  if (body >= kF16Limit) return 0x7c00u | sign;
+  if (body < 0x38800000u) return (bits(add(floats(body), 0.5f)) - 0x3f000000u) | sign;
+  return ((body - ((127u - 15u) << 23) + 0xfffu + ((body >> 13) & 1u)) >> 13) | sign;
+}
+
+// To nearest, ties to even: weights without a master, and gradients.
+__device__ __forceinline__ u32 even_half(u32 raw) {
+  if (magnitude(raw) > kInfinity) return (raw >> 16) | 0x40u;
+  return (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+}
+// To nearest, ties away from zero: weights that have a master.
+__device__ __forceinline__ u32 upper_half(u32 raw) {
+  return (magnitude(raw) > kInfinity ? raw : raw + 0x8000u) >> 16;
+}
+__device__ __forceinline__ u32 join(u32 upper, u32 lower) {
+  return (((upper << 16) | lower) ^ 0x8000u) - 0x8000u;
+}
+__device__ __forceinline__ u32 noisy_half(u32 raw, u32 noise) {
+  return (magnitude(raw) >= kInfinity ? raw : raw + (noise & 0xffffu)) >> 16;
+}
+
+__device__ __forceinline__ float read_float(int type, const void* from, u64 i) {
+  if (type == kF32) return static_cast<const float*>(from)[i];
+  const u32 half = static_cast<const u16*>(from)[i];
+  return type == kBf16 ? floats(half << 16) : from_f16(half);
+}
+
+__device__ __forceinline__ u32 noise_start(u64 position, int moment, u32 key) {
+  u32 x = (static_cast<u32>(position / kBlock) * 4u + moment) ^ key;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+constexpr u32 kHalfGolden = 0x9e37u;
+constexpr u32 kByteGolden = 0x9e377u;
+
+// Byte codes: see csrc/cpu/moments.h.
+constexpr u32 kCodeNoise = (1u << 20) - 1;
+constexpr u32 kSignedZeroBits = 112u << 23;
+constexpr u32 kUnsignedZeroBits = 96u << 23;
+constexpr float kSignedZero = 0x1p-15f;
+constexpr float kUnsignedZero = 0x1p-31f;
+constexpr float kSignedTop = 1.875f - 0x1p-14f;
+constexpr float kUnsignedTop = 1.875f - 0x1p-18f;
+constexpr float kSmallestScale = 0x1p-100f;
+
+__device__ __forceinline__ float from_code(u32 code, bool has_sign, float scale) {
+  if (!has_sign) return mul(sub(floats((code << 20) | kUnsignedZeroBits), kUnsignedZero), scale);
+  const float size = sub(floats(((code & 0x7fu) << 20) | kSignedZeroBits), kSignedZero);
+  return mul(floats(bits(size) | ((code & 0x80u) << 24)), scale);
+}
+
+__device__ __forceinline__ u8 to_code(float value, bool has_sign, float inverse, u32 noise) {
+  const u32 raw = bits(value);
+  if (!has_sign) {
+    const u32 code = (bits(add(mul(value, inverse), kUnsignedZero)) + (noise & kCodeNoise)) >> 20;
+    const u32 least = (kUnsignedZeroBits >> 20) + 1u;
+    return static_cast<u8>(raw != 0u && code < least ? least : code);
+  }
+  const float y = add(mul(floats(magnitude(raw)), inverse), kSignedZero);
+  const u32 code = (bits(y) + (noise & kCodeNoise)) >> 20;
+  return static_cast<u8>((code & 0x7fu) | ((raw >> 24) & 0x80u));
+}
+
+}  // namespace overspill

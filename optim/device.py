@@ -1,0 +1,171 @@
+"""The GPU kernels: compiled at run time through CuPy, launched on torch's current stream.
+
+AdamW and Adam over flat buffers, and the gathering of a unit's gradients, with the arithmetic of
+the CPU kernels.  They are compiled in CI and their arithmetic is tested on the host.  Until they
+have been measured on a GPU they run only when called from here: rules update device tensors in
+plain torch (``reference.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import scale_name
+from .kernels import FLOAT_TYPES, MOMENT_FORMATS, check_job
+from .rule import StepScalars
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KERNELS = ("adam_fp32", "adam_bf16", "adam_int8")
+THREADS = 256
+ELEMENTS_PER_BLOCK = 8 * 256
+MOST_BLOCKS = 16384
+TILE = 16384
+
+
+class AdamJob(ctypes.Structure):
+    """``overspill::AdamJob`` of csrc/cuda/adam.cu."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("moment", ctypes.c_void_p * 2),
+        ("scale", ctypes.c_void_p * 2),
+        ("numel", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("coefficients", ctypes.c_float * 9),
+        ("noise_key", ctypes.c_uint32),
+        ("grad_type", ctypes.c_int),
+        ("weight_type", ctypes.c_int),
+        ("master_kind", ctypes.c_int),
+    )
+
+
+class Tile(ctypes.Structure):
+    """``overspill::Tile`` of csrc/cuda/gather.cu: at most ``TILE`` elements of one gradient."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("to", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("type", ctypes.c_int),
+    )
+
+
+def adam_job(
+    grad: Tensor,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: StepScalars,
+    position: int,
+) -> AdamJob:
+    """The kernel's argument.  The tensors must outlive the launch."""
+    check_job(grad, weight, state, MOMENTS, position)
+    job = AdamJob()
+    job.grad, job.weight = grad.data_ptr(), weight.data_ptr()
+    job.grad_type, job.weight_type = FLOAT_TYPES[grad.dtype], FLOAT_TYPES[weight.dtype]
+    for kind, name in ((1, "master_lo"), (2, "master")):
+        if name in state:
+            job.master, job.master_kind = state[name].data_ptr(), kind
+    for k, name in enumerate(MOMENTS):
+        job.moment[k] = state[name].data_ptr()
+        if state[name].dtype is torch.uint8:
+            job.scale[k] = state[scale_name(name)].data_ptr()
+    job.numel, job.position = weight.numel(), position
+    job.coefficients[:] = scalars.coefficients
+    job.noise_key = scalars.noise_key
+    return job
+
+
+@functools.cache
+def _module(source: str) -> Any:
+    """The compiled kernels of one source file.
+
+    Raises:
+        ImportError: CuPy is not there.
+    """
+    cupy = importlib.import_module("cupy")
+    folder = resources.files("overspill.cuda_sources")
+    code = (folder / source).read_text(encoding="utf-8")
+    numbers = (folder / "numbers.cuh").read_text(encoding="utf-8").replace("#pragma once", "")
+    return cupy.RawModule(
+        code=code.replace('#include "numbers.cuh"', numbers),
+        options=("-std=c++17", "--fmad=false"),
+    )
+
+
+def _launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
+    cupy = importlib.import_module("cupy")
+    with cupy.cuda.Device(like.device.index or 0):
+        stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(like.device).cuda_stream)
+        with stream:
+            _module(source).get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
+
+
+def _uploaded(structures: ctypes.Structure | ctypes.Array[Any], like: Tensor) -> Tensor:
+    """The bytes of a kernel's argument in the memory of a device, in order with its stream."""
+    return torch.frombuffer(bytearray(structures), dtype=torch.uint8).to(like.device)
+
+
+def _address(tensor: Tensor) -> Any:
+    return importlib.import_module("numpy").uint64(tensor.data_ptr())
+
+
+def update_adam(
+    grad: Tensor,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: StepScalars,
+    position: int,
+) -> Tensor:
+    """One pass of AdamW or Adam on a GPU (see ``Rule.update``), on torch's current stream.
+
+    Returns:
+        A one-element int32 tensor on the device: 0 if all that was written is finite.
+    """
+    job = adam_job(grad, weight, state, scalars, position)
+    flag = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    kernel = KERNELS[MOMENT_FORMATS[state[MOMENTS[0]].dtype]]
+    blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
+    if blocks:
+        given = _uploaded(job, weight)
+        _launch("adam.cu", kernel, blocks, (_address(given), _address(flag)), weight)
+    return flag
+
+
+def gather(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Tensor:
+    """Copies gradients into ``flat`` at ``offsets`` (elements), cast to its dtype, in one launch.
+
+    Args:
+        grads: contiguous, fp32, bf16 or fp16, on one GPU.
+        flat: fp32, bf16 or fp16, on the same GPU; what lies between the gradients stays.
+
+    Returns:
+        The sum of the squares of what was stored, by tile of at most ``TILE`` elements, in double,
+        on the device.
+    """
+    tiles = [
+        Tile(
+            grad.data_ptr() + begin * grad.element_size(),
+            offset + begin,
+            min(TILE, grad.numel() - begin),
+            FLOAT_TYPES[grad.dtype],
+        )
+        for grad, offset in zip(grads, offsets, strict=True)
+        for begin in range(0, grad.numel(), TILE)
+    ]
+    squares = torch.zeros(len(tiles), dtype=torch.float64, device=flat.device)
+    if tiles:
+        table = _uploaded((Tile * len(tiles))(*tiles), flat)
+        kind = importlib.import_module("numpy").int32(FLOAT_TYPES[flat.dtype])
+        arguments = (_address(table), _address(flat), kind, _address(squares))
+        _launch("gather.cu", "gather", len(tiles), arguments, flat)
+    return squares

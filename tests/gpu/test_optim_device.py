@@ -1,0 +1,68 @@
+"""The GPU kernels on a GPU: bit for bit the CPU kernels, and faster than plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overspill.optim.formats import Master, Moments
+from tests.optim_jobs import WEIGHTS, assert_same, gradients, make_job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_adam_is_the_cpus(weight: tuple[torch.dtype, Master], moments: Moments) -> None:
+    pytest.importorskip("cupy")
+    from overspill.optim.device import update_adam
+
+    for numel in (33, 257, 70_001):
+        on_cpu = make_job("adamw", numel, *weight, moments)
+        on_gpu = make_job("adamw", numel, *weight, moments)
+        on_gpu.weight = on_gpu.weight.cuda()
+        on_gpu.state = {name: tensor.cuda() for name, tensor in on_gpu.state.items()}
+        for step, grad in enumerate(gradients(numel, torch.bfloat16, 3), start=1):
+            on_cpu.step(grad, step, 0.37)
+            scalars = on_gpu.scalars(step, 0.37)
+            flag = update_adam(grad.cuda(), on_gpu.weight, on_gpu.state, scalars, 0)
+            assert int(flag) == 0
+        on_gpu.weight = on_gpu.weight.cpu()
+        on_gpu.state = {name: tensor.cpu() for name, tensor in on_gpu.state.items()}
+        assert_same(on_gpu, on_cpu, numel)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_plain_torch_on_the_gpu_is_the_cpus(
+    weight: tuple[torch.dtype, Master], moments: Moments
+) -> None:
+    """What rules do for device tensors without the kernels."""
+    on_cpu, on_gpu = (make_job("adamw", 70_001, *weight, moments) for _ in range(2))
+    on_gpu.weight = on_gpu.weight.cuda()
+    on_gpu.state = {name: tensor.cuda() for name, tensor in on_gpu.state.items()}
+    for step, grad in enumerate(gradients(70_001, torch.bfloat16, 3), start=1):
+        on_cpu.step(grad, step, 0.37)
+        on_gpu.step(grad.cuda(), step, 0.37)
+    on_gpu.weight = on_gpu.weight.cpu()
+    on_gpu.state = {name: tensor.cpu() for name, tensor in on_gpu.state.items()}
+    assert_same(on_gpu, on_cpu, "torch")
+
+
+def test_gather_is_torchs() -> None:
+    pytest.importorskip("cupy")
+    from overspill.optim.device import gather
+
+    grads = [torch.randn(n, device="cuda") for n in (5, 70_001, 64)]
+    offsets = [0, 32, 70_048]
+    flat = torch.zeros(70_112, dtype=torch.bfloat16, device="cuda")
+    squares = gather(grads, offsets, flat)
+    expected = 0.0
+    for grad, offset in zip(grads, offsets, strict=True):
+        stored = flat[offset : offset + grad.numel()]
+        assert torch.equal(stored, grad.bfloat16())
+        expected += float(stored.double().square().sum())
+    assert float(squares.sum()) == pytest.approx(expected, rel=1e-12)
