@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-SUITES = ("copy", "optim", "step")  # each a module with ``run(*, quick, folder) -> Outcome``
+SUITES = ("copy", "io", "optim", "step")  # each a module with ``run(*, quick, folder) -> Outcome``
 
 
 def main() -> int:
