@@ -62,8 +62,10 @@ def train(
 ) -> None:
     """Train or fine-tune a causal language model that need not fit in memory."""
     from ..train.job import Job, run
+    from .heap import give_freed_memory_back
     from .progress import make_watch
 
+    give_freed_memory_back()
     with one_line_errors(debug):
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,

@@ -126,6 +126,26 @@ def test_as_a_module() -> None:
     assert done.stdout.strip() == f"overspill {overspill.__version__}"
 
 
+KEPT_AFTER_FREEING = """
+import psutil, torch
+from overspill.cli.heap import give_freed_memory_back
+assert give_freed_memory_back()
+del (large := [torch.ones(24 * 2**18)])[:]  # glibc would now raise its limit above 2 MiB
+before = psutil.Process().memory_info().rss
+blocks = [torch.ones(2**19) for _ in range(64)]
+last = blocks.pop()
+blocks.clear()
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    code = [sys.executable, "-c", KEPT_AFTER_FREEING]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 * 2**20, "126 MiB of 128 were freed"
+
+
 # -- progress -------------------------------------------------------------------------------------
 
 
