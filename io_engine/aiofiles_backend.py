@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from .backend import Completion, LaneCounts, Outcome, Segment, Tuning
+from .backend import LATENCY_STEPS, Completion, LaneCounts, Outcome, Segment, Tuning
 from .types import SECTOR_BYTES
 
 _MAX_ATTEMPTS = 50
@@ -59,6 +60,7 @@ class _Lane:
     busy_ns: int = 0
     busy_since_ns: int = 0
     in_flight: int = 0
+    latencies: list[int] = field(default_factory=lambda: [0] * LATENCY_STEPS)
 
     def queue_of(self, request: _Request) -> deque[_Block]:
         return self.queues[2 * request.urgent + request.write]
@@ -155,6 +157,9 @@ class AiofilesBackend:
             )
             for lane in self._lanes
         ]  # fmt: skip
+
+    def latencies(self) -> list[int]:
+        return [sum(steps) for steps in zip(*(lane.latencies for lane in self._lanes), strict=True)]
 
     def close(self, timeout_s: float) -> bool:
         if self._thread.is_alive():
@@ -266,7 +271,7 @@ class AiofilesBackend:
         """One transfer; a failure if it cannot go on."""
         request, left = block.request, block.memory[block.moved :]
         transfer = self._write if request.write else self._read
-        code = 0
+        code, begun = 0, time.perf_counter_ns()
         try:
             moved = await transfer(
                 lane.fd, [left], block.offset + block.moved, loop=self._loop, executor=self._pool
@@ -274,6 +279,8 @@ class AiofilesBackend:
         except OSError as error:
             moved, code = 0, error.errno or errno.EIO
         lane.bytes[request.write] += moved
+        step = int(4 * math.log2(max(time.perf_counter_ns() - begun, 1)))
+        lane.latencies[min(step, LATENCY_STEPS - 1)] += 1
         if moved == len(left):
             block.moved += moved
             return None

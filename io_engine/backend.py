@@ -13,6 +13,8 @@ from .native import NATIVE
 DEFAULT_BLOCK_BYTES = 1 << 20
 DEPTHS = {"uring": 32, "threads": 4, "aiofiles": 4}
 
+LATENCY_STEPS = 160
+
 log = logging.getLogger("overspill.io_engine")
 
 
@@ -87,6 +89,9 @@ class Backend(Protocol):
     def stats(self) -> list[LaneCounts]:
         """Counters, a lane each."""
 
+    def latencies(self) -> list[int]:
+        """How many transfers took how long: step k counts those of 2**(k/4) ns and more."""
+
     def close(self, timeout_s: float) -> bool:
         """Ends what is queued, then all threads.  False: some are stuck, and were left behind."""
 
@@ -132,6 +137,9 @@ class NativeBackend:
 
     def stats(self) -> list[LaneCounts]:
         return [LaneCounts(*lane) for lane in self._core.stats()]
+
+    def latencies(self) -> list[int]:
+        return list(self._core.latencies())
 
     def close(self, timeout_s: float) -> bool:
         return bool(self._core.close(timeout_s))

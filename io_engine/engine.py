@@ -12,23 +12,17 @@ from types import TracebackType
 
 import numpy as np
 
-from .backend import (
-    DEFAULT_BLOCK_BYTES,
-    DEPTHS,
-    BackendFactory,
-    Tuning,
-    choose,
-    open_backend,
-)
+from .backend import BackendFactory, open_backend
 from .buffers import Lease, allocate_host
 from .contents import Contents
 from .dispatch import Dispatcher, Flight
 from .errors import IoError, OffloadError
 from .probe import measured_rates
+from .settings import settle
 from .space import Space, file_shares
 from .store import StoreFile
 from .transfer import Buffer, block_count, plan_transfer
-from .types import SECTOR_BYTES, Direction, Extent, IoStats, LaneStats, Ticket, round_up
+from .types import Direction, Extent, IoStats, LaneStats, Ticket, round_up
 
 log = logging.getLogger("overspill.io_engine")
 
@@ -77,7 +71,7 @@ class IoEngine:
         paths = _paths(directories)
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes must be positive, not {capacity_bytes}")
-        tuning = _tuning(backend, block_bytes, queue_depth)
+        tuning = settle(paths, backend, block_bytes, queue_depth)
         start = open_backend if isinstance(backend, str) else backend
         rates = measured_rates(paths, tuning, start) if len(paths) > 1 else [1.0]
         sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
@@ -279,6 +273,13 @@ class IoEngine:
             lanes=lanes,
         )
 
+    def latencies(self) -> list[int]:
+        """How many transfers of one block took how long, since the engine was opened.
+
+        Step k counts those of ``2**(k/4)`` nanoseconds and more, but less than the next step's.
+        """
+        return self._backend.latencies()
+
     def close(self) -> None:
         """Lets everything on its way end, joins the threads, removes the files.
 
@@ -329,25 +330,6 @@ def _paths(
     if len({path.resolve() for path in paths}) != len(paths):
         raise ValueError(f"a directory is named twice: {', '.join(map(str, paths))}")
     return paths
-
-
-def _tuning(
-    backend: str | BackendFactory, block_bytes: int | None, queue_depth: int | None
-) -> Tuning:
-    if isinstance(backend, str):
-        name, why = choose(backend)
-        log.info("disk transfers by %s: %s", name, why)
-    else:
-        name = "custom"
-    block = DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes
-    if block <= 0 or block % SECTOR_BYTES or block > 1 << 30:
-        raise ValueError(
-            f"block_bytes must be a multiple of {SECTOR_BYTES} up to 1 GiB, not {block}"
-        )
-    depth = DEPTHS.get(name, 4) if queue_depth is None else queue_depth
-    if not 1 <= depth <= 1024:
-        raise ValueError(f"queue_depth must be 1 to 1024, not {depth}")
-    return Tuning(name, block, depth)
 
 
 def _open_files(paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool) -> list[StoreFile]:

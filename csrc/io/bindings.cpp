@@ -1,6 +1,7 @@
 // overspill.io_engine._native: addresses and lengths in, plain tuples out. The Python side checks
 // buffers and keeps them alive while they are in use; this side trusts it.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -87,6 +88,7 @@ NB_MODULE(_native, m) {
       .def("promote", unlocked(&Core::promote))
       .def("wake", &Core::wake)
       .def("stats", &stats)
+      .def("latencies", &Core::latencies)
       .def("close", unlocked(&Core::close));
   m.def("uring_refusal", &uring_refusal);
   m.def("crc32", [](std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {

@@ -177,6 +177,15 @@ std::vector<LaneStats> Core::stats() const {
   return all;
 }
 
+Latencies Core::latencies() const {
+  Latencies all{};
+  for (const auto& lane : lanes_) {
+    const Latencies mine = lane->latencies();
+    for (std::size_t step = 0; step < all.size(); ++step) all[step] += mine[step];
+  }
+  return all;
+}
+
 bool Core::close(double timeout_s) {
   if (closed_) return true;
   closed_ = true;

@@ -57,6 +57,8 @@ class Core {
   std::vector<Result> collect(double timeout_s) { return state_->results.collect(timeout_s); }
   void wake() { state_->results.wake(); }
   std::vector<LaneStats> stats() const;
+  // How long transfers took, all lanes together.
+  Latencies latencies() const;
   // Lets what is queued end, and joins the threads. False if some were still stuck in the kernel
   // after `timeout_s` without any progress; they are then left behind.
   bool close(double timeout_s);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 
 #include "checksum.h"
 
@@ -16,6 +17,11 @@ constexpr std::int64_t kLongestWaitNs = 50'000'000;
 
 bool worth_repeating(std::int64_t result) {
   return result == -EINTR || result == -EAGAIN || result == -EBUSY || result == -ENOBUFS;
+}
+
+std::size_t latency_step(std::int64_t ns) {
+  const double octaves = std::log2(static_cast<double>(std::max<std::int64_t>(ns, 1)));
+  return std::min(static_cast<std::size_t>(octaves * kLatencySteps), Latencies{}.size() - 1);
 }
 
 }  // namespace
@@ -85,6 +91,11 @@ LaneStats Lane::stats() const {
   return now;
 }
 
+Latencies Lane::latencies() const {
+  const std::lock_guard lock(mutex_);
+  return latencies_;
+}
+
 bool Lane::drained() const {
   const std::lock_guard lock(mutex_);
   return stopped_ && stats_.queued == 0 && stats_.in_flight == 0;
@@ -147,6 +158,7 @@ std::size_t Lane::take(Block** out, std::size_t room, bool wait) {
         if (queued == Request::kCancelled || request->failed) {
           dropped.push_back(block);
         } else {
+          block->started_ns = now;
           out[taken++] = block;
         }
       }
@@ -192,7 +204,9 @@ void Lane::resume(Block* block, bool at_once) {
 
 void Lane::finish(Block* block, std::int64_t result) {
   if (result > 0) {
+    const std::size_t step = latency_step(now_ns() - block->started_ns);
     const std::lock_guard lock(mutex_);
+    ++latencies_[step];
     stats_.bytes[static_cast<int>(block->op)] += static_cast<std::uint64_t>(result);
   }
   if (result == block->left()) {

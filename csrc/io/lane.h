@@ -2,6 +2,7 @@
 // interruptions retried, checksums taken and compared. Submitters below only move bytes.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +14,10 @@
 #include "request.h"
 
 namespace overspill {
+
+// How many transfers took how long: four steps to an octave of nanoseconds.
+using Latencies = std::array<std::uint64_t, 160>;
+constexpr int kLatencySteps = 4;
 
 struct LaneStats {
   std::uint64_t bytes[2] = {0, 0};   // moved, by Op, failed and repeated transfers included
@@ -39,6 +44,7 @@ class Lane {
   // No more blocks will come: `take` says so once the queues are empty.
   void stop();
   LaneStats stats() const;
+  Latencies latencies() const;
 
   // -- for the submitter --
   // Up to `room` blocks to start now. Without any: waits for one if `wait`, until stopped.
@@ -74,6 +80,7 @@ class Lane {
   bool stopped_ = false;
   std::int64_t busy_since_ns_ = 0;
   LaneStats stats_;
+  Latencies latencies_{};
 };
 
 }  // namespace overspill

@@ -38,7 +38,8 @@ struct Block {
   std::uint32_t attempts = 0;
   Op op = Op::kRead;
   bool summed = false;
-  std::int64_t due_ns = 0;  // not to be tried again before
+  std::int64_t due_ns = 0;      // not to be tried again before
+  std::int64_t started_ns = 0;  // when it was last given to the submitter
 
   std::uint32_t left() const { return nbytes - moved; }
   char* next_address() const { return address + moved; }
