@@ -159,7 +159,7 @@ struct ByteMoments {
   static constexpr std::size_t kBlocks = kStretch / kBlock;
   static constexpr std::size_t kStep = LANES * Layout::kParts;
   const Job& job;
-  alignas(64) float staged[kCount][kStretch] = {};
+  alignas(64) float staged[kCount][kStretch];
   U highest[kBlocks][kCount] = {};
   U highest_now[kCount] = {};  // of the open block, as is the scale
   float scale[kCount] = {};
@@ -202,26 +202,31 @@ struct ByteMoments {
   }
   // Ends the stretch [begin, end): begin is a multiple of kStretch.
   INLINE void close(std::size_t begin, std::size_t end) {
-    float inverse[kBlocks][kCount];
+    // All scales at once, those past the end too: divisions are slow one by one.
+    constexpr std::size_t kScales = kBlocks * kCount;
+    std::uint32_t most[kScales] = {};
+    float kept[kScales], inverse[kScales];
     for (std::size_t b = 0; b < kBlocks && begin + b * kBlock < end; ++b) {
       for (int k = 0; k < kCount; ++k) {
-        const std::uint32_t raw = highest_lane(highest[b][k]) & 0x7fffffffu;
-        worst = raw > worst ? raw : worst;
-        float most;
-        std::memcpy(&most, &raw, sizeof most);
-        const float ideal = most / (is_signed(k) ? kSignedTop : kUnsignedTop);
-        // Not a comparison that NaN would pass: a scale that is not finite stays, and poisons.
-        const float kept = ideal < kSmallestScale ? kSmallestScale : ideal;
-        job.scale[k][begin / kBlock + b] = kept;
-        inverse[b][k] = 1.0f / kept;
+        most[b * kCount + k] = highest_lane(highest[b][k]) & 0x7fffffffu;
       }
     }
+    for (std::size_t s = 0; s < kScales; ++s) {
+      worst = most[s] > worst ? most[s] : worst;
+      float value;
+      std::memcpy(&value, &most[s], sizeof value);
+      const float ideal = value / (is_signed(s % kCount) ? kSignedTop : kUnsignedTop);
+      // Not a comparison that NaN would pass: a scale that is not finite stays, and poisons.
+      kept[s] = ideal < kSmallestScale ? kSmallestScale : ideal;
+      inverse[s] = 1.0f / kept[s];
+    }
     for (std::size_t b = 0; b < kBlocks && begin + b * kBlock < end; ++b) {
+      for (int k = 0; k < kCount; ++k) job.scale[k][begin / kBlock + b] = kept[b * kCount + k];
       const std::size_t at = begin + b * kBlock;
-      encode(at, end - at < kBlock ? end : at + kBlock, inverse[b]);
+      encode(at, end - at < kBlock ? end : at + kBlock, inverse + b * kCount);
     }
   }
-  INLINE void encode(std::size_t begin, std::size_t end, const float (&inverse)[kCount]) {
+  INLINE void encode(std::size_t begin, std::size_t end, const float* inverse) {
     alignas(64) std::uint8_t padded[kCount][kBlock];
     const bool whole = (end - begin) % kStep == 0;
     std::uint8_t* to[kCount];
