@@ -1,7 +1,9 @@
 // One io_uring per lane, over plain system calls: one thread submits, sleeps and reaps, so the
 // kernel can run its completions in that thread when it asks (DEFER_TASKRUN), without interrupts.
+#if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
 #include <linux/time_types.h>
+#endif
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -16,6 +18,19 @@
 
 #include "submitter.h"
 #include "worker.h"
+
+// Built on a system whose headers are older than Linux 5.11: then there is no io_uring.
+#if defined(IORING_ENTER_EXT_ARG)
+
+#ifndef IORING_SETUP_COOP_TASKRUN
+#define IORING_SETUP_COOP_TASKRUN (1U << 8)
+#endif
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
 
 namespace overspill {
 namespace {
@@ -316,3 +331,17 @@ std::string uring_refusal() {
 }
 
 }  // namespace overspill
+
+#else
+
+namespace overspill {
+
+std::unique_ptr<Submitter> make_uring(std::shared_ptr<Lane>, std::uint32_t) {
+  throw std::system_error(ENOSYS, std::generic_category(), uring_refusal());
+}
+
+std::string uring_refusal() { return "built with kernel headers older than 5.11"; }
+
+}  // namespace overspill
+
+#endif
