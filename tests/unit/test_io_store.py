@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from overspill.io_engine import IoEngine, IoError
+from overspill.io_engine.native import NATIVE
 
 MIB = 1 << 20
 
@@ -308,3 +309,43 @@ def test_without_the_extension_it_runs_on_aiofiles(tmp_path: Path) -> None:
     assert done.stdout == "auto True\n", done.stderr
     with IoEngine(tmp_path, MIB, ephemeral=True) as engine:
         assert engine.allocate(np.int64(5)).nbytes == 5
+
+
+@pytest.mark.skipif(NATIVE is None, reason="no native extension")
+@pytest.mark.parametrize("call", [425, 426, 427])  # io_uring_setup, _enter, _register
+def test_a_container_that_forbids_io_uring(tmp_path: Path, call: int) -> None:
+    done = run(
+        """
+        import ctypes, logging, struct, sys
+        from overspill.io_engine import IoEngine
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        errno_eperm, allow = 0x00050001, 0x7FFF0000
+        steps = [
+            struct.pack("HBBI", 0x20, 0, 0, 0),  # load the number of the call
+            struct.pack("HBBI", 0x15, 0, 1, int(sys.argv[2])),
+            struct.pack("HBBI", 0x06, 0, 0, errno_eperm),
+            struct.pack("HBBI", 0x06, 0, 0, allow),
+        ]
+        code = ctypes.create_string_buffer(b"".join(steps))
+        program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+        with IoEngine(sys.argv[1], 1 << 20) as engine:
+            extent = engine.allocate(4096)
+            with engine.buffer(4096) as buffer:
+                engine.write(extent, buffer).wait(20)
+                engine.read(extent, buffer).wait(20)
+            print(engine.backend)
+        try:
+            IoEngine(sys.argv[1], 1 << 20, backend="uring")
+        except RuntimeError as error:
+            print(error)
+        """,
+        tmp_path,
+        call,
+        env={**os.environ, "OVERSPILL_CACHE": str(tmp_path / "cache")},
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "threads", done.stderr
+    assert "cannot run here" in lines[1] and "Operation not permitted" in lines[1]
+    assert done.stderr.count("no io_uring here") == 1
