@@ -171,16 +171,3 @@ def choose(wish: str) -> tuple[str, str]:
     if wish == "auto":
         return "threads", f"no io_uring here ({refusal})"
     raise RuntimeError(f"backend 'uring' cannot run here ({refusal}); use 'threads' or 'auto'")
-
-
-def open_backend(fds: Sequence[int], tuning: Tuning) -> Backend:
-    """Starts the backend that ``tuning`` names, over open files.
-
-    Raises:
-        RuntimeError: a part that it needs is not installed.
-    """
-    if tuning.backend == "aiofiles":
-        from .aiofiles_backend import AiofilesBackend
-
-        return AiofilesBackend(fds, tuning)
-    return NativeBackend(fds, tuning)

@@ -12,11 +12,12 @@ from types import TracebackType
 
 import numpy as np
 
-from .backend import BackendFactory, open_backend
+from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .contents import Contents
 from .dispatch import Dispatcher, Flight
 from .errors import IoError, OffloadError
+from .opening import open_backend
 from .probe import measured_rates
 from .settings import settle
 from .space import Space, file_shares

@@ -73,7 +73,7 @@ class Engine:
             blueprint.config, blueprint.parts, blueprint.plan.layout
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace()
-        self.closed = self._materialized = False
+        self.closed = self.materialized = False
         self.state_hooks: StateHooks  # set by wrap, taken away by unwrap
         self.step_count = self.micro_steps = 0
         self.versions = [0] * len(self.parts.units)
@@ -202,7 +202,7 @@ class Engine:
 
     def _add_grad(self, index: int, grad: torch.Tensor) -> None:
         self._refuse_consumed(index)
-        low = self.parts.parameters[index].dtype != torch.float32
+        low = self.parts.parameters[index].dtype == torch.bfloat16
         if low and self.config.accumulate == 1 and index not in self._pending_params():
             raise OffloadError(
                 "a second backward() added to gradients that are kept in "
@@ -335,7 +335,7 @@ class Engine:
 
     def raise_if_unusable(self) -> None:
         """Raises after ``close``, after a failure, and inside ``materialized``."""
-        if self._materialized:
+        if self.materialized:
             raise OffloadError("the model is materialized; leave the `with` block before training")
         self.executor.raise_failure()
 

@@ -32,11 +32,11 @@ def empty_init() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
         if param is not None and param.device.type != "meta":
             empty = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             empty.__dict__.update(param.__dict__)
-            module._parameters[name] = empty
+            param = empty
+        register(module, name, param)
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
     try:

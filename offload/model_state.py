@@ -24,7 +24,7 @@ class StateHooks:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._index = {id(p): i for i, p in enumerate(engine.parts.parameters)}
-        self._memo: dict[int, torch.Tensor] = {}
+        self._memo: dict[int, tuple[int, torch.Tensor]] = {}  # (version of the unit, weight)
         self._handles: list[Any] = []
         model = engine.model
         # torch marks public hooks with an attribute, which bound methods cannot take.
@@ -33,7 +33,7 @@ class StateHooks:
         load = lambda *args: self._load(*args)  # noqa: E731
         self._handles.append(model.register_state_dict_pre_hook(forget))
         for module in model.modules():
-            if any(id(p) in self._index for p in module._parameters.values()):
+            if any(id(p) in self._index for p in module.parameters(recurse=False)):
                 self._handles.append(module.register_state_dict_post_hook(fill))
                 self._handles.append(module.register_load_state_dict_pre_hook(load))
         self._handles.append(model.register_state_dict_post_hook(forget))
@@ -51,7 +51,7 @@ class StateHooks:
         return engine
 
     def _owned(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        for name, p in module._parameters.items():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(p) in self._index:
                 yield name, self._index[id(p)]
 
@@ -62,9 +62,10 @@ class StateHooks:
         engine = self._alive()
         for name, index in self._owned(module):
             if prefix + name in state:
-                if index not in self._memo:
-                    self._memo[index] = read_weight(engine, index)
-                state[prefix + name] = self._memo[index]
+                version = engine.versions[engine.parts.unit_of[index]]
+                if self._memo.get(index, (-1,))[0] != version:
+                    self._memo[index] = (version, read_weight(engine, index))
+                state[prefix + name] = self._memo[index][1]
 
     def _load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
@@ -125,7 +126,7 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
     params = engine.parts.parameters
     before = [p.data for p in params]
     full = [read_weight(engine, index) for index in range(len(params))]
-    engine._materialized = True
+    engine.materialized = True
     for p, value in zip(params, full, strict=True):
         p.data = value
     try:
@@ -134,7 +135,7 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
         edited = {i: p.data for i, p in enumerate(params)}
         for p, data in zip(params, before, strict=True):
             p.data = data
-        engine._materialized = False
+        engine.materialized = False
         if writeback:
             # Only what was edited: a bf16 weight written back would round its master.
             changed = {

@@ -17,6 +17,7 @@ from .engine import Blueprint, Engine
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
 from .model_state import StateHooks, read_weight
+from .observe.export import save_trace
 from .observe.rates import Rates, cached
 from .observe.stats import MemoryStats, Stats
 from .optim import Master, Rule, rule_for
@@ -174,8 +175,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) ->
     init = config.init or default_init(model)
     device = engine.accelerator.device
     for index, p in enumerate(parts.parameters):
-        steps = optimizer.state.get(p, {}).get("step", 0)
-        engine.updater.steps[index] = int(steps)
+        engine.updater.steps[index] = engine.blueprint.rule.steps_taken(optimizer.state.get(p, {}))
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
@@ -193,9 +193,9 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) ->
             stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
             torch_private.become(parts.parameters[spec.index], stub.expand(spec.shape))
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
 
 
 def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
@@ -244,7 +244,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
             "__reduce_ex__": engine.__reduce_ex__,
         }
     )
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    torch_private.count_step(optimizer)
     return OffloadedOptimizer(engine, optimizer)
 
 
@@ -297,7 +297,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def trace(self, path: str | Path) -> None:
         """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
-        self._engine.trace.save(Path(path))
+        save_trace(self._engine.trace, Path(path))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if unit.trainable:
                 engine.contents.fill(unit.index, self._values(by_id, unit.index), first=False)
         for index, p in enumerate(engine.parts.parameters):
-            engine.updater.steps[index] = int(by_id.get(id(p), {}).get("step", 0))
+            engine.updater.steps[index] = engine.blueprint.rule.steps_taken(by_id.get(id(p), {}))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k != "params"})
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 LANES = ("compute", "copy_in", "copy_out", "read", "write", "update")
@@ -40,7 +38,7 @@ class Trace:
         self._spans: deque[Span] = deque(maxlen=longest)
         self._stalls: deque[Span] = deque(maxlen=longest)
         self._steps: deque[StepMark] = deque(maxlen=1000)
-        self._origin = self._last_step_end = time.perf_counter_ns()
+        self.origin_ns = self._last_step_end = time.perf_counter_ns()
         self._computing: tuple[str, int] | None = None
 
     # -- recording ------------------------------------------------------------------------------
@@ -110,42 +108,6 @@ class Trace:
             total += length(busy)
             covered += length(intersection(busy, compute))
         return covered / total if total else 1.0
-
-    # -- writing --------------------------------------------------------------------------------
-
-    def save(self, path: Path) -> None:
-        """Writes the trace: JSON that Perfetto and chrome://tracing open, or a ``.png`` of it."""
-        if path.suffix == ".png":
-            from .pictures import draw_timeline
-
-            draw_timeline(self, path)
-            return
-        events: list[dict[str, object]] = []
-        rows = {lane: row for row, lane in enumerate((*LANES, "stall", "step"))}
-        for lane, row in rows.items():
-            events.append(
-                {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": lane}}
-            )
-            events.append(
-                {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index",
-                 "args": {"sort_index": row}}
-            )  # fmt: skip
-        for span in list(self._spans):
-            events.append(self._event(rows[span.lane], span.name, span, {"bytes": span.nbytes}))
-        for span in list(self._stalls):
-            event = self._event(rows["stall"], f"{span.lane}: {span.name}", span, {})
-            events.append(event)
-        for mark in self._steps:
-            events.append(self._event(rows["step"], f"step {mark.index}", mark, {}))
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def _event(
-        self, row: int, name: str, span: Span | StepMark, args: dict[str, int]
-    ) -> dict[str, object]:
-        start = (span.started_ns - self._origin) / 1000
-        duration = (span.finished_ns - span.started_ns) / 1000
-        return {"ph": "X", "pid": 0, "tid": row, "name": name, "ts": start, "dur": duration,
-                "args": args}  # fmt: skip
 
 
 def _inside(spans: Iterable[Span], started_ns: int, finished_ns: int) -> list[Span]:

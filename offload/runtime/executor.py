@@ -342,6 +342,7 @@ class Executor:
         with self.accelerator.update_stream():
             for place in places:
                 self.wait_for(place)
+                self.accelerator.used(self.arenas.bytes_of(place))
             self._work_on(task)
             event = self.accelerator.record()
         for place in places:

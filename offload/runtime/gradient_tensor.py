@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from . import torch_private
 
@@ -60,7 +59,9 @@ class OffloadedGradient(torch.Tensor):
         if func is torch.ops.aten.add_.Tensor and _is_plain_sum(args, kwargs):
             args[0].access.add(args[0].number, args[1])
             return args[0]
-        if func.namespace == "aten" and func._schema.name.startswith("aten::_foreach"):
+        if func.namespace == "aten" and torch_private.operation_name(func).startswith(
+            "aten::_foreach"
+        ):
             return _one_by_one(func, args, kwargs)
         return _on_plain(func, args, kwargs)
 
@@ -86,17 +87,16 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             plain[value.number] = value.access.read(value.number)
         return plain[value.number]
 
-    result = func(*tree_map(load, args), **tree_map(load, dict(kwargs)))
+    result = func(*torch_private.tree_map(load, args), **torch_private.tree_map(load, dict(kwargs)))
     written: dict[int, OffloadedGradient] = {}
-    for schema, value in zip(func._schema.arguments, args, strict=False):
-        if schema.alias_info is not None and schema.alias_info.is_write:
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, OffloadedGradient):
-                    written[leaf.number] = leaf
+    for value in torch_private.mutated_arguments(func, args):
+        for leaf in torch_private.tree_leaves(value):
+            if isinstance(leaf, OffloadedGradient):
+                written[leaf.number] = leaf
     for index, wrapper in written.items():
         wrapper.access.write(index, plain[index])
     back = {id(plain[index]): wrapper for index, wrapper in written.items()}
-    return tree_map(lambda r: back.get(id(r), r), result)
+    return torch_private.tree_map(lambda r: back.get(id(r), r), result)
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -171,6 +171,7 @@ class GradientCollector:
         """A resident unit's compute is over for now: an update of its weights waits for it."""
         home = self.executor.machine.layout.homes[unit]
         if home.device_place is not None:
+            self.accelerator.used(self.executor.arenas.bytes_of(home.device_place))
             self.executor.mark_device_use(home.device_place, self.accelerator.record())
 
     def _in_host_layout(self, unit: int) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..observe.trace import Trace
 from . import torch_private
@@ -156,7 +155,7 @@ def _root_after(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any],
 
 def differentiable(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``output`` through which gradients will come."""
-    leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+    leaves = [output] if isinstance(output, torch.Tensor) else torch_private.tree_leaves(output)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
             yield leaf

@@ -142,7 +142,7 @@ class Residences:
         self._check_stubs(unit)
         residence = self._residence(unit)
         self.current[unit] = residence
-        self.by_storage[residence.storage._cdata] = residence
+        self.by_storage[torch_private.identity(residence.storage)] = residence
         for p, view in zip(self._params[unit], residence.views, strict=True):
             p.data = view
 
@@ -179,7 +179,7 @@ class Residences:
             self.executor.mark_device_use(self._place_of(unit), self.accelerator.record())
         self._to_stubs(unit)
         self.current[unit] = None
-        del self.by_storage[residence.storage._cdata]
+        del self.by_storage[torch_private.identity(residence.storage)]
         watch = torch_private.StorageWatch(residence.storage)
         del residence
         if watch.expired:

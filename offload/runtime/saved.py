@@ -45,7 +45,7 @@ class _Plain:
     __slots__ = ("tensor", "version")
 
     def __init__(self, t: torch.Tensor) -> None:
-        self.tensor, self.version = t.detach(), t._version
+        self.tensor, self.version = t.detach(), torch_private.version_of(t)
 
 
 class _Outer:
@@ -112,11 +112,12 @@ class SavedTensors:
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again; fetches the unit when it is not there."""
         if isinstance(saved, _Plain):
-            if saved.tensor._version != saved.version:
+            version = torch_private.version_of(saved.tensor)
+            if version != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: {tuple(saved.tensor.shape)} is at version "
-                    f"{saved.tensor._version}; expected version {saved.version} instead"
+                    f"{version}; expected version {saved.version} instead"
                 )
             return saved.tensor
         if isinstance(saved, _Outer):

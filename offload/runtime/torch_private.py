@@ -5,14 +5,17 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves, tree_map
 
-TRIED = ("2.11", "2.13")
+__all__ = ["tree_leaves", "tree_map"]
+
+TRIED = ("2.13",)
 
 F = TypeVar("F", bound=Callable[..., Any])
 Pack = Callable[[torch.Tensor], Any]
@@ -56,7 +59,39 @@ def storage_over(memory: torch.Tensor) -> torch.UntypedStorage:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage that ``tensor`` points into."""
-    return int(tensor.untyped_storage()._cdata)
+    return identity(tensor.untyped_storage())
+
+
+def identity(storage: torch.UntypedStorage) -> int:
+    """A number that no other living storage has."""
+    return int(storage._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory has been written in place."""
+    return int(tensor._version)
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Schedulers of this optimizer take it that a step was made: another one steps for it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def operation_name(func: Any) -> str:
+    """The name of a dispatched operation, such as ``aten::add_``."""
+    return str(func._schema.name)
+
+
+def mutated_arguments(func: Any, args: Sequence[Any]) -> list[Any]:
+    """The arguments that a dispatched operation writes to."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [a for s, a in pairs if s.alias_info is not None and s.alias_info.is_write]
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own buffers that belong into a state dict."""
+    skip = module._non_persistent_buffers_set
+    return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:

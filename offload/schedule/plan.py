@@ -111,7 +111,8 @@ class Plan:
 
 def host_grad_dtype(weight: torch.dtype, accumulate: int) -> torch.dtype:
     """How the host keeps gradients: as they come, and in fp32 where several are added up."""
-    return torch.float32 if accumulate > 1 else weight
+    # fp16 gradients come scaled: GradScaler unscales them, which it does in fp32 only.
+    return torch.float32 if accumulate > 1 or weight == torch.float16 else weight
 
 
 def host_grad_bytes(unit: Unit, accumulate: int) -> int:

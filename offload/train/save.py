@@ -12,6 +12,7 @@ from torch import nn
 
 from ..model_state import read_weight
 from ..optimizer import engine_of
+from ..runtime import torch_private
 
 _NAMES = {
     torch.float64: "F64",
@@ -42,9 +43,8 @@ def _entries(model: nn.Module) -> Iterator[Entry]:
     for name, p in model.named_parameters():
         yield name, p, value_of(p)
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer, buffer.detach
+        for name, buffer in torch_private.persistent_buffers(module).items():
+            yield f"{prefix}.{name}" if prefix else name, buffer, buffer.detach
 
 
 def save_weights(model: nn.Module, path: Path) -> int:

@@ -152,6 +152,26 @@ def test_state_of_the_given_optimizer_is_taken_over(tmp_path: Path) -> None:
         close(weights(model), weights(plain))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+        (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 0.1}),
+    ],
+)
+def test_other_optimizers(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    plain, model = make(), make()
+    theirs, inner = kind(plain.parameters(), **options), kind(model.parameters(), **options)
+    train(plain, theirs, 2)
+    train(model, inner, 2)  # its state is taken over
+    with overspill.wrap(model, inner, nvme=tmp_path, **NVME) as ours:
+        train(plain, theirs, 3)
+        train(model, ours, 3)
+        close(weights(model), weights(plain))
+
+
 def test_state_dict_is_small_before_the_first_step(pair: Any) -> None:
     _, ours, _, _ = pair
     assert ours.state_dict()["state"] == {}
@@ -360,6 +380,32 @@ def test_nonfinite_update_raises(pair: Any) -> None:
     (model(*batch(0)) * float("inf")).backward()
     with pytest.raises(overspill.OffloadError, match="not finite"):
         ours.step()
+
+
+def test_state_dict_of_a_part_is_current(pair: Any) -> None:
+    model, ours, _, _ = pair
+    before = {k: v.clone() for k, v in model.blocks[1].state_dict().items()}
+    train(model, ours, 1)
+    after = model.blocks[1].state_dict()
+    assert all(not torch.equal(before[k], v) for k, v in after.items())
+
+
+def test_grad_scaler_with_fp16_weights(tmp_path: Path) -> None:
+    model = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, precision="fp16", **NVME) as ours:
+        losses = []
+        for step in range(4):
+            loss = model(*batch(0))
+            scaler.scale(loss if step != 2 else loss * float("inf")).backward()
+            before = weights(model)
+            scaler.step(ours)
+            scaler.update()
+            ours.zero_grad()
+            same = all(torch.equal(v, before[k]) for k, v in weights(model).items())
+            assert same == (step == 2)  # a skipped step leaves all as it was
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
 
 
 def test_everything_is_freed(tmp_path: Path) -> None:

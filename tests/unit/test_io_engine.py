@@ -18,8 +18,8 @@ from overspill.io_engine.backend import (
     LaneCounts,
     Segment,
     Tuning,
-    open_backend,
 )
+from overspill.io_engine.opening import open_backend
 
 MIB = 1 << 20
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overspill.observe.export import save_trace
 from overspill.observe.stats import step_stats
 from overspill.observe.trace import LANES, StepMark, Trace, intersection, length, union
 
@@ -115,12 +116,12 @@ def test_many_threads_lose_nothing() -> None:
 
 def test_saved_trace_has_a_named_sorted_row_per_lane(tmp_path: Path) -> None:
     trace = Trace()
-    begun = trace._origin
+    begun = trace.origin_ns
     for i, lane in enumerate(LANES):
         trace.add(lane, f"work of {lane}", begun + 1000 * i, begun + 1000 * i + 500, 10 * i)
     trace.stall("read", begun + 7000, begun + 9000, "unit h.3")
     trace.mark_step(1, begun + 10_000)
-    trace.save(tmp_path / "trace.json")
+    save_trace(trace, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
     names = {e["tid"]: e["args"]["name"] for e in named}

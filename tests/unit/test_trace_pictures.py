@@ -10,6 +10,7 @@ import pytest
 
 from overspill import OffloadError
 from overspill.observe import pictures
+from overspill.observe.export import save_trace
 from overspill.observe.stats import MemoryStats
 from overspill.observe.trace import LANES, Trace
 
@@ -25,7 +26,7 @@ def size_of(path: Path) -> tuple[int, int]:
 
 def recorded(steps: int) -> Trace:
     trace = Trace()
-    at = trace._origin
+    at = trace.origin_ns
     for index in range(1, steps + 1):
         for i, lane in enumerate(LANES):
             trace.add(lane, lane, at + i * 10**6, at + (i + 3) * 10**6, 10**6)
@@ -38,13 +39,13 @@ def recorded(steps: int) -> Trace:
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_timeline(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "timeline.png"
-    recorded(steps).save(path)
+    save_trace(recorded(steps), path)
     assert size_of(path)[0] == 1200
 
 
 def test_timeline_without_a_step_says_so(tmp_path: Path) -> None:
     with pytest.raises(OffloadError, match="no finished step"):
-        Trace().save(tmp_path / "timeline.png")
+        save_trace(Trace(), tmp_path / "timeline.png")
     assert not list(tmp_path.iterdir())
 
 
