@@ -64,7 +64,7 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
         numel = field.elements(count)
         places.append(FieldPlace(field.name, field.dtype, offset, numel))
         offset = align(offset + numel * field.dtype.itemsize, PARAM_ALIGN)
-    return tuple(places), align(offset, PAGE)
+    return tuple(places), align(max(offset, 1), PAGE)  # a rule without state keeps a page
 
 
 def cut_subgroups(
