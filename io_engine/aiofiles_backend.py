@@ -15,10 +15,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from .backend import LATENCY_STEPS, Completion, LaneCounts, Outcome, Segment, Tuning
+from .daemon_pool import DaemonPool
 from .types import SECTOR_BYTES
 
 _MAX_ATTEMPTS = 50
@@ -101,9 +101,7 @@ class AiofilesBackend:
             ) from error
         self._block_bytes = tuning.block_bytes
         self._read, self._write, self._sum = wrap(os.preadv), wrap(os.pwritev), wrap(zlib.crc32)
-        self._pool = ThreadPoolExecutor(
-            len(fds) * tuning.queue_depth, thread_name_prefix="overspill-aiofiles"
-        )
+        self._pool = DaemonPool(len(fds) * tuning.queue_depth, "overspill-aiofiles")
         self._requests: dict[int, _Request] = {}
         self._ended: deque[Completion] = deque()
         self._ready = threading.Condition()
