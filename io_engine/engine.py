@@ -58,8 +58,9 @@ class IoEngine:
             buffer_bytes: the most that leases from ``buffer`` may hold; ``None``: no bound.
             backend: ``"uring"``, ``"threads"``, ``"aiofiles"``, the best of them (``"auto"``), or
                 a function that starts another one.
-            block_bytes: length of one transfer, a multiple of 4096; ``None``: 1 MiB.
-            queue_depth: transfers in flight per directory; ``None``: 32, or 4 threads.
+            block_bytes: length of one transfer, a multiple of 4096; ``None``: the best kept for the
+                directories by a bench, else 4 MiB.
+            queue_depth: transfers in flight per directory; ``None``: the same, else 12, or 4 threads.
             checksum: verify every byte that is read.
             ephemeral: the files have no name, and vanish with the process, however it ends.
             slow_after_s: log a warning about a request that takes longer.

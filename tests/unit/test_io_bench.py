@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from overspill.io_engine import IoEngine, IoError
-from overspill.io_engine.backend import Tuning
+from overspill.io_engine.backend import DEFAULT_BLOCK_BYTES, Tuning
 from overspill.io_engine.bench import (
     MODES,
     Measurement,
@@ -102,7 +102,7 @@ def test_an_unsound_setting_is_said_and_not_used(
         assert remembered(tmp_path) is None
     assert "setting" in caplog.text
     with IoEngine(tmp_path, MIB) as engine:
-        assert engine.tuning.block_bytes == MIB
+        assert engine.tuning.block_bytes == DEFAULT_BLOCK_BYTES
 
 
 def test_a_cache_that_cannot_be_written_is_said(
