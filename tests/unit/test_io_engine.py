@@ -82,7 +82,7 @@ def test_stripes_follow_the_measured_rates(tmp_path: Path) -> None:
     places = [tmp_path / "fast", tmp_path / "slow"]
     for place in places:
         place.mkdir()
-    with IoEngine(places, 64 * MIB, backend=start) as engine:
+    with IoEngine(places, 64 * MIB, backend=start, block_bytes=MIB) as engine:
         extent = engine.allocate(32 * MIB)
         fast, slow = (sum(p.nbytes for p in extent.pieces if p.file == f) for f in (0, 1))
         assert fast + slow == 32 * MIB
