@@ -60,7 +60,7 @@ class IoEngine:
                 a function that starts another one.
             block_bytes: length of one transfer, a multiple of 4096; ``None``: the best kept for the
                 directories by a bench, else 4 MiB.
-            queue_depth: transfers in flight per directory; ``None``: as kept, else 12, or 4 threads.
+            queue_depth: transfers in flight per directory; ``None``: as kept, else 12 (threads: 4).
             checksum: verify every byte that is read.
             ephemeral: the files have no name, and vanish with the process, however it ends.
             slow_after_s: log a warning about a request that takes longer.
