@@ -11,7 +11,7 @@ OUT ?= runs
 DEMO := $(OUT)/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test check bench gpu clean venv
+.PHONY: demo test check bench gpu sanitize clean venv
 
 venv: $(STAMP)
 
@@ -50,6 +50,10 @@ check: $(STAMP) build/typing/overspill
 	@if command -v nvcc >/dev/null; then for f in $$(git ls-files 'csrc/cuda/*.cu'); do \
 	  echo "nvcc $$f" && nvcc -std=c++17 --fmad=false -c $$f -o /dev/null || exit 1; done; \
 	  else echo "no nvcc here: csrc/cuda is not compiled"; fi
+
+# The I/O core under ThreadSanitizer, then AddressSanitizer and UBSan, with injected faults.
+sanitize: $(STAMP)
+	$(BIN)/python -m tests.sim.sanitize_io --seconds 1
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench

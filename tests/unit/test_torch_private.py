@@ -1,0 +1,81 @@
+"""The private PyTorch interfaces do what the engine takes them to do, in the version installed."""
+
+from __future__ import annotations
+
+import torch
+
+from overspill.runtime import torch_private as private
+
+
+def test_this_version_was_tried_or_passes_all_the_same() -> None:
+    assert private.TRIED, "name the versions that were tried"
+
+
+def test_storage_over_memory_aliases_and_expires() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    storage = private.storage_over(memory)
+    view = torch.empty(0, dtype=torch.float32).set_(storage, 2, (3,), (1,))
+    view.fill_(1.0)
+    assert memory[8:20].any() and not memory[:8].any()
+    assert private.storage_key(view) == private.identity(storage)
+    watch = private.StorageWatch(storage)
+    del storage
+    assert not watch.expired
+    del view
+    assert watch.expired
+
+
+def test_saved_tensor_hooks_and_versions() -> None:
+    seen: list[torch.Tensor] = []
+    assert private.top_saved_tensor_hooks() is None
+    private.push_saved_tensor_hooks(lambda t: seen.append(t) or t.detach(), lambda t: t)
+    assert private.top_saved_tensor_hooks() is not None
+    x = torch.ones(2, requires_grad=True)
+    y = (x * x).sum()
+    private.pop_saved_tensor_hooks()
+    assert seen and private.top_saved_tensor_hooks() is None
+    before = private.version_of(x)
+    with torch.no_grad():
+        x.add_(1)
+    assert private.version_of(x) == before + 1
+    assert y.requires_grad
+
+
+def test_end_of_backward() -> None:
+    events: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    assert private.current_graph_task() == -1
+
+    def hook(grad: torch.Tensor) -> None:
+        assert private.current_graph_task() >= 0
+        private.at_end_of_backward(lambda: events.append("over"))
+        events.append("hook")
+
+    x.register_hook(hook)
+    (x * 2).sum().backward()
+    assert events == ["hook", "over"]
+
+
+def test_become_keeps_the_object() -> None:
+    p = torch.nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.AdamW([p])
+    private.become(p, torch.full((2,), 3.0))
+    assert optimizer.param_groups[0]["params"][0] is p
+    assert p.tolist() == [3.0, 3.0] and p.requires_grad
+    private.become(p, torch.zeros(2))
+    assert p.tolist() == [0.0, 0.0]
+
+
+def test_operations_and_what_they_mutate() -> None:
+    func = torch.ops.aten.add_.Tensor
+    a, b = torch.ones(1), torch.ones(1)
+    assert private.operation_name(func) == "aten::add_"
+    assert private.mutated_arguments(func, (a, b)) == [a]
+
+
+def test_persistent_buffers() -> None:
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert set(private.persistent_buffers(module)) == {
+        "running_mean", "running_var", "num_batches_tracked"
+    }  # fmt: skip
