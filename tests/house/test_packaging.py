@@ -1,4 +1,4 @@
-"""The package as others get it: pure where there is no compiler, complete as sdist, never half built."""
+"""The package as others get it: pure without a compiler, complete as sdist, never half built."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_sdist_has_all_that_a_build_needs(copy: Path, tmp_path: Path) -> None:
     done = build(copy, "sdist", tmp_path)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.tar.gz")
-    names = {name.split("/", 1)[1] for name in tarfile.open(archive).getnames() if "/" in name}
+    with tarfile.open(archive) as opened:
+        names = {name.split("/", 1)[1] for name in opened.getnames() if "/" in name}
     for part in PARTS:
         for path in (copy / part).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
