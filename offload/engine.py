@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -39,10 +39,13 @@ from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
 
-if TYPE_CHECKING:
-    from .model_state import StateHooks
-
 log = logging.getLogger("overspill")
+
+
+class Removable(Protocol):
+    """Hooks that can be taken away."""
+
+    def remove(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Engine:
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace()
         self.closed = self.materialized = False
-        self.state_hooks: StateHooks  # set by wrap, taken away by unwrap
+        self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.step_count = self.micro_steps = 0
         self.versions = [0] * len(self.parts.units)
         self._unit_place: dict[int, tuple[int, int]] = {}

@@ -25,7 +25,8 @@ from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import link_bound
 from .schedule.partition import Chunk, partition
-from .schedule.plan import Needs, Plan, make_layout
+from .schedule.plan import Needs, Plan
+from .schedule.planner import make_layout
 from .schedule.simulate import predict_traffic
 from .schedule.subgroups import StateField
 

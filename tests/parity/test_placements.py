@@ -12,7 +12,7 @@ import torch
 import overspill
 from tests.models import TinyLM, adamw, train, weights
 
-STEPS = 6
+STEPS = 20
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu all in memory": {"device": "cpu", "host_memory": "1GiB"},
     "cpu nvme": {"device": "cpu", "host_memory": "1400KiB", "nvme": True},

@@ -29,7 +29,8 @@ from overspill.schedule.messages import (
     Write,
 )
 from overspill.schedule.partition import Chunk, ParamSpec, Partition, Unit, align
-from overspill.schedule.plan import Budgets, Needs, make_layout
+from overspill.schedule.plan import Budgets, Needs
+from overspill.schedule.planner import make_layout
 from overspill.schedule.residency import Residency
 
 

@@ -1,0 +1,338 @@
+"""Gives out budgets: homes and regions for a model, or what falls short.  Allocates nothing.
+
+The demand path is reserved first (the largest unit's weights and gradients, one subgroup's
+record), so that there is always progress.  What is left goes to room for prefetch, then to homes
+in the order of bytes saved per byte kept: weights (read twice and written once a step), gradients,
+optimizer state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config import Tier
+from .arena import Place
+from .layout import Layout, Regions, UnitHome
+from .partition import Partition, Unit, align
+from .plan import Budgets, Needs, Shortfall, converts_grads, host_grad_bytes
+from .subgroups import bytes_per_element, choose_numel, cut_subgroups
+
+STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
+DEFAULT_DEPTH = 3
+
+
+class _Spend:
+    """A budget that is being given out."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    def take(self, nbytes: int) -> bool:
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
+
+class _Planner:
+    """One use: reserves the demand path, then gives out what is left."""
+
+    def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
+        self.units, self.budgets, self.needs = parts.units, budgets, needs
+        self.has_device = budgets.device is not None
+        self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
+        self.shortfalls: list[Shortfall] = []
+        self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
+        self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
+        element = bytes_per_element(self.units, needs.fields_of)
+        room = budgets.host // 4 if budgets.nvme is not None else budgets.host
+        numel = choose_numel(element, room, STATE_SLOTS)
+        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
+        self.resident = [u.encloses or u.weight_bytes == 0 for u in self.units]
+        self.on_device = [False] * len(self.units)
+        self.weights = [
+            Tier.HOST if u.weight_bytes == 0 or (u.encloses and not self.has_device) else self.lower
+            for u in self.units
+        ]
+        self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
+        self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _first_grads(self, unit: Unit) -> Tier | None:
+        return None if self.needs.transient_grads or not unit.trainable else self.lower
+
+    # -- sizes ----------------------------------------------------------------------------------
+
+    def _group_bytes(self, unit: Unit) -> int:
+        members = [unit, *(self.units[i] for i in unit.shares)]
+        return sum(m.weight_bytes for m in members if not self.resident[m.index])
+
+    def _state_bytes(self, unit: int) -> int:
+        return sum(s.nbytes for s in self.subgroups[unit])
+
+    def _device_weights(self, ahead: int) -> int:
+        """The region that streamed weights move through: the largest demand, and room ahead."""
+        streamed = [u for u in self.units if not self.resident[u.index]]
+        if not streamed:
+            return 0
+        total = sum(u.weight_bytes for u in streamed)
+        demand = max(self._group_bytes(u) for u in self.units)
+        return min(total, demand + ahead * max(u.weight_bytes for u in streamed))
+
+    def _host_weights(self, ahead: int) -> int:
+        paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
+        if not paged:
+            return 0
+        largest = max(u.weight_bytes for u in paged)
+        total = sum(u.weight_bytes for u in paged)
+        if self.has_device:
+            return min(total, largest * (1 + ahead))
+        demand = max(self._group_bytes(u) for u in self.units)
+        # An update in the middle of backward needs its unit beside the one that computes; the
+        # factor two lets it in wherever the latter lies.
+        beside = 2 * largest if self.needs.update_in_backward else 0
+        return min(total, max(demand, largest) + beside + ahead * largest)
+
+    def _host_grads(self) -> int:
+        sizes = [(self.grad_bytes[u.index], u.grad_bytes, self.grads[u.index]) for u in self.units]
+        moving = max((g for g, _, home in sizes if home in (Tier.NVME, None)), default=0)
+        staged = [gathered for _, gathered, home in sizes if home is not Tier.DEVICE]
+        staging = max(staged, default=0) if self.has_device else 0
+        return moving * (2 if moving else 1) + staging if moving else staging
+
+    def _slot_bytes(self) -> int:
+        paged = [
+            s.nbytes
+            for unit, group in enumerate(self.subgroups)
+            for s, tier in zip(group, self.state[unit], strict=True)
+            if tier is Tier.NVME
+        ]
+        return max(paged, default=0)
+
+    # -- device ---------------------------------------------------------------------------------
+
+    def _plan_device(self) -> tuple[int, int]:
+        """Regions (weights, gradients); marks resident units, and those wholly on the device."""
+        assert self.budgets.device is not None
+        gather = max((u.grad_bytes for u in self.units), default=0)
+        fixed = sum(u.weight_bytes for u in self.units if self.resident[u.index])
+        need = fixed + self._device_weights(0) + gather
+        if need > self.budgets.device:
+            largest = max(self.units, key=self._group_bytes)
+            self.shortfalls.append(
+                Shortfall(
+                    Tier.DEVICE,
+                    f"unit {largest.name!r} with its gradient",
+                    need,
+                    self.budgets.device,
+                    "raise device_memory or name smaller units",
+                )
+            )
+            return self._device_weights(0), gather
+        everything = sum(u.weight_bytes for u in self.units) + gather
+        if everything <= self.budgets.device:
+            self.resident = [True] * len(self.units)
+            self._move_to_device(_Spend(self.budgets.device - everything))
+            return 0, gather
+        ahead = self._ahead(self.budgets.device - fixed - gather, self._device_weights)
+        spend = _Spend(self.budgets.device - fixed - gather - self._device_weights(ahead))
+        for unit in self.units:
+            if not self.resident[unit.index] and spend.take(unit.weight_bytes):
+                self.resident[unit.index] = True
+        return self._device_weights(ahead), gather
+
+    def _move_to_device(self, spend: _Spend) -> None:
+        """Gradients and state of as many units as fit, once all weights are resident."""
+        if self.needs.update_in_backward:
+            return
+        for unit in self.units:
+            nbytes = self.grad_bytes[unit.index] + self._state_bytes(unit.index)
+            if spend.take(nbytes):
+                self.on_device[unit.index] = True
+                self.weights[unit.index] = Tier.DEVICE
+                if unit.trainable:
+                    self.grads[unit.index] = Tier.DEVICE
+                self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
+
+    def _ahead(self, room: int, region: object) -> int:
+        assert callable(region)
+        for ahead in range(self.depth, 0, -1):
+            if region(ahead) <= room:
+                return ahead
+        return 0
+
+    # -- host -----------------------------------------------------------------------------------
+
+    def _regions(self, ahead: int, slots: int) -> int:
+        return self._host_weights(ahead) + self._host_grads() + slots * self._slot_bytes()
+
+    def _plan_host(self) -> tuple[int, int]:
+        """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
+        budget = self.budgets.host
+        self._fill()
+        need = self._homes() + self._regions(0, 1)
+        if need > budget:
+            what = "the model's weights, gradients and optimizer state"
+            remedy = "give a directory with nvme=, or raise host_memory"
+            if self.lower is Tier.NVME:
+                largest = max(self.units, key=lambda u: u.weight_bytes + u.grad_bytes)
+                what = f"unit {largest.name!r} with its gradient and one subgroup's state"
+                remedy = "raise host_memory or name smaller units"
+            self.shortfalls.append(Shortfall(Tier.HOST, what, need, budget, remedy))
+            return 0, 1
+        room = budget - self._homes()
+        slots = max(
+            (n for n in range(1, STATE_SLOTS + 1) if self._regions(0, n) <= room), default=1
+        )
+        ahead = self._ahead(room, lambda k: self._regions(k, slots))
+        return ahead, slots
+
+    def _homes(self) -> int:
+        total = 0
+        for unit in range(len(self.units)):
+            if self.weights[unit] is Tier.HOST:
+                total += self.units[unit].weight_bytes
+            if self.grads[unit] is Tier.HOST:
+                total += self.grad_bytes[unit]
+            for s, tier in zip(self.subgroups[unit], self.state[unit], strict=True):
+                total += s.nbytes if tier is Tier.HOST else 0
+        return total
+
+    def _fits(self) -> bool:
+        ahead = min(1, self.depth)
+        return self._homes() + self._regions(ahead, STATE_SLOTS) <= self.budgets.host
+
+    def _fill(self) -> None:
+        """Moves homes up from disk: weights, then gradients, then state, while there is room."""
+        if self.lower is Tier.HOST:
+            return
+        count = range(len(self.units))
+        # All of a kind at once also saves the region that its last one would need.
+        saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+        for kind in (self._raise_weights, self._raise_grads, self._raise_state):
+            for unit in count:
+                kind(unit)
+            if self._fits():
+                saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+                continue
+            self.weights, self.grads, self.state = saved
+            for unit in count:
+                before = self.weights[unit], self.grads[unit], list(self.state[unit])
+                kind(unit)
+                if not self._fits():
+                    self.weights[unit], self.grads[unit], self.state[unit] = before
+            return
+
+    def _raise_weights(self, unit: int) -> None:
+        if self.weights[unit] is Tier.NVME:
+            self.weights[unit] = Tier.HOST
+
+    def _raise_grads(self, unit: int) -> None:
+        if self.grads[unit] is Tier.NVME:
+            self.grads[unit] = Tier.HOST
+
+    def _raise_state(self, unit: int) -> None:
+        for i, tier in enumerate(self.state[unit]):
+            if tier is Tier.NVME:
+                self.state[unit][i] = Tier.HOST
+                if not self._fits():
+                    self.state[unit][i] = Tier.NVME
+                    return
+
+    # -- result ---------------------------------------------------------------------------------
+
+    def disk_bytes(self) -> int:
+        copies = 2 if self.needs.durable else 1
+        total = 0
+        for unit in self.units:
+            frozen = not unit.trainable
+            if self.weights[unit.index] is Tier.NVME:
+                total += unit.weight_bytes * (1 if frozen else copies)
+            if self.grads[unit.index] is Tier.NVME:
+                total += self.grad_bytes[unit.index]
+            for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):
+                total += s.nbytes * copies if tier is Tier.NVME else 0
+        return total
+
+    def run(self) -> tuple[Layout, int]:
+        device_weights = device_grads = 0
+        if self.has_device:
+            device_weights, device_grads = self._plan_device()
+        ahead, slots = self._plan_host()
+        homes, device_fixed, host_fixed = self._assign()
+        regions = Regions(
+            device_fixed,
+            device_weights,
+            device_grads if any(g is not Tier.DEVICE for g in self.grads) else 0,
+            host_fixed,
+            self._host_weights(ahead),
+            self._host_grads(),
+            self._slot_bytes(),
+            slots if self._slot_bytes() else 0,
+        )
+        disk = self.disk_bytes()
+        if self.budgets.nvme is not None and disk > self.budgets.nvme:
+            self.shortfalls.append(
+                Shortfall(
+                    Tier.NVME,
+                    "the store",
+                    disk,
+                    self.budgets.nvme,
+                    "free disk space, raise nvme_memory or set durable=False (half the size)",
+                )
+            )
+        return (
+            Layout(
+                self.units,
+                self.subgroups,
+                homes,
+                regions,
+                self.grad_bytes,
+                tuple(converts_grads(u, self.needs.accumulate) for u in self.units),
+                self.has_device,
+                self.needs.durable,
+                self.depth,
+            ),
+            disk,
+        )
+
+    def _assign(self) -> tuple[tuple[UnitHome, ...], int, int]:
+        """Gives every fixed home its place, in the order of the units."""
+        ends = {Tier.DEVICE: 0, Tier.HOST: 0}
+
+        def put(tier: Tier | None, nbytes: int) -> Place | None:
+            if tier not in (Tier.DEVICE, Tier.HOST):
+                return None
+            place = Place(tier, ends[tier], nbytes)
+            ends[tier] += align(nbytes, 4096)
+            return place
+
+        homes: list[UnitHome] = []
+        for unit in self.units:
+            i = unit.index
+            resident = self.resident[i] if self.has_device else self.weights[i] is Tier.HOST
+            home = UnitHome(self.weights[i], resident, self.grads[i], tuple(self.state[i]))
+            homes.append(
+                replace(
+                    home,
+                    device_place=put(Tier.DEVICE, unit.weight_bytes)
+                    if self.has_device and resident
+                    else None,
+                    host_place=put(Tier.HOST, unit.weight_bytes)
+                    if home.weights is Tier.HOST
+                    else None,
+                    grad_place=put(home.grads, self.grad_bytes[i]),
+                    state_places=tuple(
+                        put(t, s.nbytes) for t, s in zip(home.state, self.subgroups[i], strict=True)
+                    ),
+                )
+            )
+        return tuple(homes), ends[Tier.DEVICE], ends[Tier.HOST]
+
+
+def make_layout(
+    parts: Partition, budgets: Budgets, needs: Needs
+) -> tuple[Layout, int, tuple[Shortfall, ...]]:
+    """Homes and regions for a model under budgets, the store's size, and what falls short."""
+    planner = _Planner(parts, budgets, needs)
+    layout, disk = planner.run()
+    return layout, disk, tuple(planner.shortfalls)
