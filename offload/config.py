@@ -209,6 +209,11 @@ class OffloadConfig:
             raise ValueError(
                 f"moments={self.moments!r} is not available in this version; use 'fp32'"
             )
+        if self.commit_every != 1 or self.extra is not None:
+            raise ValueError(
+                "commit_every and extra belong to checkpoints, which this version lacks; leave "
+                "them out"
+            )
         if self.on_nonfinite != "raise":
             raise ValueError(
                 f"on_nonfinite={self.on_nonfinite!r} needs rollback, which this version lacks; "

@@ -18,7 +18,7 @@ from .errors import OffloadError
 from .io_engine import IoEngine, Lease, allocate_host
 from .observe.stats import MemoryStats, Stats, step_stats
 from .observe.trace import Trace
-from .optim import Rule
+from .optim import Rule, set_threads
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
 from .runtime.contents import Contents
@@ -135,6 +135,8 @@ class Engine:
 
     def _start(self) -> None:
         config, layout = self.config, self.layout
+        if config.threads is not None:
+            set_threads(config.threads)
         self.extents = Extents(layout, self.io)
         self.updater = Updater(
             layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate,

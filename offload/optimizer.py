@@ -103,6 +103,12 @@ def _decide(
         _fields_of(rule, config), config.accumulate, backward, config.durable,
         config.prefetch_depth,
     )  # fmt: skip
+    trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
+    if config.master == "split" and torch.bfloat16 not in trained:
+        raise ValueError(
+            f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
+            "precision='bf16' or leave master out"
+        )
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
     links = (
         {}
@@ -236,6 +242,14 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         engine.discard()
         raise
     log.info("overspill: %s", blueprint.plan)
+    if config.verbose:
+        for name, home in blueprint.plan.placement.items():
+            grads = "on arrival" if home.grads is None else home.grads.value
+            state = ", ".join(dict.fromkeys(tier.value for tier in home.state)) or "none"
+            log.info(
+                "overspill: unit %s: weights %s%s, gradients %s, state %s",
+                name, home.weights.value, " (resident)" if home.resident else "", grads, state,
+            )  # fmt: skip
     optimizer.state.clear()
     # Found on the instance, these refuse copies and pickles of the model before they begin.
     model.__dict__.update(

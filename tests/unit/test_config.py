@@ -73,6 +73,10 @@ def test_shares_and_auto_resolve() -> None:
         ({"init": 3}, TypeError, "callable"),
         ({"on_nonfinite": "skip"}, ValueError, "not available|lacks"),
         ({"rates": 3}, TypeError, "overspill.Rates"),
+        ({"commit_every": 5}, ValueError, "this version lacks"),
+        ({"extra": dict}, ValueError, "this version lacks"),
+        ({"moments": "int8"}, ValueError, "not available"),
+        ({"update": "next_forward"}, ValueError, "not available"),
     ],
 )
 def test_refusals(options: dict[str, object], kind: type[Exception], words: str) -> None:

@@ -83,6 +83,17 @@ def test_unknown_option() -> None:
     refuse(TypeError, "did you mean 'host_memory'", host_memry="1GiB")
 
 
+def test_split_master_of_fp32_weights() -> None:
+    refuse(ValueError, "for bf16 weights", device="cpu", master="split")
+
+
+def test_verbose_logs_every_unit(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    model = TinyLM()
+    with caplog.at_level("INFO", logger="overspill"):
+        overspill.wrap(model, adamw(model), nvme=tmp_path, verbose=True, threads=1, **NVME).close()
+    assert len([r for r in caplog.records if "unit blocks." in r.message]) == 4
+
+
 def test_unknown_device() -> None:
     refuse(ValueError, "sim", device="tpu")
 
