@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench_app
 from .plan import plan
 from .train import train
 
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.add_typer(bench_app, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -38,8 +38,14 @@ PIXELS_PER_INCH = 100
 STEPS_DRAWN = 2
 
 
-def _figure(width_px: int, height_px: int) -> tuple[Any, Any]:
-    """A figure and its axes.  Draws to memory, so that no display is needed."""
+def blank_figure(
+    width_px: int, height_px: int, *, rows: int = 1, columns: int = 1
+) -> tuple[Any, Any]:
+    """A figure and its axes (an array of them if there are several), drawn to memory: no display.
+
+    Raises:
+        OffloadError: matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -51,14 +57,15 @@ def _figure(width_px: int, height_px: int) -> tuple[Any, Any]:
         figsize=(width_px / PIXELS_PER_INCH, height_px / PIXELS_PER_INCH), layout="constrained"
     )
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    panels = figure.subplots(rows, columns)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
 
 def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Loss by step, one curve per name; the second and later ones are dashed, so both show."""
-    figure, axes = _figure(1000, 560)
+    figure, axes = blank_figure(1000, 560)
     styles = [("#4477aa", "-", 2.6), ("#ee6677", (0, (3, 3)), 1.8), ("#228833", ":", 1.8)]
     for number, (name, losses) in enumerate(curves.items()):
         colour, line, width = styles[number % len(styles)]
@@ -89,7 +96,7 @@ def draw_timeline(trace: Trace, path: Path) -> None:
     steps = steps[1:] if len(steps) > 1 and steps[0].index <= 1 else steps
     start, end = steps[0].started_ns, steps[-1].finished_ns
     scale, unit = (1e9, "s") if end - start > 5e9 else (1e6, "ms")
-    figure, axes = _figure(1200, 480)
+    figure, axes = blank_figure(1200, 480)
     spans = trace.spans(start, end)
     for row, (lane, colour) in enumerate(LANE_COLOURS.items()):
         mine = [s for s in spans if s.lane == lane]
@@ -149,7 +156,7 @@ def _ends_of_steps(axes: Any, steps: Sequence[StepMark], origin_ns: int, scale: 
 def draw_memory(memory: Mapping[str, MemoryStats], path: Path) -> None:
     """Peak bytes per tier as a share of its budget, with both written beside the bar."""
     tiers = {name: stats for name, stats in memory.items() if stats.budget_bytes}
-    figure, axes = _figure(1000, 110 + 70 * max(1, len(tiers)))
+    figure, axes = blank_figure(1000, 110 + 70 * max(1, len(tiers)))
     for row, (name, stats) in enumerate(tiers.items()):
         share = 100 * stats.peak_bytes / stats.budget_bytes
         axes.barh(row, 100, height=0.6, color="none", edgecolor=FAINT)
