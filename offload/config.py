@@ -101,7 +101,8 @@ class OffloadConfig:
         nvme_memory: disk the store may use, as above.
         precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps them.
         master: ``"split"`` (lossless, bf16 weights), ``"fp32"``, or ``"auto"``.
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        moments: how the optimizer's moments are stored: ``"fp32"``; ``"bf16"`` (rounded
+            stochastically); ``"int8"`` (a logarithmic byte, with a scale per 256 elements).
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
@@ -204,10 +205,6 @@ class OffloadConfig:
         if self.update == "next_forward":
             raise ValueError(
                 "update='next_forward' is not available in this version; use 'step' or 'backward'"
-            )
-        if self.moments != "fp32":
-            raise ValueError(
-                f"moments={self.moments!r} is not available in this version; use 'fp32'"
             )
         if self.commit_every != 1 or self.extra is not None:
             raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .errors import OffloadError
+from .optim import Rule, torch_state
 from .runtime import torch_private
 from .runtime.contents import Values
 from .schedule.partition import FoundUnit, ParamSpec, Partition
@@ -186,17 +187,25 @@ def initialise(
 
 
 def values_of_unit(
-    parts: Partition, unit: int, state: Mapping[Any, Mapping[str, Any]],
+    parts: Partition, unit: int, optimizer: torch.optim.Optimizer, rule: Rule,
     weight_of: Callable[[int], torch.Tensor],
 ) -> Callable[[ParamSpec], Values]:  # fmt: skip
-    """What ``Contents.fill`` asks for: the weight, and the tensors of state the optimizer had."""
+    """What ``Contents.fill`` asks for: the weight (its master, where the optimizer has one), and
+    the moments that the optimizer has, or those that a rule starts with."""
+    group_of = {spec.index: chunk.group for chunk, spec in parts.units[unit].params}
 
     def values(spec: ParamSpec) -> Values:
         p = parts.parameters[spec.index]
         tensors = {"weight": weight_of(spec.index).detach()}
-        for name, value in state.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0:
-                tensors[name] = value
+        group = group_of[spec.index]
+        if group is None:
+            return tensors
+        for name, value in rule.initial(optimizer.param_groups[group]).items():
+            if value != 0.0:
+                tensors[name] = torch.full(spec.shape, value)
+        for name, value in torch_state(optimizer, p).items():
+            if name in (*rule.moments, "master") and value is not None:
+                tensors["weight" if name == "master" else name] = value
         return tensors
 
     return values

@@ -20,7 +20,7 @@ from .model_state import StateHooks, read_weight
 from .observe.export import save_trace
 from .observe.rates import Rates, cached
 from .observe.stats import MemoryStats, Stats
-from .optim import Master, Rule, rule_for
+from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import link_bound
@@ -87,6 +87,15 @@ def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
             )
 
 
+def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
+    own = moments_of(optimizer)
+    if own not in ("fp32", config.moments):
+        raise ValueError(
+            f"the optimizer stores its moments as {own!r}, but wrap was told {config.moments!r}; "
+            f"pass moments={own!r} to wrap, or leave it out of the optimizer"
+        )
+
+
 def _decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator,
@@ -94,8 +103,10 @@ def _decide(
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
     _check_devices(model, accelerator)
+    _check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    parts = partition(model, groups, names=config.units, dtype=config.weight_dtype)
+    granule = granule_of(rule.state_fields(torch.float32, None, config.moments))
+    parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
     budgets = resolve_budgets(config, accelerator)
     update = "step" if config.update == "auto" else config.update
     backward = update == "backward"
@@ -176,13 +187,13 @@ def _raise_shortfall(plan: Plan, blueprint: Blueprint) -> None:
 
 def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Moves weights and state to their homes, one unit at a time, and frees the originals."""
-    parts, config = engine.parts, engine.config
+    parts, config, rule = engine.parts, engine.config, engine.blueprint.rule
     files = None if config.weights is None else WeightFiles(config.weights)
     names = {} if files is None else match_files(files, model, parts)
     init = config.init or default_init(model)
     device = engine.accelerator.device
     for index, p in enumerate(parts.parameters):
-        engine.updater.steps[index] = engine.blueprint.rule.steps_taken(optimizer.state.get(p, {}))
+        engine.updater.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
@@ -194,7 +205,7 @@ def _fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) ->
                 return files.load(names[index])
             return made.get(index, parts.parameters[index].data)
 
-        values = values_of_unit(parts, unit.index, optimizer.state, weight_of)
+        values = values_of_unit(parts, unit.index, optimizer, rule, weight_of)
         engine.contents.fill(unit.index, values, first=True)
         for chunk, spec in unit.params:
             stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
@@ -374,8 +385,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({k: v for k, v in loaded.items() if k != "params"})
 
     def _check_shapes(self, by_id: Mapping[int, Mapping[str, Any]]) -> None:
+        known = {"step", "master", *self._engine.blueprint.rule.moments}
         for p in self._engine.parts.parameters:
             for name, value in by_id.get(id(p), {}).items():
+                if name not in known:
+                    raise ValueError(
+                        f"the state has {name!r}; this optimizer's has {sorted(known)}"
+                    )
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
                     raise ValueError(
                         f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
@@ -385,18 +401,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, by_id: Mapping[int, Mapping[str, Any]], unit: int
     ) -> Callable[[Any], Mapping[str, torch.Tensor] | None]:
         engine = self._engine
-        names = {
-            field.name
-            for subgroup in engine.layout.subgroups[unit]
-            for field in subgroup.fields
-            if not field.name.startswith("master")
-        }
+        rule = engine.blueprint.rule
+        group_of = {spec.index: chunk.group for chunk, spec in engine.parts.units[unit].params}
 
         def values(spec: Any) -> Mapping[str, torch.Tensor] | None:
-            p = engine.parts.parameters[spec.index]
-            given = by_id.get(id(p), {})
-            return {
-                name: given[name] if name in given else torch.zeros(spec.shape) for name in names
+            given = by_id.get(id(engine.parts.parameters[spec.index]), {})
+            group = group_of[spec.index]
+            if group is None:
+                return None
+            starts = rule.initial(self.param_groups[group])
+            master = {} if given.get("master") is None else {"weight": given["master"]}
+            return master | {
+                name: torch.full(spec.shape, starts.get(name, 0.0))
+                if given.get(name) is None
+                else given[name]
+                for name in rule.moments
             }
 
         return values

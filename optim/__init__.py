@@ -5,10 +5,13 @@ from __future__ import annotations
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .choose import rule_for
-from .formats import Field, Master, Moments, join_master, split_master
+from .compact import Noise
+from .formats import Field, Master, Moments, granule_of, join_master, split_master
 from .kernels import native_isa, set_threads, threads
 from .lion import Lion
 from .norm import accumulate, sum_of_squares
+from .optimizer import moments_of, torch_state
+from .reference import read_moment, write_moment
 from .rule import Rule, StepScalars
 from .sgd import SGD
 
@@ -21,14 +24,20 @@ __all__ = [
     "Lion",
     "Master",
     "Moments",
+    "Noise",
     "Rule",
     "StepScalars",
     "accumulate",
+    "granule_of",
     "join_master",
+    "moments_of",
     "native_isa",
+    "read_moment",
     "rule_for",
     "set_threads",
     "split_master",
     "sum_of_squares",
     "threads",
+    "torch_state",
+    "write_moment",
 ]

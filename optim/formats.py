@@ -7,8 +7,9 @@ is lost.  ``"fp32"`` stores the master whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,18 @@ class Field:
     def elements(self, numel: int) -> int:
         """Stored elements for ``numel`` parameters."""
         return -(-numel // self.block)
+
+
+class Stored(Protocol):
+    """Anything that is stored in some dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def granule_of(fields: Iterable[Stored]) -> int:
+    """Where a buffer with this state may be cut: at multiples of so many elements."""
+    return max((GRANULES.get(field.dtype, 1) for field in fields), default=1)
 
 
 def master_fields(weight_dtype: torch.dtype, master: Master) -> tuple[Field, ...]:

@@ -67,6 +67,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._moments: Moments = moments
         super().__init__(params, defaults)
 
+    @property
+    def moments(self) -> Moments:
+        """How moments are stored."""
+        return self._moments
+
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a parameter group, by its present options."""
         raise NotImplementedError
@@ -177,15 +182,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         indices = [index for group in result["param_groups"] for index in group["params"]]
         of_index = dict(zip(indices, params, strict=True))
         result["state"] = {
-            index: self._torch_state(of_index[index], state)
-            for index, state in result["state"].items()
+            index: self.torch_state(of_index[index]) for index, state in result["state"].items()
         }
         return result
 
-    def _torch_state(self, param: Tensor, state: TensorDict) -> TensorDict:
+    def torch_state(self, param: Tensor) -> TensorDict:
+        """The state of one parameter in torch's format, with its ``master``; empty if it has none.
+
+        fp32 tensors may be those of the state itself.
+        """
+        state: TensorDict = self.state.get(param, {})
         flattened = _flat_state(state)
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        result: TensorDict = {"step": state["step"]}
+        result: TensorDict = {"step": state["step"]} if "step" in state else {}
         for name in self.rule_of(group).moments:
             if name in state and state[name].dtype is torch.float32:
                 result[name] = state[name]
@@ -229,3 +238,16 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 def _flat_state(state: TensorDict) -> dict[str, Tensor]:
     return {name: flat(tensor) for name, tensor in state.items() if name != "step"}
+
+
+def torch_state(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, Any]:
+    """A parameter's state in torch's format, whether the optimizer is torch's or one of these."""
+    if isinstance(optimizer, FlatOptimizer):
+        return optimizer.torch_state(param)
+    state: Mapping[str, Any] = optimizer.state.get(param, {})
+    return state
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> Moments:
+    """How an optimizer stores its moments; torch's own do in fp32 for fp32 parameters."""
+    return optimizer.moments if isinstance(optimizer, FlatOptimizer) else "fp32"

@@ -8,6 +8,7 @@ every device.  Nor is a tensor divided by a number, which some devices turn into
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -130,17 +131,21 @@ def read_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
 def write_moment(
     value: Tensor, state: Mapping[str, Tensor], name: str, noise: compact.Noise
 ) -> None:
-    """Stores an fp32 moment in its format; compact ones round by ``noise``."""
+    """Stores an fp32 moment in its format; compact ones round by ``noise``, slice by slice."""
     stored = state[name]
-    if stored.dtype is torch.uint8:
-        kind = compact.UNSIGNED if name in UNSIGNED_MOMENTS else compact.SIGNED
-        codes, scale = compact.to_int8(value, noise, kind)
-        stored.copy_(codes)
-        state[scale_name(name)].copy_(scale)
-    elif stored.dtype is torch.bfloat16:
-        stored.copy_(compact.to_bf16(value, noise))
-    else:
+    if stored.dtype is torch.float32:
         stored.copy_(value)
+        return
+    for begin in range(0, value.numel(), DEVICE_SLICE):
+        span = slice(begin, begin + DEVICE_SLICE)
+        here = replace(noise, position=noise.position + begin)
+        if stored.dtype is torch.bfloat16:
+            stored[span].copy_(compact.to_bf16(value[span], here))
+            continue
+        kind = compact.UNSIGNED if name in UNSIGNED_MOMENTS else compact.SIGNED
+        codes, scale = compact.to_int8(value[span], here, kind)
+        stored[span].copy_(codes)
+        state[scale_name(name)][begin // BLOCK : -(-(begin + codes.numel()) // BLOCK)] = scale
 
 
 def _update_slice(

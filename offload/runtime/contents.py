@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from ..optim import join_master, split_master
+from ..optim import Noise, join_master, read_moment, split_master, write_moment
+from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Item, Kind
 from ..schedule.partition import Chunk, ParamSpec
+from ..schedule.subgroups import Subgroup
 from .direct import DirectAccess
 from .pools import Arenas
 
@@ -37,8 +39,9 @@ class Contents:
     ) -> None:
         """Writes weights, masters and state of a unit's parameters.
 
-        ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; state in
-        fp32), or ``None`` to leave it as it is.  ``first``: nothing was there before.
+        ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
+        fp32, which are stored in their format), or ``None`` to leave it as it is.  ``first``:
+        nothing was there before.
         """
         item = Item(Kind.WEIGHTS, unit)
         place = self._direct.place(item) if first else self._direct.load(item)
@@ -47,51 +50,46 @@ class Contents:
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
             fields: dict[str, torch.Tensor] = {}
-            touched: list[tuple[int, int]] = []
+            touched: list[ParamSpec] = []
             for spec in chunk.params:
                 values = value_of(spec)
                 if values is not None:
-                    self._fill_param(chunk, spec, values, flat, fields)
-                    touched.append((spec.offset, spec.offset + spec.numel))
+                    self._fill_param(chunk, spec, values, flat, fields, first=first)
+                    touched.append(spec)
             if chunk.group is not None and touched:
                 self._fill_state(unit, number, fields, touched, first=first)
         self._direct.store(item, first=first)
 
     def _fill_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, flat: torch.Tensor,
-        fields: dict[str, torch.Tensor],
+        fields: dict[str, torch.Tensor], *, first: bool,
     ) -> None:  # fmt: skip
+        """``fields`` collects what goes to the records; zeroes only where something was before."""
         span = slice(spec.offset, spec.offset + spec.numel)
         kept = chunk.group is not None and chunk.dtype != torch.float32
         for name, value in values.items():
             if name == "weight" and not kept:
                 flat[span].copy_(flat_like(spec, value, chunk.dtype))
-            elif name == "weight":
+                continue
+            if name == "weight":
                 master = flat_like(spec, value, torch.float32)
                 high, low = split_master(master)
                 exact = chunk.dtype == torch.bfloat16
                 flat[span].copy_(high if exact else master.to(chunk.dtype))
-                self._into(fields, "master", master, chunk, span)
-                self._into(fields, "master_lo", low, chunk, span)
+                stored = {"master": master, "master_lo": low}
             else:
-                self._into(fields, name, flat_like(spec, value, torch.float32), chunk, span)
-
-    @staticmethod
-    def _into(
-        fields: dict[str, torch.Tensor], name: str, value: torch.Tensor, chunk: Chunk, span: slice
-    ) -> None:
-        if name not in fields:
-            if not value.any():
-                return
-            fields[name] = torch.zeros(chunk.numel, dtype=value.dtype)
-        fields[name][span] = value
+                stored = {name: flat_like(spec, value, torch.float32)}
+            for field, part in stored.items():
+                if field in fields or not first or part.any():
+                    whole = fields.setdefault(field, part.new_zeros(chunk.numel))
+                    whole[span] = part
 
     def _fill_state(
         self,
         unit: int,
         number: int,
         fields: Mapping[str, torch.Tensor],
-        touched: list[tuple[int, int]],
+        touched: list[ParamSpec],
         *,
         first: bool,
     ) -> None:
@@ -105,37 +103,62 @@ class Contents:
             place = self._direct.place(item) if first else self._direct.load(item)
             if first:
                 self._arenas.bytes_of(place).zero_()
-            end = subgroup.start + subgroup.count
+            record = self._record(place, subgroup)
+            for spec in touched:
+                self._fill_record(subgroup, record, spec, fields)
             for field in subgroup.fields:
                 target = self._arenas.typed(place, field.offset, field.dtype, field.numel)
-                whole = target.cpu().clone()
-                for low, high in touched:
-                    low, high = max(low, subgroup.start), min(high, end)
-                    if low < high and (first or field.name in wanted or field.name in MASTERS):
-                        source = fields.get(field.name)
-                        inside = slice(low - subgroup.start, high - subgroup.start)
-                        whole[inside] = 0 if source is None else source[low:high]
-                target.copy_(whole)
+                target.copy_(record[field.name])
             self._direct.store(item, first=first)
+
+    @staticmethod
+    def _fill_record(
+        subgroup: Subgroup,
+        record: Mapping[str, torch.Tensor],
+        spec: ParamSpec,
+        fields: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Stores one parameter's part of a subgroup; what ``fields`` lacks stays as it is."""
+        part = _part(subgroup, record, spec)
+        if part is None:
+            return
+        low, stored = part
+        moments = [f.name for f in subgroup.fields if f.name not in MASTERS and f.block == 1]
+        for name in stored.keys() & fields.keys():
+            numel = stored[name].numel()
+            value = fields[name][low : low + numel]
+            if name in MASTERS:
+                stored[name].copy_(value)
+            else:
+                noise = Noise(low - spec.offset, moments.index(name), 0)
+                write_moment(value, stored, name, noise)
+
+    def _record(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
+        """A copy of a record's fields, by name, on the CPU."""
+        return {
+            f.name: self._arenas.typed(place, f.offset, f.dtype, f.numel).cpu().clone()
+            for f in subgroup.fields
+        }
 
     # -- reading --------------------------------------------------------------------------------
 
     def state(self, unit: int) -> Iterator[tuple[ParamSpec, dict[str, torch.Tensor]]]:
-        """The optimizer state of every trained parameter of a unit, fp32, as plain tensors.
+        """The moments of every trained parameter of a unit, fp32 whatever their format.
 
         Masters are left out: ``masters`` gives them.
         """
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
-            fields = self._gather(unit, number, chunk, lambda name: name not in MASTERS)
+            moments = self._gather(unit, number, chunk, masters=False)
             for spec in chunk.params:
-                span = slice(spec.offset, spec.offset + spec.numel)
                 yield (
                     spec,
                     {
-                        name: flat[span].clone().as_strided(spec.shape, spec.stride)
-                        for name, flat in fields.items()
+                        name: flat[spec.offset : spec.offset + spec.numel]
+                        .clone()
+                        .as_strided(spec.shape, spec.stride)
+                        for name, flat in moments.items()
                     },
                 )
 
@@ -147,7 +170,7 @@ class Contents:
                 continue
             flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
             weights = flat.cpu().clone()
-            fields = self._gather(unit, number, chunk, lambda name: name in MASTERS)
+            fields = self._gather(unit, number, chunk, masters=True)
             if "master_lo" in fields:
                 exact = join_master(weights, fields["master_lo"])
             else:
@@ -157,17 +180,33 @@ class Contents:
                 yield spec, value.as_strided(spec.shape, spec.stride)
 
     def _gather(
-        self, unit: int, number: int, chunk: Chunk, wanted: Callable[[str], bool]
+        self, unit: int, number: int, chunk: Chunk, *, masters: bool
     ) -> dict[str, torch.Tensor]:
-        fields: dict[str, torch.Tensor] = {}
+        """By name, a chunk's masters as they are stored, or its moments in fp32."""
+        gathered: dict[str, torch.Tensor] = {}
         for subgroup in self._layout.subgroups[unit]:
-            if subgroup.chunk != number or not any(wanted(f.name) for f in subgroup.fields):
+            names = [
+                f.name for f in subgroup.fields if (f.name in MASTERS) == masters and f.block == 1
+            ]
+            if subgroup.chunk != number or not names:
                 continue
-            place = self._direct.load(Item(Kind.STATE, subgroup.index))
-            for field in subgroup.fields:
-                if wanted(field.name):
-                    at = self._arenas.typed(place, field.offset, field.dtype, field.numel)
-                    part = at.cpu().clone()
-                    whole = fields.setdefault(field.name, part.new_zeros(chunk.numel))
-                    whole[subgroup.start : subgroup.start + subgroup.count] = part
-        return fields
+            record = self._record(self._direct.load(Item(Kind.STATE, subgroup.index)), subgroup)
+            for name in names:
+                dtype = record[name].dtype if masters else torch.float32
+                whole = gathered.setdefault(name, torch.zeros(chunk.numel, dtype=dtype))
+                span = slice(subgroup.start, subgroup.start + subgroup.count)
+                whole[span] = record[name] if masters else read_moment(record, name)
+        return gathered
+
+
+def _part(
+    subgroup: Subgroup, record: Mapping[str, torch.Tensor], spec: ParamSpec
+) -> tuple[int, dict[str, torch.Tensor]] | None:
+    """Where in the chunk a subgroup's part of a parameter starts, and its fields; ``None`` if the
+    parameter does not reach into it."""
+    low = max(spec.offset, subgroup.start)
+    high = min(spec.offset + spec.numel, subgroup.start + subgroup.count)
+    if low >= high:
+        return None
+    inside = (low - subgroup.start, high - subgroup.start)
+    return low, {f.name: record[f.name][f.span(*inside)] for f in subgroup.fields}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import OffloadError
-from ..optim import Rule, StepScalars, accumulate, sum_of_squares
+from ..optim import Rule, StepScalars, accumulate, granule_of, sum_of_squares
 from ..schedule.layout import Layout
 from ..schedule.messages import Clear, Settle, Update
 from ..schedule.partition import Chunk, Unit, align
@@ -26,11 +26,15 @@ from .pools import Arenas
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``."""
+    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``.
+
+    ``position`` is that of the first element in its parameter.
+    """
 
     start: int
     stop: int
     step: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -183,31 +187,39 @@ class Updater:
         }
         assert chunk.group is not None
         for run in self._runs(task.unit, chunk, subgroup):
-            inside = slice(run.start - subgroup.start, run.stop - subgroup.start)
+            inside = (run.start - subgroup.start, run.stop - subgroup.start)
             finite = self.rule.update(
                 grads[run.start : run.stop],
                 weights[run.start : run.stop],
-                {f.name: _part(state[f.name], inside, subgroup.count) for f in subgroup.fields},
+                {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
                 self._scalars_for(chunk.group, run.step),
+                run.position,
             )
             if not finite:
                 self.nonfinite.append(self.layout.units[task.unit].name)
 
     def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
-        """The runs of a subgroup; borders between parameters belong to the one before."""
+        """The runs of a subgroup; borders between parameters belong to the one before.
+
+        Compact moments are rounded by an element's place in its parameter, and blocks end with it,
+        so that each parameter is a run of its own there.
+        """
         present = self._present[unit]
         runs: list[Run] = []
         end = subgroup.start + subgroup.count
+        apart = granule_of(subgroup.fields) > 1
         for spec in chunk.params:
-            stop = spec.offset + align(max(spec.numel, 1), 64 // chunk.dtype.itemsize)
+            border = 1 if apart else 64 // chunk.dtype.itemsize
+            stop = spec.offset + align(spec.numel, border)
             low, high = max(spec.offset, subgroup.start), min(stop, end)
             if low >= high or spec.index not in present:
                 continue
             step = self.steps[spec.index] + 1
-            if runs and runs[-1].stop == low and runs[-1].step == step:
-                runs[-1] = Run(runs[-1].start, high, step)
+            last = runs[-1] if runs else None
+            if last and last.stop == low and last.step == step and not apart:
+                runs[-1] = replace(last, stop=high)
             else:
-                runs.append(Run(low, high, step))
+                runs.append(Run(low, high, step, low - spec.offset))
         return runs
 
     def _scalars_for(self, group: int, step: int) -> StepScalars:
@@ -239,11 +251,3 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
     return bool(left == right)
-
-
-def _part(field: torch.Tensor, inside: slice, count: int) -> torch.Tensor:
-    """The part of a state field that belongs to a run; per-block fields scale with it."""
-    if field.numel() == count:
-        return field[inside]
-    per = -(-count // field.numel())
-    return field[inside.start // per : -(-inside.stop // per)]

@@ -239,6 +239,7 @@ def _layout(
     own: Sequence[tuple[int, str, nn.Parameter]],
     groups: Mapping[nn.Parameter, int],
     dtype: torch.dtype | None,
+    granule: int,
 ) -> tuple[tuple[Chunk, ...], int, int]:
     """Chunks of one unit, trained ones first, with the bytes of its weight and gradient slots."""
     keyed: dict[tuple[torch.dtype, int | None], list[tuple[int, str, nn.Parameter]]] = {}
@@ -252,7 +253,7 @@ def _layout(
     ):
         specs: list[ParamSpec] = []
         offset = 0
-        border = PARAM_ALIGN // kind.itemsize
+        border = max(PARAM_ALIGN // kind.itemsize, granule)
         for index, name, p in members:
             specs.append(
                 ParamSpec(index, name, tuple(p.shape), _dense_stride(p), p.numel(), offset)
@@ -272,6 +273,7 @@ def partition(
     *,
     names: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    granule: int = 1,
 ) -> Partition:
     """Cuts ``model`` into units and lays out their slots.
 
@@ -279,6 +281,8 @@ def partition(
         groups: the param-group index of every parameter that the optimizer holds.
         names: modules that form units, else they are found.
         dtype: dtype of all floating-point weights, else each keeps its own.
+        granule: parameters start at multiples of so many elements (a power of two), because the
+            optimizer's state cannot be cut elsewhere.
 
     Integer parameters are left alone.  A parameter that several units read belongs to the first.
     """
@@ -300,7 +304,7 @@ def partition(
                 unit_of.append(number)
             elif owner[p] != number:
                 shares[owner[p]] = None
-        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype)
+        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
         units.append(
             Unit(
                 number, item.name, chunks, tuple(shares), item.direct_only, weight_bytes, grad_bytes

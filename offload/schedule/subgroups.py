@@ -23,6 +23,11 @@ class StateField(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def block(self) -> int:
+        """Parameters that share one stored element."""
+        ...
+
     def elements(self, numel: int) -> int:
         """Stored elements for ``numel`` parameters (fewer than ``numel`` for per-block scales)."""
         ...
@@ -30,12 +35,18 @@ class StateField(Protocol):
 
 @dataclass(frozen=True)
 class FieldPlace:
-    """Where a field lies in a record: ``numel`` elements of ``dtype`` at ``offset`` bytes."""
+    """Where a field lies in a record: ``numel`` elements of ``dtype`` at ``offset`` bytes, each of
+    which serves ``block`` parameters."""
 
     name: str
     dtype: torch.dtype
     offset: int
     numel: int
+    block: int = 1
+
+    def span(self, start: int, stop: int) -> slice:
+        """The stored elements of parameters ``[start, stop)``; ``start`` begins a block."""
+        return slice(start // self.block, -(-stop // self.block))
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
     offset = 0
     for field in fields:
         numel = field.elements(count)
-        places.append(FieldPlace(field.name, field.dtype, offset, numel))
+        places.append(FieldPlace(field.name, field.dtype, offset, numel, field.block))
         offset = align(offset + numel * field.dtype.itemsize, PARAM_ALIGN)
     return tuple(places), align(max(offset, 1), PAGE)  # a rule without state keeps a page
 
@@ -70,7 +81,10 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
 def cut_subgroups(
     units: Sequence[Unit], fields_of: FieldsOf, numel: int
 ) -> tuple[tuple[Subgroup, ...], ...]:
-    """The subgroups of every unit, at most ``numel`` elements each, numbered through the model."""
+    """The subgroups of every unit, at most ``numel`` elements each, numbered through the model.
+
+    ``numel`` is a multiple of every field's block.
+    """
     index = 0
     result: list[tuple[Subgroup, ...]] = []
     for unit in units:

@@ -38,6 +38,7 @@ from overspill.schedule.residency import Residency
 class Field:
     name: str
     dtype: torch.dtype
+    block: int = 1
 
     def elements(self, numel: int) -> int:
         return numel

@@ -75,7 +75,7 @@ def test_shares_and_auto_resolve() -> None:
         ({"rates": 3}, TypeError, "overspill.Rates"),
         ({"commit_every": 5}, ValueError, "this version lacks"),
         ({"extra": dict}, ValueError, "this version lacks"),
-        ({"moments": "int8"}, ValueError, "not available"),
+        ({"moments": "int4"}, ValueError, "moments must be one of"),
         ({"update": "next_forward"}, ValueError, "not available"),
     ],
 )
