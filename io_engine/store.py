@@ -34,16 +34,35 @@ def _fail(path: Path, what: str, error: OSError) -> IoError:
     )
 
 
+def _remove(path: Path, fd: int) -> None:
+    """Unlinks the file that ``fd`` has open, unless ``path`` has come to name another one.
+
+    It has when a user deleted the file, or unmounted the directory, and another process went on
+    there.  What cannot be removed, on a disk that failed, is said: closing goes on.
+    """
+    try:
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s: cannot be removed: %s", path, os.strerror(error.errno or 0))
+
+
 class DirectoryLock:
     """Ownership of a directory's store, held until ``release`` or the end of the process."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_NAME
         self._fd = self._take(directory)
-        self.previous = self._owner()
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
+        try:
+            self.previous = self._owner()
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, text.encode(), 0)
+        except OSError as error:
+            self.release()
+            raise _fail(directory, "cannot create a store here", error) from error
 
     def _take(self, directory: Path) -> int:
         while True:
@@ -87,7 +106,7 @@ class DirectoryLock:
         """Gives the directory up.  A second call does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            self._path.unlink(missing_ok=True)
+            _remove(self._path, fd)
             os.close(fd)
 
 
@@ -217,7 +236,7 @@ class StoreFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if not self.ephemeral:
-                self.path.unlink(missing_ok=True)
+                _remove(self.path, fd)
             if not keep_descriptor:
                 os.close(fd)
         if self._lock is not None:

@@ -92,43 +92,6 @@ def test_too_little_space_is_said_before_anything_is_made(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_size_limit(tmp_path: Path) -> None:
-    done = run(
-        """
-        import resource, sys
-        from overspill.io_engine import IoEngine, IoError
-        engine = IoEngine(sys.argv[1], 4 << 20, block_bytes=65536)
-        extents = [engine.allocate(1 << 20) for _ in range(4)]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-        with engine.buffer(1 << 20) as buffer:
-            tickets = [engine.write(extent, buffer) for extent in extents]
-            for ticket in tickets:
-                try:
-                    ticket.wait(20)
-                    print("written")
-                except IoError as error:
-                    print("refused", error.errno, error)
-            engine.read(extents[0], buffer).wait(20)
-            try:
-                engine.read(extents[3], buffer).wait(20)
-            except IoError as error:
-                print("no whole contents:", error)
-        engine.close()
-        try:
-            IoEngine(sys.argv[1], 4 << 20)
-        except IoError as error:
-            print("limit", error)
-        """,
-        tmp_path,
-    )
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "written", "written", "refused", "refused", "no", "limit",
-    ], done.stderr  # fmt: skip
-    assert "ulimit -f" in lines[2] and "27" in lines[2].split()[1]
-    assert "2097152" in lines[-1] and os.listdir(tmp_path) == []
-
-
 ROUND_TRIP = """
 import logging, sys
 logging.basicConfig(format="%(message)s")
