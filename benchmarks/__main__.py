@@ -7,7 +7,13 @@ import importlib
 import sys
 from pathlib import Path
 
-SUITES = ("copy", "io", "optim", "step")  # each a module with ``run(*, quick, folder) -> Outcome``
+SUITES = (
+    "bound",
+    "copy",
+    "io",
+    "optim",
+    "step",
+)  # each a module with ``run(*, quick, folder) -> Outcome``
 
 
 def main() -> int:

@@ -23,11 +23,13 @@ from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
 from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
+from .runtime.disk import Disk, PacedDisk
 from .runtime.executor import Executor
 from .runtime.extents import Extents
 from .runtime.gradient_tensor import GradientAccess, OffloadedGradient
 from .runtime.gradients import GradientCollector
 from .runtime.hooks import ModuleHooks
+from .runtime.modelled_compute import ModelledCompute
 from .runtime.pools import Budget, HeldMemory
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
@@ -89,6 +91,8 @@ class Engine:
         }
         self._held = HeldMemory()
         self.io: IoEngine | None = None
+        self._paced: PacedDisk | None = None
+        self.modelled: ModelledCompute | None = None
         self._lease: Lease | None = None
         self._build()
 
@@ -133,6 +137,15 @@ class Engine:
             list(self.config.nvme), disk, checksum=self.config.checksum, ephemeral=True
         )
 
+    def _disk(self) -> Disk | None:
+        """What the executor moves extents with: on a simulated machine, at that one's rates."""
+        limits = self.accelerator.limits
+        read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
+        if self.io is None or (read is None and write is None):
+            return self.io
+        self._paced = PacedDisk(self.io, read, write)
+        return self._paced
+
     def _start(self) -> None:
         config, layout = self.config, self.layout
         if config.threads is not None:
@@ -144,7 +157,7 @@ class Engine:
         )  # fmt: skip
         machine = Residency(layout)
         self.executor = Executor(
-            machine, self._held.arenas, self.accelerator, self.io, self.extents, self.trace,
+            machine, self._held.arenas, self.accelerator, self._disk(), self.extents, self.trace,
             self.updater.work_on, check=os.environ.get("OVERSPILL_VALIDATE") == "1",
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, self.io, self.extents)
@@ -184,6 +197,12 @@ class Engine:
             self.model, self.residences, self.saved, self.backward, self.trace,
             self.executor.raise_failure,
         )  # fmt: skip
+        flops_s = self.accelerator.limits.device_flops_s
+        if flops_s is not None:
+            executor = self.executor
+            self.modelled = ModelledCompute(
+                self.model, self.parts, flops_s, lambda: executor.waited_ns
+            )
 
     def _compute_place(self, unit: int) -> Place:
         copy = self.executor.machine.weights.compute_copy(unit)
@@ -301,7 +320,8 @@ class Engine:
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
         rates = self.config.rates
-        needed = {} if rates is None else lane_seconds(self.blueprint.plan.link_bytes, rates)
+        links = self.blueprint.plan.link_bytes
+        needed = {} if rates is None else lane_seconds(links, rates)
         self.stats = step_stats(self.trace, mark, needed)
 
     def _present_units(self) -> dict[int, frozenset[int]]:
@@ -352,7 +372,9 @@ class Engine:
         }
 
     def _release(self) -> None:
-        for part in (getattr(self, "executor", None), self.io):
+        if self.modelled is not None:
+            self.modelled.remove()
+        for part in (getattr(self, "executor", None), self._paced, self.io):
             if part is not None:
                 part.close()
         self.accelerator.close()

@@ -23,7 +23,8 @@ from .observe.stats import MemoryStats, Stats
 from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
-from .schedule.bounds import link_bound
+from .schedule.bounds import lane_seconds, step_bound
+from .schedule.layout import Layout
 from .schedule.partition import Chunk, partition
 from .schedule.plan import Needs, Plan
 from .schedule.planner import make_layout
@@ -126,7 +127,7 @@ def _decide(
         if shortfalls
         else predict_traffic(layout, micro_steps=config.accumulate, update_in_backward=backward)
     )
-    bound, bottleneck = link_bound(links, config.rates)
+    bound, bottleneck = _bound(links, layout, config, update)
     plan = Plan(
         fits=not shortfalls,
         shortfalls=shortfalls,
@@ -144,6 +145,17 @@ def _decide(
         layout=layout,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def _bound(
+    links: Mapping[str, int], layout: Layout, config: OffloadConfig, update: str
+) -> tuple[float | None, str | None]:
+    """The bound without compute, which depends on tokens; ``None`` where no rate is known."""
+    if config.rates is None:
+        return None, None
+    trained = sum(s.count for group in layout.subgroups for s in group)
+    seconds = lane_seconds(links, config.rates, update_params=trained)
+    return step_bound(seconds, update, config.accumulate)
 
 
 def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:

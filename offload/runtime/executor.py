@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from ..config import Tier
 from ..errors import BudgetError, OffloadError
-from ..io_engine import IoEngine, Ticket
 from ..observe.trace import Trace
 from ..schedule.arena import Place
 from ..schedule.invariants import validate
@@ -41,9 +40,13 @@ from ..schedule.messages import (
 )
 from ..schedule.residency import Residency
 from .accelerators.base import Accelerator, CopyDone, Event
+from .accelerators.pace import Pace
+from .disk import Disk, Moved
 from .events import RangeEvents
 from .extents import Extents
 from .pools import Arenas
+
+_Task = Clear | Settle | Update  # what the update worker does
 
 
 class _Waiter:
@@ -74,20 +77,23 @@ class Executor:
         machine: Residency,
         arenas: Arenas,
         accelerator: Accelerator,
-        io: IoEngine | None,
+        disk: Disk | None,
         extents: Extents,
         trace: Trace,
-        work_on: Callable[[Clear | Settle | Update], None],
+        work_on: Callable[[_Task], None],
         *,
         check: bool,
     ) -> None:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
-        self._io, self._extents, self._trace, self._work_on = io, extents, trace, work_on
+        self._disk, self._extents, self._trace, self._work_on = disk, extents, trace, work_on
         self._check = check
+        self._update_pace = Pace(accelerator.limits.update_params_s)
+        self._params = [s.count for group in machine.layout.subgroups for s in group]
+        self.waited_ns = 0  # by compute, in all
         self._names = [unit.name for unit in machine.layout.units]
         self.device_events = RangeEvents()
         self._queue: queue.SimpleQueue[Signal | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[Clear | Settle | Update | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[_Task, int] | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
@@ -130,8 +136,9 @@ class Executor:
             self._abandon(waiter)
             raise
         if before is not None or computing is not None:
-            name = computing or before or ""
-            self._trace.stall(waiter.lane, started, time.perf_counter_ns(), name)
+            name, ended = computing or before or "", time.perf_counter_ns()
+            self.waited_ns += ended - started
+            self._trace.stall(waiter.lane, started, ended, name)
             self._trace.compute_resume(name)
         if waiter.error is not None:
             self._raise(waiter.error)
@@ -241,7 +248,7 @@ class Executor:
         elif isinstance(work, CopyOut):
             self._copy_out(work)
         else:
-            self._tasks.put(work)
+            self._tasks.put((work, time.perf_counter_ns()))
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:
@@ -254,20 +261,20 @@ class Executor:
     # -- moves ----------------------------------------------------------------------------------
 
     def _transfer(self, work: Read | Write) -> None:
-        assert self._io is not None
+        assert self._disk is not None
         extent = self._extents.of(work.item, work.role)
         memory = self.arenas.bytes_of(work.place).numpy()
         lane = "read" if isinstance(work, Read) else "write"
         name = self._item_name(work)
 
-        def done(ticket: Ticket) -> None:
-            self._trace.add(lane, name, ticket.started_ns, ticket.finished_ns, ticket.nbytes)
-            self._finished(work, ticket.error)
+        def done(moved: Moved) -> None:
+            self._trace.add(lane, name, moved.started_ns, moved.finished_ns, moved.nbytes)
+            self._finished(work, moved.error)
 
         if isinstance(work, Read):
-            self._io.read(extent, memory, urgent=work.urgent, on_done=done)
+            self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
         else:
-            self._io.write(extent, memory, on_done=done)
+            self._disk.write(extent, memory, on_done=done)
 
     def _item_name(self, work: Read | Write) -> str:
         kind, index = work.item
@@ -316,10 +323,13 @@ class Executor:
     # -- the update worker ----------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (queued := self._tasks.get()) is not None:
+            task, queued_ns = queued
             started = time.perf_counter_ns()
             try:
                 self._do(task)
+                if isinstance(task, Update):
+                    self._update_pace.hold(self._params[task.subgroup], queued_ns)
             except BaseException as error:
                 self._finished(task, error)
                 continue
@@ -329,7 +339,7 @@ class Executor:
                 self._trace.add("update", name, started, time.perf_counter_ns(), nbytes)
             self._finished(task, None)
 
-    def _do(self, task: Clear | Settle | Update) -> None:
+    def _do(self, task: _Task) -> None:
         """Runs a task; one that touches device memory is ordered with copies and compute."""
         if isinstance(task, Update):
             touched = [task.weights, task.grads, task.state]

@@ -66,6 +66,7 @@ class Unit:
     """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
 
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
+    ``flops`` are those of its forward's matrix products, per token.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Unit:
     encloses: bool
     weight_bytes: int
     grad_bytes: int
+    flops: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -224,6 +226,22 @@ def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}{child_name}.{name}", p
 
 
+def forward_flops(found: FoundUnit) -> int:
+    """FLOPs of the unit's forward per token: two per element of each matrix it multiplies by.
+
+    What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
+    """
+    if found.direct_only:
+        return 0
+    return sum(
+        2 * p.numel()
+        for module in found.module.modules()
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for p in module.parameters(recurse=False)
+        if p.dim() > 1
+    )
+
+
 def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
     """The parameter's own stride where its memory is dense, else the contiguous one."""
     pairs = sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1)
@@ -305,9 +323,11 @@ def partition(
             elif owner[p] != number:
                 shares[owner[p]] = None
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
+        flops = forward_flops(item)
+        encloses = item.direct_only
         units.append(
             Unit(
-                number, item.name, chunks, tuple(shares), item.direct_only, weight_bytes, grad_bytes
+                number, item.name, chunks, tuple(shares), encloses, weight_bytes, grad_bytes, flops
             )
         )
     return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))

@@ -15,6 +15,8 @@ from typing import Protocol
 
 import torch
 
+from ...observe.rates import Rates
+
 __all__ = [
     "ARENA_ALIGN",
     "Accelerator",
@@ -77,6 +79,11 @@ class Accelerator(Protocol):
     @property
     def has_device_memory(self) -> bool:
         """Whether weights must be copied to be used.  If not, there is nothing to allocate."""
+        ...
+
+    @property
+    def limits(self) -> Rates:
+        """What a simulated machine is slowed down to; all ``None`` for a real one."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 
+from ...observe.rates import Rates
 from .base import Event, OnDone
 
 
@@ -25,6 +26,7 @@ class CpuAccelerator:
     """See ``Accelerator``.  Asking it for device memory or a copy is a bug of the engine."""
 
     kind = "cpu"
+    limits = Rates()
     has_device_memory = False
 
     def __init__(self) -> None:

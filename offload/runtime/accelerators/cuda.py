@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import OffloadError, format_bytes
+from ...observe.rates import Rates
 from .base import CopyDone, Event, OnDone, aligned_bytes, copied_bytes, deliver
 
 PIECE_BYTES = 1 << 30  # page-locked at a time: larger registrations fail on some systems
@@ -100,6 +101,7 @@ class CudaAccelerator:
     """See ``Accelerator``.  ``device`` is a CUDA device with an index."""
 
     kind = "cuda"
+    limits = Rates()
     has_device_memory = True
 
     def __init__(self, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .base import CopyDone, Event, OnDone, deliver
+from .pace import Pace
 
 __all__ = ["CopyJob", "CopyLane"]
 
@@ -38,9 +39,8 @@ class CopyLane:
         latency_s: float,
         disturb: Callable[[str, int], None] | None,
     ) -> None:
-        self._name, self._bytes_s, self._latency_s = name, bytes_s, latency_s
-        self._disturb = disturb
-        self._free_ns = 0
+        self._name, self._disturb = name, disturb
+        self._pace = Pace(bytes_s, latency_s)
         self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
         self._thread.start()
@@ -56,11 +56,11 @@ class CopyLane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            queued = job.submitted_ns <= self._free_ns
+            ready_ns = job.submitted_ns
             for event in job.after:
                 if not event.done():
-                    queued = False
                     event.synchronize()
+                    ready_ns = time.perf_counter_ns()
             started_ns = time.perf_counter_ns()
             error: BaseException | None = None
             try:
@@ -69,21 +69,10 @@ class CopyLane:
                 # Without the GIL, and on this one thread: a copy by torch would wake a second
                 # team of compute threads.
                 ctypes.memmove(job.dst.data_ptr(), job.src.data_ptr(), job.dst.numel())
-                self._pace(job.dst.numel(), self._free_ns if queued else started_ns)
+                self._pace.hold(job.dst.numel(), ready_ns)
             except BaseException as raised:
                 error = raised
             finished_ns = time.perf_counter_ns()
             job.finish()
             deliver(job.on_done, CopyDone(started_ns, finished_ns, job.dst.numel(), error))
             del job  # its tensors must not live on while the queue is empty
-
-    def _pace(self, nbytes: int, begin_ns: int) -> None:
-        """Blocks until a link of the set rate that began then would have moved the bytes.
-
-        A copy that was queued behind another begins when that one was due, not when this thread
-        woke up, so that a row of copies is not slower than the link.
-        """
-        wire_s = nbytes / self._bytes_s if self._bytes_s is not None else 0.0
-        self._free_ns = begin_ns + int((self._latency_s + wire_s) * 1e9)
-        while (left_ns := self._free_ns - time.perf_counter_ns()) > 0:
-            time.sleep(left_ns / 1e9)

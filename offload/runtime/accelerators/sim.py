@@ -59,7 +59,8 @@ class SimAccelerator:
     """See ``Accelerator``.
 
     Args:
-        rates: of the link; ``None`` fields and ``None`` itself do not limit.
+        rates: of the machine; ``None`` fields and ``None`` itself do not limit.  The link's are
+            kept here, those of disk, update and compute by whoever does that work: ``limits``.
         disturb: called as ``disturb(lane, nbytes)`` on the copying thread before each copy;
             tests sleep in it, or raise what is then delivered as the copy's error.
     """
@@ -71,7 +72,7 @@ class SimAccelerator:
         self, rates: Rates | None = None, disturb: Callable[[str, int], None] | None = None
     ) -> None:
         self.device = torch.device("cpu")
-        rates = rates if rates is not None else Rates()
+        rates = self.limits = rates if rates is not None else Rates()
         latency = rates.link_latency_s or 0.0
         self._ordering = Ordering()
         self._lock = threading.Lock()

@@ -1,0 +1,130 @@
+"""What the executor asks of a disk, and a disk of a set rate for simulated machines."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OffloadError
+from ..io_engine import Extent, IoEngine, Ticket
+from .accelerators.pace import Pace
+
+__all__ = ["Disk", "Moved", "PacedDisk"]
+
+Memory = NDArray[np.uint8]
+
+
+class Moved(Protocol):
+    """The end of a transfer, on the clock of ``time.perf_counter_ns``."""
+
+    @property
+    def started_ns(self) -> int: ...
+    @property
+    def finished_ns(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def error(self) -> BaseException | None: ...
+
+
+OnMoved = Callable[[Moved], None]
+
+
+class Disk(Protocol):
+    """Moves whole extents; ``IoEngine`` is one."""
+
+    def read(
+        self, extent: Extent, buffer: Memory, *, urgent: bool = False, on_done: OnMoved
+    ) -> object: ...
+
+    def write(self, extent: Extent, buffer: Memory, *, on_done: OnMoved) -> object: ...
+
+
+@dataclass(frozen=True)
+class _Paced:
+    started_ns: int
+    finished_ns: int
+    nbytes: int
+    error: OffloadError | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    start: Callable[..., Ticket]
+    extent: Extent
+    buffer: Memory
+    on_done: OnMoved
+    submitted_ns: int
+
+
+class _Direction:
+    """A thread that moves one extent at a time, urgent ones first."""
+
+    def __init__(self, name: str, bytes_s: float | None) -> None:
+        self._pace = Pace(bytes_s)
+        self._jobs: list[tuple[bool, int, _Job | None]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: _Job | None, urgent: bool = False) -> None:
+        with self._changed:
+            heapq.heappush(self._jobs, (not urgent, next(self._numbers), job))
+            self._changed.notify()
+
+    def _take(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._jobs))
+            return heapq.heappop(self._jobs)[2]
+
+    def _run(self) -> None:
+        while (job := self._take()) is not None:
+            started_ns = time.perf_counter_ns()
+            over = threading.Event()
+            ticket = job.start(
+                job.extent, job.buffer, urgent=True, on_done=lambda _, over=over: over.set()
+            )
+            over.wait()
+            self._pace.hold(ticket.nbytes, job.submitted_ns)
+            finished_ns = time.perf_counter_ns()
+            job.on_done(_Paced(started_ns, finished_ns, ticket.nbytes, ticket.error))
+            del job, ticket
+
+    def close(self) -> None:
+        self.put(None)
+        self._thread.join()
+
+
+class PacedDisk:
+    """A ``Disk`` over an I/O engine that reads and writes at set rates, each on its own lane."""
+
+    def __init__(self, io: IoEngine, read_bytes_s: float | None, write_bytes_s: float | None):
+        self._io = io
+        self._reads = _Direction("sim-read", read_bytes_s)
+        self._writes = _Direction("sim-write", write_bytes_s)
+
+    def read(
+        self, extent: Extent, buffer: Memory, *, urgent: bool = False, on_done: OnMoved
+    ) -> None:
+        """Queues a read; an urgent one overtakes those that are not and have not begun."""
+        self._reads.put(
+            _Job(self._io.read, extent, buffer, on_done, time.perf_counter_ns()), urgent
+        )
+
+    def write(self, extent: Extent, buffer: Memory, *, on_done: OnMoved) -> None:
+        """Queues a write."""
+        self._writes.put(_Job(self._io.write, extent, buffer, on_done, time.perf_counter_ns()))
+
+    def close(self) -> None:
+        """Lets what was queued end, and joins both threads."""
+        self._reads.close()
+        self._writes.close()
