@@ -11,7 +11,7 @@ OUT ?= runs
 DEMO := $(OUT)/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test check bench gpu sanitize clean venv
+.PHONY: demo test check bench gpu sanitize soak clean venv
 
 venv: $(STAMP)
 
@@ -54,6 +54,10 @@ check: $(STAMP) build/typing/overspill
 # The I/O core under ThreadSanitizer, then AddressSanitizer and UBSan, with injected faults.
 sanitize: $(STAMP)
 	$(BIN)/python -m tests.sim.sanitize_io --seconds 1
+
+# What takes minutes and CI leaves out: 10,000 seeded disk faults among it.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench
