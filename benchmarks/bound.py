@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import overspill
-from overspill.schedule.bounds import lane_seconds, step_bound, step_flops
+from overspill.schedule.bounds import step_bound, step_flops, trained_params
 
 from .model import Gpt, Shape, batch_of
 from .results import Column, Comparison, Outcome, number, outcome
@@ -71,7 +71,6 @@ def machine_for(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plan = overspill.plan(model, optimizer, rates=overspill.Rates(), device="sim", **options)
     assert plan.fits and plan.layout is not None, plan.shortfalls
-    trained = sum(s.count for group in plan.layout.subgroups for s in group)
 
     def rate(lane: str, amount: float) -> float | None:
         share = 1.0 if lane == slow.lane else slow.share
@@ -82,7 +81,7 @@ def machine_for(
         d2h_bytes_s=rate("copy_out", plan.link_bytes["copy_out"]),
         disk_read_bytes_s=rate("read", plan.link_bytes["read"]),
         disk_write_bytes_s=rate("write", plan.link_bytes["write"]),
-        update_params_s=rate("update", trained),
+        update_params_s=rate("update", trained_params(plan.layout)),
         device_flops_s=rate("compute", step_flops(plan.layout.units, tokens)),
     )
 
@@ -107,17 +106,15 @@ def measure(
             marks = engine.trace.steps[-steps:]
             plan = optimizer.plan
             all_s = tuple((m.finished_ns - m.started_ns) / 1e9 for m in marks)
-            trained = sum(s.count for group in plan.layout.subgroups for s in group)
-            seconds = lane_seconds(
-                plan.link_bytes, rates, update_params=trained,
-                flops=step_flops(plan.layout.units, shape.tokens_per_step),
-            )  # fmt: skip
+            bound = step_bound(
+                plan.layout, plan.link_bytes, rates, update=update, tokens=shape.tokens_per_step
+            )
             window = marks[0].started_ns, marks[-1].finished_ns
             stalls = dict.fromkeys(LANES, 0.0)
             for stall in engine.trace.stalls(*window):
                 stalls[stall.lane] += (stall.finished_ns - stall.started_ns) / 1e9 / steps
             return Efficiency(
-                statistics.median(all_s), step_bound(seconds, update)[0],
+                statistics.median(all_s), bound.seconds,
                 engine.trace.covered_share(HIDDEN, *window), stalls, all_s,
             )  # fmt: skip
 

@@ -23,8 +23,7 @@ from .observe.stats import MemoryStats, Stats
 from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
-from .schedule.bounds import lane_seconds, step_bound
-from .schedule.layout import Layout
+from .schedule.bounds import step_bound
 from .schedule.partition import Chunk, partition
 from .schedule.plan import Needs, Plan
 from .schedule.planner import make_layout
@@ -127,7 +126,11 @@ def _decide(
         if shortfalls
         else predict_traffic(layout, micro_steps=config.accumulate, update_in_backward=backward)
     )
-    bound, bottleneck = _bound(links, layout, config, update)
+    bound = None
+    if config.rates is not None and not shortfalls:
+        bound = step_bound(
+            layout, links, config.rates, update=update, micro_steps=config.accumulate
+        )
     plan = Plan(
         fits=not shortfalls,
         shortfalls=shortfalls,
@@ -139,23 +142,12 @@ def _decide(
         },
         link_bytes=links,
         disk_bytes=disk,
-        step_s=bound,
-        bound_s=bound,
-        bottleneck=bottleneck,
+        step_s=None if bound is None else bound.seconds,
+        bound_s=None if bound is None else bound.seconds,
+        bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
-
-
-def _bound(
-    links: Mapping[str, int], layout: Layout, config: OffloadConfig, update: str
-) -> tuple[float | None, str | None]:
-    """The bound without compute, which depends on tokens; ``None`` where no rate is known."""
-    if config.rates is None:
-        return None, None
-    trained = sum(s.count for group in layout.subgroups for s in group)
-    seconds = lane_seconds(links, config.rates, update_params=trained)
-    return step_bound(seconds, update, config.accumulate)
 
 
 def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:

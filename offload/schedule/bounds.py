@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from ..config import Tier
 from ..observe.rates import Rates
+from .layout import Layout
 from .partition import Unit
 
 FORWARD_SHARE = 1 / 3  # of a micro-step's FLOPs: backward takes two products for each of forward's
 
 
-def step_flops(units: Sequence[Unit], tokens: int) -> int:
+@dataclass(frozen=True)
+class Bound:
+    """The least seconds of a step, the lane that sets it, and the least of each lane."""
+
+    seconds: float
+    bottleneck: str | None
+    lanes: Mapping[str, float]
+
+
+def step_flops(units: Sequence[Unit], tokens: int) -> float:
     """FLOPs of all forwards and backwards over ``tokens`` tokens; nothing is computed twice."""
-    return int(sum(unit.flops for unit in units) * tokens / FORWARD_SHARE)
+    return sum(unit.flops for unit in units) * tokens / FORWARD_SHARE
 
 
 def lane_seconds(
@@ -36,28 +48,84 @@ def lane_seconds(
     return {lane: amount / rate for lane, (amount, rate) in work.items() if rate and amount}
 
 
-def step_bound(
-    seconds: Mapping[str, float], update: str, micro_steps: int = 1
-) -> tuple[float, str | None]:
-    """The least time of a step and the lane that sets it; ``(0, None)`` where no lane is known.
+def trained_params(layout: Layout) -> int:
+    """Parameters that a step updates, borders between them included."""
+    return sum(s.count for group in layout.subgroups for s in group)
 
-    Any lane's own time is a bound.  What waits for the last gradients cannot lie under the compute
-    before them either: with ``update="backward"`` that is everything but the last backward, with
-    ``"step"`` all compute.  ``"next_forward"`` hides an update under the forward that follows.
+
+def step_bound(
+    layout: Layout,
+    links: Mapping[str, int],
+    rates: Rates,
+    *,
+    update: str,
+    micro_steps: int = 1,
+    tokens: int = 0,
+) -> Bound:
+    """No schedule of this placement is faster.
+
+    Any lane's own time is a bound.  What must come after the last backward has begun, or after it
+    has ended (``update="step"``), adds to all before it: the update, its writes and, less what
+    staging room lets come early, its reads.  With ``"next_forward"`` all that lies under any
+    compute.
+
+    Args:
+        links: bytes of a step by lane.
+        tokens: of a step, over all micro-steps; 0 leaves compute out.
     """
-    if not seconds:
-        return 0.0, None
-    compute = seconds.get("compute", 0.0)
-    before = {
-        "backward": compute * (1 - (1 - FORWARD_SHARE) / micro_steps),
-        "step": compute,
-    }.get(update, 0.0)
-    late = ("write", "update") if update == "step" or micro_steps > 1 else (
-        "copy_out", "write", "update",
-    )  # fmt: skip
-    bounds = {
-        lane: time + (before if lane in late and update != "next_forward" else 0.0)
-        for lane, time in seconds.items()
-    }
-    lane = max(bounds, key=lambda name: bounds[name])
-    return bounds[lane], lane
+    flops = step_flops(layout.units, tokens)
+    seconds = lane_seconds(links, rates, update_params=trained_params(layout), flops=flops)
+    floors = dict(seconds)
+    if update != "next_forward":
+        compute = seconds.get("compute", 0.0)
+        last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
+        before = max(compute - last, _first_forward(layout, rates))
+        out = seconds.get("copy_out", 0.0) if micro_steps == 1 else 0.0
+        gradients = before + max(last, out)  # when the last of them has come
+        begin = before if update == "backward" else gradients
+        read, write = _state_seconds(layout, rates)
+        late = {"update": seconds.get("update", 0.0), "write": write, "read": read}
+        floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
+        floors["compute"] = max(compute, before + last)
+        for lane, time in late.items():
+            floors[lane] = max(floors.get(lane, 0.0), begin + time if time else 0.0)
+    floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
+    if not floors:
+        return Bound(0.0, None, seconds)
+    lane = max(floors, key=lambda name: floors[name])
+    return Bound(floors[lane], lane, seconds)
+
+
+def _first_forward(layout: Layout, rates: Rates) -> float:
+    """Weights that stream in during a forward, less what room there is to have them before."""
+    streamed = sum(
+        unit.weight_bytes
+        for unit, home in zip(layout.units, layout.homes, strict=True)
+        if not home.resident
+    )
+    paged = sum(
+        unit.weight_bytes
+        for unit, home in zip(layout.units, layout.homes, strict=True)
+        if home.weights is Tier.NVME and not home.resident
+    )
+    regions, times = layout.regions, [0.0]
+    if layout.has_device and rates.h2d_bytes_s:
+        times.append((streamed - regions.device_weights) / rates.h2d_bytes_s)
+    if rates.disk_read_bytes_s:
+        room = regions.host_weights + regions.device_weights
+        times.append((paged - room) / rates.disk_read_bytes_s)
+    return max(times)
+
+
+def _state_seconds(layout: Layout, rates: Rates) -> tuple[float, float]:
+    """Seconds to read the optimizer's state, less what room there is to have it before, and to
+    write it."""
+    paged = sum(
+        subgroup.nbytes
+        for group, home in zip(layout.subgroups, layout.homes, strict=True)
+        for subgroup, tier in zip(group, home.state, strict=True)
+        if tier is Tier.NVME
+    )
+    room = layout.regions.state_slot * layout.regions.state_slots
+    read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
+    return max(0, paged - room) / read if read else 0.0, paged / write if write else 0.0
