@@ -136,10 +136,7 @@ class Executor:
             self._abandon(waiter)
             raise
         if before is not None or computing is not None:
-            name, ended = computing or before or "", time.perf_counter_ns()
-            self.waited_ns += ended - started
-            self._trace.stall(waiter.lane, started, ended, name)
-            self._trace.compute_resume(name)
+            self._waited(waiter.lane, started, computing or before or "")
         if waiter.error is not None:
             self._raise(waiter.error)
         return waiter.place
@@ -319,6 +316,21 @@ class Executor:
             events = self.device_events.over(place)
         for event in events:
             self.accelerator.wait(event)
+
+    def compute_waits_for(self, place: Place, lane: str) -> None:
+        """``wait_for`` on the training thread: what blocks there is a wait of compute's."""
+        before = self._trace.compute_pause()
+        started = time.perf_counter_ns()
+        self.wait_for(place)
+        if before is not None:
+            self._waited(lane, started, before)
+
+    def _waited(self, lane: str, started_ns: int, name: str) -> None:
+        """Compute has waited until now, and goes on in the part of the model called ``name``."""
+        ended_ns = time.perf_counter_ns()
+        self.waited_ns += ended_ns - started_ns
+        self._trace.stall(lane, started_ns, ended_ns, name)
+        self._trace.compute_resume(name)
 
     # -- the update worker ----------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ class GradientCollector:
             assert place is not None
             on_slot = self._in_host_layout(unit)
             if self.accelerator.has_device_memory:
-                self.executor.wait_for(place)
+                self.executor.compute_waits_for(place, "copy_out")
                 self.accelerator.used(self.executor.arenas.bytes_of(place))
             self._gather(unit, pending, place, on_slot)
             if self.accelerator.has_device_memory:

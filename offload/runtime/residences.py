@@ -137,7 +137,7 @@ class Residences:
     def _show(self, unit: int) -> None:
         if self.accelerator.has_device_memory:
             place = self._place_of(unit)
-            self.executor.wait_for(place)
+            self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
         self._check_stubs(unit)
         residence = self._residence(unit)
