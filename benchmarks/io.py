@@ -1,210 +1,214 @@
-"""The disk: the I/O engine beside fio, over one file, in turn.
+"""The disk: the I/O engine beside fio and DeepSpeed's AIO handle, over one file, in turn.
 
-Reading, writing, and both at once as an optimizer does it (read a part of the state, write the one
-before).  fio runs with direct I/O, with and without huge pages; without fio its arms are left out.
+Reading, writing, and both at once as an optimizer does it.  Every setting of the others is tried
+once; the best of them then take turns with ours.  fio and DeepSpeed use direct I/O; where one is
+missing, its row says so.  With the rights to it, huge pages are reserved for fio and given back.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overspill.io_engine import Extent, IoEngine, Lease
+from overspill.io_engine import IoEngine, Lease
 
-from .machine import OtherWork
+from .io_arms import (
+    MIB,
+    Aio,
+    DeepSpeed,
+    Fio,
+    Ours,
+    Work,
+    extent_sizes,
+    fio_settings,
+    fio_version,
+    huge_pages,
+)  # fmt: skip
+from .io_picture import draw_rates
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
-from .runner import Arm, Row, Sample, run_interleaved
+from .runner import Arm, Row, run_interleaved
 
-MIB = 1 << 20
-EXTENT_BYTES = 32 * MIB
 MODES = ("read", "write", "both")
+# Least share of every other's rate, and most CPU-seconds per 1e9 bytes without and with checksums.
+RATE_GOAL: Mapping[str, float] = {"read": 0.97, "write": 0.97, "both": 0.9}
+CPU_GOAL, CPU_GOAL_CHECKED = 0.02, 0.07
+FINALISTS = 3
+THREADS, BLOCKS = (1, 2, 4, 8), (MIB, 4 * MIB)  # of DeepSpeed's handle
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "overspill uring 4M": {"backend": "uring", "checksum": False},
+    "overspill uring 4M, checksums": {"backend": "uring", "block_bytes": 4 * MIB},
+    "overspill uring 1M": {
+        "backend": "uring", "block_bytes": MIB, "queue_depth": 32, "checksum": False,
+    },
+    "overspill uring 1M, checksums": {
+        "backend": "uring", "block_bytes": MIB, "queue_depth": 32,
+    },
+    "overspill threads 4M": {"backend": "threads", "block_bytes": 4 * MIB, "checksum": False},
+}  # fmt: skip
 
 
-@dataclass
-class Ours:
-    """One engine; all its extents in order, twice."""
+@dataclass(frozen=True)
+class Scale:
+    """How much is moved and how often.  ``budget_s``: for the rounds of one mode."""
 
-    name: str
-    engine: IoEngine
-    extents: Sequence[Extent]
-    memory: Lease
-    mode: str
-
-    def start(self) -> Mapping[str, Any]:
-        self._write(self.extents)
-        self.engine.wait_all()
-        self._move()
-        tuning = self.engine.tuning
-        return {"block_bytes": tuning.block_bytes, "queue_depth": tuning.queue_depth}
-
-    def sample(self) -> Sample:
-        with OtherWork() as other:
-            cpu_s, started = time.process_time(), time.perf_counter()
-            self._move()
-            seconds = time.perf_counter() - started
-            cpu_s = time.process_time() - cpu_s
-        return Sample(seconds, {"others": other.share, "cpu_s": cpu_s})
-
-    def close(self) -> None:
-        return None
-
-    def _move(self) -> None:
-        for _ in range(2):
-            if self.mode == "read":
-                self._read(self.extents)
-            elif self.mode == "write":
-                self._write(self.extents)
-            else:
-                # Half are read while the other half is written, as many bytes as in the others.
-                half = len(self.extents) // 2
-                for pair in zip(self.extents[:half], self.extents[half:], strict=True):
-                    self._read(pair[:1])
-                    self._write(pair[1:])
-        self.engine.wait_all()
-
-    def _slice(self, extent: Extent) -> Any:
-        start = self.extents.index(extent) * EXTENT_BYTES
-        return self.memory.array[start : start + EXTENT_BYTES]
-
-    def _read(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            self.engine.read(extent, self._slice(extent))
-
-    def _write(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            self.engine.write(extent, self._slice(extent))
-
-
-@dataclass
-class Fio:
-    """fio with some setting, over the same bytes."""
-
-    name: str
-    file: Path
     nbytes: int
-    mode: str
-    options: Sequence[str] = field(default_factory=tuple)
+    passes: int
+    least_rounds: int
+    most_rounds: int
+    budget_s: float
 
-    def start(self) -> Mapping[str, Any]:
-        self.sample()
-        return {"options": list(self.options)}
-
-    def sample(self) -> Sample:
-        kind = "rw" if self.mode == "both" else self.mode
-        with OtherWork() as other:
-            done = subprocess.run(
-                [
-                    "fio", "--name=x", f"--filename={self.file}", f"--size={self.nbytes}",
-                    "--direct=1", f"--rw={kind}", "--loops=2", "--allow_file_create=0",
-                    "--fallocate=none", "--group_reporting", "--thread",
-                    "--output-format=json", *self.options,
-                ],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
-        if done.returncode != 0:
-            raise RuntimeError(
-                done.stderr.strip().splitlines()[-1] if done.stderr else "fio failed"
-            )
-        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-        sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
-        moved = sum(side["io_bytes"] for side in sides)
-        seconds = max(side["io_bytes"] / side["bw_bytes"] for side in sides)
-        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
-        scale = 2 * self.nbytes / moved
-        # What fio itself took is no other's work; its share is small beside that of its CPU time.
-        return Sample(seconds * scale, {"others": other.share, "cpu_s": cpu_s * scale})
-
-    def close(self) -> None:
-        return None
+    def rounds(self, arms: int, seconds: float) -> int:
+        """Rounds that fit into the budget, if an arm takes ``seconds`` a round; one to warm up."""
+        fitting = int(self.budget_s / max(arms * seconds, 1e-9)) - 1
+        return min(max(fitting, self.least_rounds), self.most_rounds)
 
 
-def _fio_settings(quick: bool) -> dict[str, list[str]]:
-    def queue(engine: str, block: str, depth: int) -> list[str]:
-        return [f"--ioengine={engine}", f"--bs={block}", f"--iodepth={depth}"]
-
-    settings = {
-        "fio io_uring 1M": queue("io_uring", "1M", 32),
-        "fio libaio 1M": queue("libaio", "1M", 32),
-        "fio io_uring 4M": queue("io_uring", "4M", 8),
-    }
-    if not quick:
-        settings |= {
-            "fio io_uring 128k": queue("io_uring", "128k", 64),
-            "fio libaio 4M": queue("libaio", "4M", 8),
-            "fio psync 1M": ["--ioengine=psync", "--bs=1M"],
-            "fio psync 4M": ["--ioengine=psync", "--bs=4M"],
-        }
-    free = Path("/proc/sys/vm/nr_hugepages").read_text(encoding="ascii").strip()
-    if int(free) >= 40:
-        for name, options in list(settings.items()):
-            settings[f"{name}, huge pages"] = [*options, "--iomem=mmaphuge"]
-    return settings
+FULL = Scale(1024 * MIB, 2, least_rounds=5, most_rounds=15, budget_s=85.0)
+QUICK = Scale(256 * MIB, 2, least_rounds=2, most_rounds=4, budget_s=8.0)
 
 
-def _per_gb(nbytes: int) -> Sequence[Column]:
+@dataclass
+class Bench:
+    """What all modes share: engines with their extents, and who else takes part."""
+
+    scale: Scale
+    quick: bool
+    ours: Sequence[tuple[str, IoEngine, Sequence[Any]]]
+    memory: Lease
+    file: Path
+    fio: str | None
+    no_huge_pages: str
+    deepspeed: DeepSpeed | None
+    no_deepspeed: str
+
+    def compare(self, mode: str) -> Comparison:
+        """All settings tried, the best of them beside ours."""
+        work = Work(mode, self.scale.nbytes, self.scale.passes)
+        arms: list[Arm] = [
+            Ours(name, engine, extents, self.memory, work) for name, engine, extents in self.ours
+        ]
+        tried, fio_arms = self._fio(work)
+        more, aio_arms = self._deepspeed(work)
+        arms += [*fio_arms, *aio_arms]
+        longest = max((t["wall_s"] for t in (tried | more).values()), default=1.0)
+        rounds = self.scale.rounds(len(arms), longest)
+        settings = {
+            "mode": mode, "nbytes": work.nbytes, "passes": work.passes,
+            "moved_bytes": work.moved_bytes, "rounds": rounds, "rate_goal": RATE_GOAL[mode],
+            "cpu_goal_s_per_gb": CPU_GOAL, "cpu_goal_checked_s_per_gb": CPU_GOAL_CHECKED,
+            "fio": self.fio, "no_huge_pages": self.no_huge_pages, "tried_once": tried | more,
+        }  # fmt: skip
+        title = f"{mode}: {work.nbytes // MIB} MiB in extents of 16, 32 and 64 MiB"
+        if tried or more:
+            title += f"; the best of {len(tried)} settings of fio and {len(more)} of DeepSpeed"
+        if self.no_huge_pages:
+            title += " (fio without huge pages)"
+        rows = run_interleaved(arms, rounds)
+        return Comparison(title, settings, rows, columns(work))
+
+    def _fio(self, work: Work) -> tuple[dict[str, Any], list[Arm]]:
+        if self.fio is None:
+            return {}, []
+        arms = [
+            Fio(name, self.file, work, options)
+            for name, options in fio_settings(work.mode, not self.no_huge_pages, self.quick).items()
+        ]
+        tried = _try_once(arms)
+        return tried, _fastest(arms, tried, 2 if self.quick else FINALISTS)
+
+    def _deepspeed(self, work: Work) -> tuple[dict[str, Any], list[Arm]]:
+        if self.deepspeed is None:
+            missing = Aio("DeepSpeed AIO", None, work, 0, 0, missing=self.no_deepspeed)
+            return {}, [missing]
+        arms = [
+            Aio(f"DeepSpeed AIO {block // MIB}M x {threads} threads", self.deepspeed, work,
+                threads, block)
+            for threads in ((1, 4) if self.quick else THREADS)
+            for block in ((MIB,) if self.quick else BLOCKS)
+        ]  # fmt: skip
+        tried = _try_once(arms)
+        return tried, _fastest(arms, tried, 1)
+
+
+def _try_once(arms: Sequence[Fio | Aio]) -> dict[str, Any]:
+    """Seconds and wall clock of one sample of each, by name; an error in their place."""
+    tried: dict[str, Any] = {}
+    for arm in arms:
+        try:
+            sample = arm.sample()
+        except RuntimeError as error:
+            tried[arm.name] = {"error": str(error), "seconds": float("inf"), "wall_s": 0.0}
+        else:
+            tried[arm.name] = {"seconds": sample.seconds, "wall_s": sample.seen["wall_s"]}
+    return tried
+
+
+def _fastest(arms: Sequence[Fio | Aio], tried: Mapping[str, Any], count: int) -> list[Arm]:
+    return [*sorted(arms, key=lambda arm: float(tried[arm.name]["seconds"]))[:count]]
+
+
+def columns(work: Work) -> list[Column]:
+    """Rate, CPU, and whether the first row keeps up with each other arm, and ours save CPU."""
+    gigabytes = work.moved_bytes / 1e9
+
     def rate(row: Row) -> str:
-        return number(row.median_s and nbytes / row.median_s / 1e9, " GB/s")
+        return number(row.median_s and gigabytes / row.median_s, " GB/s")
+
+    def cpu_s(row: Row) -> float:
+        return statistics.median(s.seen["cpu_s"] for s in row.samples) / gigabytes
 
     def cpu(row: Row) -> str:
-        used = [sample.seen["cpu_s"] for sample in row.samples]
-        return number(statistics.median(used) / (nbytes / 1e9), " s/GB") if used else "-"
+        return number(cpu_s(row), " s/GB") if row.samples else "-"
 
-    return [("rate", rate), ("CPU", cpu), ("time over the first", spread), ("others", others)]
+    def goal(row: Row) -> str:
+        if not row.samples or row.ratio is None:
+            return "-"
+        if row.name.startswith("overspill"):
+            most = CPU_GOAL_CHECKED if "checksums" in row.name else CPU_GOAL
+            return f"CPU at most {most}: {'holds' if cpu_s(row) <= most else 'MISSED'}"
+        least = RATE_GOAL[work.mode]
+        met = "holds" if row.ratio >= least else "MISSED"
+        return f"ours at least {least} of it: {met} ({row.ratio:.2f})"
 
-
-def _engines(folder: Path, nbytes: int) -> dict[str, IoEngine]:
-    """Each over a directory of its own; the first one's file is fio's too."""
-    settings: dict[str, dict[str, Any]] = {
-        "uring": {"backend": "uring", "checksum": False},
-        "uring, checksums": {"backend": "uring"},
-        "threads": {"backend": "threads", "checksum": False},
-    }
-    engines = {}
-    for index, (name, options) in enumerate(settings.items()):
-        place = folder / f"io-{index}"
-        place.mkdir(parents=True, exist_ok=True)
-        engines[name] = IoEngine(place, nbytes, **options)
-    return engines
-
-
-def _compare(
-    mode: str, engines: Mapping[str, IoEngine], places: Mapping[str, Sequence[Extent]],
-    memory: Lease, quick: bool,
-) -> Comparison:  # fmt: skip
-    nbytes, rounds = memory.nbytes, 5 if quick else 15
-    arms: list[Arm] = [
-        Ours(name, engine, places[name], memory, mode) for name, engine in engines.items()
-    ]
-    if shutil.which("fio"):
-        file = Path(engines["uring"].stats.lanes[0].path)
-        for name, options in _fio_settings(quick).items():
-            arms.append(Fio(name, file, nbytes, mode, options))
-    title = f"{mode}: {nbytes // MIB} MiB, twice, in extents of {EXTENT_BYTES // MIB} MiB"
-    rows = run_interleaved(arms, rounds)
-    return Comparison(title, {"nbytes": nbytes, "rounds": rounds}, rows, _per_gb(2 * nbytes))
+    return [
+        ("rate", rate), ("CPU", cpu), ("time over the first", spread), ("goal", goal),
+        ("others", others),
+    ]  # fmt: skip
 
 
 def run(*, quick: bool, folder: Path) -> Outcome:
-    """Runs the suite in ``folder``: the disk under it is what is measured."""
-    nbytes = (256 if quick else 1024) * MIB
-    engines = _engines(folder, nbytes)
-    try:
-        places = {
-            name: [engine.allocate(EXTENT_BYTES) for _ in range(nbytes // EXTENT_BYTES)]
-            for name, engine in engines.items()
-        }
-        with engines["uring"].buffer(nbytes) as memory:
-            memory.array[:] = 37
-            comparisons = [_compare(mode, engines, places, memory, quick) for mode in MODES]
-    finally:
-        for index, engine in enumerate(engines.values()):
-            engine.close()
-            (folder / f"io-{index}").rmdir()
+    """Runs the suite in ``folder``: the disk under it is what is measured.  Also writes io.png.
+
+    At most six minutes, quick 40 seconds; DeepSpeed's first start ever builds its extension.
+    """
+    scale = QUICK if quick else FULL
+    sizes = extent_sizes(scale.nbytes)
+    with ExitStack() as stack:
+        ours = []
+        for index, (name, options) in enumerate(SETTINGS.items()):
+            place = folder / f"io-{index}"
+            place.mkdir(parents=True, exist_ok=True)
+            stack.callback(place.rmdir)
+            options = {"block_bytes": 4 * MIB, "queue_depth": None, **options}
+            engine = stack.enter_context(IoEngine(place, scale.nbytes, **options))
+            ours.append((name, engine, [engine.allocate(size) for size in sizes]))
+        memory = stack.enter_context(ours[0][1].buffer(scale.nbytes))
+        memory.array[:] = 37
+        file = Path(ours[0][1].stats.lanes[0].path)
+        deepspeed, no_deepspeed = None, ""
+        try:
+            deepspeed = DeepSpeed(file, sizes)
+            stack.callback(deepspeed.close)
+        except RuntimeError as error:
+            no_deepspeed = str(error)
+        fio = fio_version()
+        no_huge_pages = stack.enter_context(huge_pages()) if fio else ""
+        bench = Bench(scale, quick, ours, memory, file, fio, no_huge_pages, deepspeed, no_deepspeed)
+        comparisons = [bench.compare(mode) for mode in MODES]
+    draw_rates(comparisons, folder / "io.png")
     return outcome("io", comparisons, folder)
