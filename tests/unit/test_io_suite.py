@@ -1,0 +1,91 @@
+"""The disk suite: all arms move the same bytes, the best are picked, goals are said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.io import Scale, columns
+from benchmarks.io_arms import MIB, Aio, DeepSpeed, Fio, Ours, Work, extent_sizes, fio_settings
+from benchmarks.io_picture import draw_rates
+from benchmarks.results import Comparison
+from benchmarks.runner import Row, Sample, run_interleaved
+from overspill.io_engine import IoEngine
+
+NBYTES = 128 * MIB
+
+
+@pytest.mark.parametrize("mode", ["read", "write", "both"])
+def test_every_mode_moves_every_extent_once_a_pass(mode: str) -> None:
+    steps = list(Work(mode, NBYTES, 2).steps(4))
+    assert [index for _, index in steps] == [0, 1, 2, 3] * 2
+    written = [index for write, index in steps if write]
+    assert (
+        sorted(written)
+        == {"read": [], "write": [0, 0, 1, 1, 2, 2, 3, 3], "both": [0, 1, 2, 3]}[mode]
+    )
+
+
+def test_extents_have_the_sizes_of_an_optimizer() -> None:
+    assert sum(extent_sizes(1024 * MIB)) == 1024 * MIB
+    assert {size // MIB for size in extent_sizes(NBYTES)} == {16, 32, 64}
+    with pytest.raises(ValueError, match="multiple"):
+        extent_sizes(100 * MIB)
+
+
+@pytest.mark.parametrize("mode", ["read", "both"])
+def test_fio_moves_the_same_bytes_as_ours(mode: str, tmp_path: Path) -> None:
+    work = Work(mode, NBYTES, 2)
+    with IoEngine(tmp_path, NBYTES, checksum=False) as engine, engine.buffer(NBYTES) as memory:
+        extents = [engine.allocate(size) for size in extent_sizes(NBYTES)]
+        ours = Ours("overspill", engine, extents, memory, work)
+        settings = fio_settings(mode, huge=False, quick=True)
+        name = sorted(settings)[-1]
+        fio = Fio(name, Path(engine.stats.lanes[0].path), work, settings[name])
+        before = engine.stats
+        rows = run_interleaved([ours, fio], 1)
+        moved = engine.stats.bytes_read + engine.stats.bytes_written
+        moved -= before.bytes_read + before.bytes_written
+    assert moved == NBYTES + 2 * work.moved_bytes, "filled, warmed up, measured"
+    assert rows[0].error is None
+    if rows[1].error is None:  # it checks what fio says that it moved
+        assert rows[1].samples[0].seen["cpu_s"] > 0
+    else:
+        assert "fio" in rows[1].error, "no fio here"
+
+
+def test_a_peer_that_is_missing_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.io_arms.PEERS", tmp_path)
+    with pytest.raises(RuntimeError, match="benchmarks.peers install deepspeed") as caught:
+        DeepSpeed(tmp_path / "file", [MIB])
+    work = Work("read", NBYTES, 2)
+    (row,) = run_interleaved([Aio("DeepSpeed", None, work, 1, MIB, str(caught.value))], 1)
+    assert row.error is not None and "install deepspeed" in row.error
+
+
+def row(name: str, seconds: float, cpu_s: float, ratio: float) -> Row:
+    samples = (Sample(seconds, {"cpu_s": cpu_s, "others": 0.0}),)
+    return Row(name, {}, samples, None, seconds, ratio, ratio, ratio)
+
+
+def test_goals_are_said_and_drawn(tmp_path: Path) -> None:
+    work = Work("read", 10**9, 1)
+    goal = dict(columns(work))["goal"]
+    lean, greedy = row("overspill uring", 0.2, 0.01, 1.0), row("overspill uring", 0.2, 0.03, 1.0)
+    assert goal(lean).endswith("holds") and goal(greedy).endswith("MISSED")
+    assert goal(row("overspill uring, checksums", 0.2, 0.06, 1.0)).endswith("0.07: holds")
+    assert "holds (0.98)" in goal(row("fio psync", 0.2, 0.03, 0.98))
+    assert "MISSED (0.96)" in goal(row("fio psync", 0.2, 0.03, 0.96))
+    assert goal(Row("DeepSpeed", {}, (), "missing")) == "-"
+    pytest.importorskip("matplotlib")
+    comparison = Comparison("read", {"moved_bytes": 10**9}, [lean, row("fio", 0.3, 0.1, 1.5)])
+    draw_rates([comparison], tmp_path / "io.png")
+    draw_rates([comparison, comparison], tmp_path / "io.png")
+    assert (tmp_path / "io.png").stat().st_size > 5000
+
+
+def test_rounds_fit_the_budget() -> None:
+    scale = Scale(NBYTES, 2, least_rounds=5, most_rounds=15, budget_s=70.0)
+    assert scale.rounds(10, 0.7) == 9
+    assert scale.rounds(10, 100.0) == 5 and scale.rounds(1, 0.001) == 15
