@@ -57,7 +57,7 @@ def test_fio_moves_the_same_bytes_as_ours(mode: str, tmp_path: Path) -> None:
 
 def test_a_peer_that_is_missing_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.io_arms.PEERS", tmp_path)
-    with pytest.raises(RuntimeError, match="benchmarks.peers install deepspeed") as caught:
+    with pytest.raises(RuntimeError, match=r"benchmarks\.peers install deepspeed") as caught:
         DeepSpeed(tmp_path / "file", [MIB])
     work = Work("read", NBYTES, 2)
     (row,) = run_interleaved([Aio("DeepSpeed", None, work, 1, MIB, str(caught.value))], 1)
