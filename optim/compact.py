@@ -2,7 +2,8 @@
 
 The same arithmetic as the native kernels, bit for bit.  An int8 code is the upper bits of a float:
 eight codes an octave, shifted so that code 0 is exactly zero.  Then ``value = (y(code) - zero) *
-scale``, and encoding is one addition and one shift, with no table.
+scale``, and encoding is one addition and one shift, with no table.  ``y`` and ``zero`` have the sign
+of the value.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def _hash(x: Tensor) -> Tensor:
 class Noise:
     """Where a stretch of a moment starts: what its rounding noise is a function of.
 
-    Within a block the noise is a golden-ratio sequence, spread more evenly than random numbers,
-    from a start that is a hash of block, moment and step.  So an element's noise is uniform and
-    independent from step to step, and does not depend on how a buffer is cut.
+    Within a block the noise is the van der Corput sequence (an element's number with its bits
+    reversed), which is spread more evenly than random numbers, xored with a hash of block, moment
+    and step.  So an element's noise is uniform and independent from step to step, and does not
+    depend on how a buffer is cut.
 
     Attributes:
         position: index of the first element in its whole buffer.
@@ -65,7 +67,10 @@ class Noise:
         """``count`` bits (16 or 20) for each of ``numel`` elements, as int64."""
         index = torch.arange(self.position, self.position + numel, device=device)
         start = _hash((((index // BLOCK) * 4 + self.moment) & WORD) ^ self.key)
-        return (start + (index % BLOCK) * (GOLDEN >> (32 - count))) & ((1 << count) - 1)
+        reversed_bits = torch.zeros_like(index)
+        for bit in range(8):
+            reversed_bits |= ((index >> bit) & 1) << (7 - bit)
+        return (start & ((1 << count) - 1)) ^ (reversed_bits << (count - 8))
 
 
 def noise_key(step: int, seed: int = 0) -> int:
@@ -88,11 +93,17 @@ def to_bf16(value: Tensor, noise: Noise) -> Tensor:
     return torch.where(size >= INFINITY, kept, rounded).to(torch.int16).view(torch.bfloat16)
 
 
+def _zero(like: Tensor, kind: CodeMap) -> Tensor:
+    zero = torch.full_like(like, kind.zero)
+    return torch.copysign(zero, like) if kind.signed else zero
+
+
 def _codes_to_float(codes: Tensor, kind: CodeMap) -> Tensor:
     raw = codes.to(torch.int32)
-    size = (raw & kind.mask) | kind.zero_bits
-    value = (size << CODE_SHIFT).view(torch.float32) - kind.zero
-    return torch.where(raw >= 0x80, -value, value) if kind.signed else value
+    y = (((raw & kind.mask) | kind.zero_bits) << CODE_SHIFT).view(torch.float32)
+    if kind.signed:
+        y = torch.where(raw >= 0x80, -y, y)
+    return y - _zero(y, kind)
 
 
 def _per_block(scale: Tensor, numel: int) -> Tensor:
@@ -114,14 +125,12 @@ def to_int8(value: Tensor, noise: Noise, kind: CodeMap) -> tuple[Tensor, Tensor]
     scale = most / torch.full_like(most, kind.top)
     scale = torch.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     inverse = torch.ones_like(scale) / scale
-    size = raw & MAGNITUDE if kind.signed else raw
-    y = size.view(torch.float32) * _per_block(inverse, numel) + kind.zero
-    bits = y.view(torch.int32).to(torch.int64) & WORD
-    bits = bits + noise.bits(numel, CODE_SHIFT, value.device)
-    code = (bits & WORD) >> CODE_SHIFT
+    y = value * _per_block(inverse, numel)
+    raw = (y + _zero(y, kind)).view(torch.int32).to(torch.int64) & WORD
+    raw = (raw + noise.bits(numel, CODE_SHIFT, value.device)) & WORD
+    code = (raw >> CODE_SHIFT) & kind.mask
     if kind.signed:
-        code = (code & kind.mask) | ((raw.to(torch.int64) >> 24) & 0x80)
-    else:
-        # A square that is not zero is never stored as zero.
-        code = torch.where(raw != 0, code.clamp_min(kind.zero_bits + 1), code) & kind.mask
-    return code.to(torch.uint8), scale
+        return (code | ((raw >> 24) & 0x80)).to(torch.uint8), scale
+    # Where a block has a square that is not zero, none is stored as zero.
+    least = _per_block((most.view(torch.int32) != 0).to(torch.int64), numel)
+    return torch.maximum(code, least).to(torch.uint8), scale

@@ -10,18 +10,18 @@ INLINE U even_half(U raw) {
 
 // The rule of every bf16 weight that comes from a master: ties away from zero. Only this rule can
 // be undone with no more than the lower half (see join). NaN is not rounded, so that it stays one:
-// what arithmetic gives is quiet, with a bit set in the upper half.
-INLINE U upper_half(U raw) {
-  return add_up_to(kInfinity, raw, magnitude(raw), every(0x8000u)) >> 16;
-}
+// what arithmetic gives is quiet, with a bit set in the upper half. The lower 16 bits of the result
+// are to be cut off.
+INLINE U to_upper_half(U raw) { return add_up_to(kInfinity, raw, magnitude(raw), every(0x8000u)); }
 // Halves have the lower one's sign between them: a lower half of 0x8000 or more had rounded the
 // upper one up by one, and as a negative number takes it back. Exact for every finite value and for
 // infinity, the largest finite ones (whose upper half is infinity) included.
 INLINE U join(U high, U low_sign_extended) { return (high << 16) + low_sign_extended; }
 
-// Stochastic rounding: adds 16 bits of noise below the mantissa; not to infinity or NaN.
-INLINE U noisy_half(U raw, U noise) {
-  return add_up_to(kInfinity - 1, raw, magnitude(raw), noise & 0xffffu) >> 16;
+// Stochastic rounding: adds 16 bits of noise below the mantissa; not to infinity or NaN. The lower
+// 16 bits of the result are to be cut off.
+INLINE U to_noisy_half(U raw, U noise) {
+  return add_up_to(kInfinity - 1, raw, magnitude(raw), noise);
 }
 
 // From these magnitudes on, a value is not finite when stored as a half.

@@ -18,25 +18,39 @@ INLINE U add_up_to(std::uint32_t limit, U value, U size, U added) {
 INLINE U widen(H value) { return (U)_mm512_cvtepu16_epi32((__m256i)value); }
 INLINE U widen_signed(H value) { return (U)_mm512_cvtepi16_epi32((__m256i)value); }
 INLINE U widen(B value) { return (U)_mm512_cvtepu8_epi32((__m128i)value); }
+INLINE U widen_signed(B value) { return (U)_mm512_cvtepi8_epi32((__m128i)value); }
 INLINE H narrow(U value) { return (H)_mm512_cvtepi32_epi16((__m512i)value); }
 INLINE B narrow_to_byte(U value) { return (B)_mm512_cvtepi32_epi8((__m512i)value); }
 
-// Twice as many halves or bytes as lanes, as 16-bit words.
-using Words = __m512i;
-INLINE Words load_words(const void* from) { return _mm512_loadu_si512(from); }
-INLINE Words load_bytes(const void* from) {
-  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+// Bytes to words and back; the lower bytes are kept.
+INLINE W words_of_bytes(const void* from) {
+  return (W)_mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
-INLINE void store_words(void* to, Words words) { _mm512_storeu_si512(to, words); }
-INLINE void store_bytes(void* to, Words words) {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words));
+INLINE W words_of_signed_bytes(const void* from) {
+  return (W)_mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
-INLINE Words shift_words(Words words, int count) { return _mm512_slli_epi16(words, count); }
-INLINE U unpack_first(Words low, Words high) { return (U)_mm512_unpacklo_epi16(low, high); }
-INLINE U unpack_second(Words low, Words high) { return (U)_mm512_unpackhi_epi16(low, high); }
-INLINE Words pack(U first, U second) {
-  return _mm512_packus_epi32((__m512i)first, (__m512i)second);
+INLINE void store_bytes(void* to, W words) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtepi16_epi8((__m512i)words));
 }
+INLINE U unpack_first(W low, W high) {
+  return (U)_mm512_unpacklo_epi16((__m512i)low, (__m512i)high);
+}
+INLINE U unpack_second(W low, W high) {
+  return (U)_mm512_unpackhi_epi16((__m512i)low, (__m512i)high);
+}
+// The inverse of unpacking: words ``kOffset``, ``kOffset`` + 2 and so on of both.
+template <int kOffset>
+INLINE W every_other_word(U first, U second) {
+  W from{};
+  for (int word = 0; word < 2 * LANES; ++word) {
+    const int group = word / 8, place = word % 8;
+    from[word] =
+        static_cast<std::uint16_t>((place / 4) * 2 * LANES + group * 8 + (place % 4) * 2 + kOffset);
+  }
+  return (W)_mm512_permutex2var_epi16((__m512i)first, (__m512i)from, (__m512i)second);
+}
+INLINE W pack_lower(U first, U second) { return every_other_word<0>(first, second); }
+INLINE W pack_upper(U first, U second) { return every_other_word<1>(first, second); }
 #elif LANES == 8  // AVX2
 INLINE F root(F value) { return (F)_mm256_sqrt_ps((__m256)value); }
 INLINE F from_f16(H half) { return (F)_mm256_cvtph_ps((__m128i)half); }
@@ -51,6 +65,7 @@ INLINE U widen_signed(H value) { return (U)_mm256_cvtepi16_epi32((__m128i)value)
 INLINE U widen(B value) {
   return (U)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load<long long>(&value)));
 }
+INLINE U widen_signed(B value) { return (widen(value) ^ 0x80u) - 0x80u; }
 // The lower halves of each 128 bits, put side by side, then the two quarters of 64 bits.
 INLINE H narrow(U value) {
   const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1, 0,
@@ -64,28 +79,29 @@ INLINE B narrow_to_byte(U value) {
   return load<B>(&bytes);
 }
 
-// Twice as many halves or bytes as lanes, as 16-bit words.
-using Words = __m256i;
-INLINE Words load_words(const void* from) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+INLINE W words_of_bytes(const void* from) {
+  return (W)_mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-INLINE Words load_bytes(const void* from) {
-  return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+INLINE W words_of_signed_bytes(const void* from) {
+  return (W)_mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
 }
-INLINE void store_words(void* to, Words words) {
-  _mm256_storeu_si256(static_cast<__m256i*>(to), words);
-}
-INLINE void store_bytes(void* to, Words words) {
-  const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(0xff));
+INLINE void store_bytes(void* to, W words) {
+  const __m256i low = (__m256i)(words & 0xff);
   const __m256i packed = _mm256_packus_epi16(low, low);
   const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
   _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_castsi256_si128(ordered));
 }
-INLINE Words shift_words(Words words, int count) { return _mm256_slli_epi16(words, count); }
-INLINE U unpack_first(Words low, Words high) { return (U)_mm256_unpacklo_epi16(low, high); }
-INLINE U unpack_second(Words low, Words high) { return (U)_mm256_unpackhi_epi16(low, high); }
-INLINE Words pack(U first, U second) {
-  return _mm256_packus_epi32((__m256i)first, (__m256i)second);
+INLINE U unpack_first(W low, W high) {
+  return (U)_mm256_unpacklo_epi16((__m256i)low, (__m256i)high);
+}
+INLINE U unpack_second(W low, W high) {
+  return (U)_mm256_unpackhi_epi16((__m256i)low, (__m256i)high);
+}
+INLINE W pack_lower(U first, U second) {
+  return (W)_mm256_packus_epi32((__m256i)(first & 0xffffu), (__m256i)(second & 0xffffu));
+}
+INLINE W pack_upper(U first, U second) {
+  return (W)_mm256_packus_epi32((__m256i)(first >> 16), (__m256i)(second >> 16));
 }
 #else
 #if LANES == 1
@@ -99,6 +115,7 @@ INLINE U add_up_to(std::uint32_t limit, U value, U size, U added) {
 INLINE U widen(H value) { return convert<U>(value); }
 INLINE U widen_signed(H value) { return (convert<U>(value) ^ 0x8000u) - 0x8000u; }
 INLINE U widen(B value) { return convert<U>(value); }
+INLINE U widen_signed(B value) { return (convert<U>(value) ^ 0x80u) - 0x80u; }
 INLINE H narrow(U value) { return convert<H>(value); }
 INLINE B narrow_to_byte(U value) { return convert<B>(value); }
 #endif

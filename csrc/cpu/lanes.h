@@ -1,7 +1,8 @@
 // Lanes: the vocabulary in which the kernels are written once, for any width.
 //
 // Included inside one namespace per instruction set, with LANES defined. No include guard: that is
-// the point. F holds floats, U their bits, H halves of them, B bytes. Compilers lower these vector
+// the point. F holds floats, U their bits, H halves of them, B bytes;
+// W holds twice as many 16-bit words, in as many bits as F. Compilers lower these vector
 // types to whatever the enabled target offers. Operators round once, as IEEE 754 says; nothing here
 // may contract or reorder them, because all instruction sets must agree bitwise.
 
@@ -15,7 +16,6 @@ template <class To, class From>
 INLINE To convert(From from) {
   return static_cast<To>(from);
 }
-INLINE U lane_numbers() { return 0; }
 INLINE U highest_lane(U value) { return value; }
 #else
 typedef float F __attribute__((vector_size(4 * LANES)));
@@ -23,14 +23,10 @@ typedef std::uint32_t U __attribute__((vector_size(4 * LANES)));
 typedef std::int32_t S __attribute__((vector_size(4 * LANES)));
 typedef std::uint16_t H __attribute__((vector_size(2 * LANES)));
 typedef std::uint8_t B __attribute__((vector_size(LANES)));
+typedef std::uint16_t W __attribute__((vector_size(4 * LANES)));
 template <class To, class From>
 INLINE To convert(From from) {
   return __builtin_convertvector(from, To);
-}
-INLINE U lane_numbers() {
-  U result{};
-  for (int lane = 0; lane < LANES; ++lane) result[lane] = static_cast<std::uint32_t>(lane);
-  return result;
 }
 INLINE std::uint32_t highest_lane(U value) {
   std::uint32_t highest = 0;
@@ -56,7 +52,18 @@ INLINE F floats(U value) { return load<F>(&value); }
 INLINE U magnitude(U value) { return value & 0x7fffffffu; }
 // A mask of the lanes above a limit; both below 2^31, where signed comparison is cheaper on x86.
 INLINE auto above(U value, std::uint32_t limit) { return (S)value > (std::int32_t)limit; }
-INLINE U larger(U a, U b) { return a > b ? a : b; }
-INLINE U smaller(U a, U b) { return a < b ? a : b; }
+template <class T>
+INLINE T larger(T a, T b) {
+  return a > b ? a : b;
+}
+// The bits of ``value`` that ``kept`` has, with those of ``set``, which are others.
+INLINE U kept_and_set(U value, std::uint32_t kept, std::uint32_t set) {
+#if LANES == 16
+  return (U)_mm512_ternarylogic_epi32((__m512i)value, _mm512_set1_epi32(kept),
+                                      _mm512_set1_epi32(set), 0xea);
+#else
+  return (value & kept) | set;
+#endif
+}
 INLINE U every(std::uint32_t value) { return U{} + value; }
 INLINE F all(float value) { return F{} + value; }

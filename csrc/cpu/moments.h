@@ -2,13 +2,10 @@
 // and writes them back: at once, or per stretch where blocks share a scale. Included once per
 // instruction set.
 
-// Rounding noise. Within a block, a golden-ratio sequence, which is spread more evenly than random
-// numbers; it starts at a hash of the block's place, the moment's number and the step's key. So
-// every element's noise is uniform and independent from step to step, and the same for any split
-// and any thread. The lower bits are used: as many as the format drops.
-constexpr std::uint32_t kHalfGolden = 0x9e37u;  // the golden ratio's part of 2^16, and of 2^20
-constexpr std::uint32_t kByteGolden = 0x9e377u;
-
+// Rounding noise. Within a block, the van der Corput sequence (an element's number with its bits
+// reversed), which is spread more evenly than random numbers, xored with a hash of the block's
+// place, the moment's number and the step's key. So every element's noise is uniform and
+// independent from step to step, and the same for any split and any thread.
 INLINE std::uint32_t noise_start(std::uint64_t position, int moment, std::uint32_t key) {
   const auto block = static_cast<std::uint32_t>(position / kBlock);
   std::uint32_t x = (block * 4u + static_cast<std::uint32_t>(moment)) ^ key;
@@ -16,11 +13,24 @@ INLINE std::uint32_t noise_start(std::uint64_t position, int moment, std::uint32
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
-template <class Layout>
-INLINE U noise_at(int part, std::uint32_t start, std::size_t place, std::uint32_t golden) {
-  return Layout::element_numbers(part) * golden +
-         (start + static_cast<std::uint32_t>(place) * golden);
-}
+// The sequence as numbers of kBits bits, in the order in which a layout has the lanes.
+template <class Layout, int kBits>
+struct Spread {
+  alignas(64) std::uint32_t at[kBlock] = {};
+  constexpr Spread() {
+    constexpr std::uint32_t kStep = LANES * Layout::kParts;
+    for (std::uint32_t i = 0; i < kBlock; ++i) {
+      const std::uint32_t in_step = i % kStep;
+      const std::uint32_t element =
+          i - in_step + Layout::element_number(in_step / LANES, in_step % LANES);
+      std::uint32_t reversed = 0;
+      for (int bit = 0; bit < 8; ++bit) reversed |= ((element >> bit) & 1u) << (7 - bit);
+      at[i] = reversed << (kBits - 8);
+    }
+  }
+};
+template <class Layout, int kBits>
+constexpr Spread<Layout, kBits> kSpread{};
 
 constexpr int slots(int count) { return count > 0 ? count : 1; }  // arrays may not be empty
 
@@ -41,25 +51,33 @@ INLINE U size_of(int k, F value) {
   return (kSigned >> k) & 1u ? magnitude(bits(value)) : bits(value);
 }
 
+// What a store keeps of the block in hand is a Block: a value that the compiler can keep in
+// registers, unlike the store itself.
+
 template <class, int kCount, unsigned kSigned>
 struct PlainMoments {
   using Layout = Straight;
   static constexpr std::size_t kBytes = 4;
+  static constexpr bool kStaged = false;
+  struct Block {
+    U worst{};
+  };
   U worst{};
   explicit PlainMoments(const Job&) {}
-  INLINE void open(std::size_t) {}
-  INLINE void shut() {}
-  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
+  INLINE Block open(std::size_t) { return {}; }
+  INLINE void read(const Block&, const MomentSite& site, Values<Layout, kCount>& value) const {
     for (int k = 0; k < kCount; ++k) value[k][0] = load<F>(site.at[k]);
   }
-  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+  INLINE void write(Block& block, const MomentSite& site, const Values<Layout, kCount>& value,
                     const Layout::Bits& lanes) {
     for (int k = 0; k < kCount; ++k) {
       store(site.at[k], value[k][0]);
-      worst = larger(worst, size_of<kSigned>(k, value[k][0]) & lanes[0]);
+      block.worst = larger(block.worst, size_of<kSigned>(k, value[k][0]) & lanes[0]);
     }
   }
-  INLINE void close(std::size_t, std::size_t) {}
+  INLINE void shut(const Block& block) { worst = larger(worst, block.worst); }
+  template <class Finish>
+  INLINE void close(std::size_t, std::size_t, Finish) {}
   bool finite() const { return highest_lane(worst) < kInfinity; }
 };
 
@@ -68,85 +86,67 @@ struct HalfMoments {
   using Layout = Chosen;
   using Bits = typename Layout::Bits;
   static constexpr std::size_t kBytes = 2;
+  static constexpr bool kStaged = false;
+  struct Block {
+    // Of the two noise blocks that a block of the job may touch; ``ahead`` is the place in the
+    // first at which the job's block starts.
+    std::uint32_t start[2][slots(kCount)];
+    std::size_t first, ahead;
+    U worst;
+  };
   const Job& job;
-  // Of the two noise blocks that a block of the job may touch; ``ahead`` is the place in the first
-  // at which the job's block starts.
-  std::uint32_t start[2][slots(kCount)];
-  std::size_t first = 0, ahead = 0;
   U worst{};
   explicit HalfMoments(const Job& of) : job(of) {}
 
-  INLINE void open(std::size_t begin) {
-    first = begin;
-    ahead = (job.position + begin) % kBlock;
+  INLINE Block open(std::size_t begin) {
+    Block block{{}, begin, (job.position + begin) % kBlock, U{}};
     for (int k = 0; k < kCount; ++k) {
-      start[0][k] = noise_start(job.position + begin, k, job.noise_key);
-      start[1][k] = noise_start(job.position + begin + kBlock, k, job.noise_key);
+      block.start[0][k] = noise_start(job.position + begin, k, job.noise_key) & 0xffffu;
+      block.start[1][k] = noise_start(job.position + begin + kBlock, k, job.noise_key) & 0xffffu;
     }
+    return block;
   }
-  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
+  INLINE void read(const Block&, const MomentSite& site, Values<Layout, kCount>& value) const {
     for (int k = 0; k < kCount; ++k) {
       Bits raw;
       Layout::load_upper(site.at[k], raw);
       for (int p = 0; p < Layout::kParts; ++p) value[k][p] = floats(raw[p]);
     }
   }
-  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+  INLINE void write(Block& block, const MomentSite& site, const Values<Layout, kCount>& value,
                     const Bits& lanes) {
-    const std::size_t place = site.element - first + ahead;
+    const std::size_t place = site.element - block.first + block.ahead;
     const int which = place >= kBlock ? 1 : 0;
+    const std::uint32_t* const spread = kSpread<Layout, 16>.at + place % kBlock;
     for (int k = 0; k < kCount; ++k) {
-      Bits half;
+      Bits rounded;
       for (int p = 0; p < Layout::kParts; ++p) {
-        const U noise = noise_at<Layout>(p, start[which][k], place % kBlock, kHalfGolden);
-        half[p] = noisy_half(bits(value[k][p]), noise);
-        worst = larger(worst, size_of<kSigned>(k, value[k][p]) & lanes[p]);
+        const U noise = load<U>(spread + p * LANES) ^ block.start[which][k];
+        rounded[p] = to_noisy_half(bits(value[k][p]), noise);
+        block.worst = larger(block.worst, size_of<kSigned>(k, value[k][p]) & lanes[p]);
       }
-      Layout::store_halves(site.at[k], half);
+      Layout::store_upper(site.at[k], rounded);
     }
   }
-  INLINE void shut() {}
-  INLINE void close(std::size_t, std::size_t) {}
+  INLINE void shut(const Block& block) { worst = larger(worst, block.worst); }
+  template <class Finish>
+  INLINE void close(std::size_t, std::size_t, Finish) {}
   bool finite() const { return highest_lane(worst) < kNoisyBf16Limit; }
 };
 
-// Eight codes an octave, shifted so that code 0 is zero: value = (y - kZero) * scale, where y is
-// the float whose upper bits the code gives. So encoding is an addition and a shift, and noise
-// added below the bits that are kept makes the rounding unbiased. Signed moments have a sign and
-// 127 sizes over 16 octaves, unsigned ones (squares) 255 sizes over 32. The zeros are chosen so
-// that a code is simply the lowest 7 or 8 of the upper bits.
-constexpr int kCodeShift = 20;
+// Eight codes an octave, shifted so that code 0 is zero: value = (y - zero) * scale, where y is the
+// float whose upper bits the code gives. So encoding is an addition and a shift, and noise added
+// below the bits that are kept makes the rounding unbiased. Signed moments have a sign, which y and
+// its zero share, and 127 sizes over 16 octaves; unsigned ones (squares) have 255 sizes over 32.
+// The zeros are chosen so that a code is simply the lowest 7 or 8 of the upper bits (layout.h).
 constexpr std::uint32_t kCodeNoise = (1u << kCodeShift) - 1;  // as many bits as a code drops
-constexpr std::uint32_t kSignedZeroBits = 112u << 3;
-constexpr std::uint32_t kUnsignedZeroBits = 96u << 3;
-constexpr float kSignedZero = 0x1p-15f;
 constexpr float kUnsignedZero = 0x1p-31f;
 // The largest y: so far below 1.875, the largest code, that no rounding error passes that.
 constexpr float kSignedTop = 1.875f - 0x1p-14f;
 constexpr float kUnsignedTop = 1.875f - 0x1p-18f;
 constexpr float kSmallestScale = 0x1p-100f;  // so that its reciprocal is finite and normal
 
-// A code at bit kCodeShift of ``raw``.
-INLINE F from_code_signed(U raw) {
-  const F size = floats((raw & (0x7fu << kCodeShift)) | (kSignedZeroBits << kCodeShift));
-  return floats(bits(size - kSignedZero) | ((raw << 4) & 0x80000000u));
-}
-INLINE F from_code_unsigned(U raw) {
-  return floats(raw | (kUnsignedZeroBits << kCodeShift)) - kUnsignedZero;
-}
-// The code is in the lowest byte of the result. ``inverse`` is 1 / scale.
-INLINE U to_code_signed(F value, float inverse, U noise) {
-  const U raw = bits(value);
-  const F y = floats(magnitude(raw)) * inverse + kSignedZero;
-  const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
-  return (code & 0x7fu) | ((raw >> 24) & 0x80u);
-}
-// A square that is not zero is never stored as zero: the moment that it divides may not be zero.
-INLINE U to_code_unsigned(F value, float inverse, U noise) {
-  const F y = value * inverse + kUnsignedZero;
-  const U code = (bits(y) + (noise & kCodeNoise)) >> kCodeShift;
-  return bits(value) != 0u ? larger(code, every(kUnsignedZeroBits + 1u)) : code;
-}
+INLINE F signed_zero(F like) { return floats(kept_and_set(bits(like), kSignBit, kSignedZeroBits)); }
 
 // kSigned: bit k says whether moment k has a sign. A stretch of blocks is staged in fp32 and then
 // encoded at once, so that the waits for one block's scale are hidden behind another's. Within a
@@ -156,52 +156,60 @@ struct ByteMoments {
   using Layout = Chosen;
   using Bits = typename Layout::Bits;
   static constexpr std::size_t kBytes = 1;
+  static constexpr bool kStaged = true;
   static constexpr std::size_t kBlocks = kStretch / kBlock;
   static constexpr std::size_t kStep = LANES * Layout::kParts;
+  struct Block {
+    std::size_t number;  // in its stretch
+    float scale[kCount];
+    U highest[kCount];
+  };
   const Job& job;
   alignas(64) float staged[kCount][kStretch];
   U highest[kBlocks][kCount] = {};
-  U highest_now[kCount] = {};  // of the open block, as is the scale
-  float scale[kCount] = {};
-  std::size_t block = 0;  // the open block's number in its stretch
   std::uint32_t worst = 0;
   explicit ByteMoments(const Job& of) : job(of) {}
 
   static constexpr bool is_signed(int k) { return (kSigned >> k) & 1u; }
 
-  INLINE void open(std::size_t begin) {
-    block = begin % kStretch / kBlock;
-    for (int k = 0; k < kCount; ++k) {
-      scale[k] = job.scale[k][begin / kBlock];
-      highest_now[k] = U{};
-    }
+  INLINE Block open(std::size_t begin) {
+    Block block{begin % kStretch / kBlock, {}, {}};
+    for (int k = 0; k < kCount; ++k) block.scale[k] = job.scale[k][begin / kBlock];
+    return block;
   }
-  INLINE void shut() {
-    for (int k = 0; k < kCount; ++k) highest[block][k] = highest_now[k];
-  }
-  INLINE void read(const MomentSite& site, Values<Layout, kCount>& value) const {
+  INLINE void read(const Block& block, const MomentSite& site,
+                   Values<Layout, kCount>& value) const {
     for (int k = 0; k < kCount; ++k) {
       Bits raw;
-      Layout::load_codes(site.at[k], raw);
+      if (is_signed(k)) {
+        Layout::load_signed_codes(site.at[k], raw);
+      } else {
+        Layout::load_unsigned_codes(site.at[k], raw);
+      }
       for (int p = 0; p < Layout::kParts; ++p) {
-        value[k][p] =
-            (is_signed(k) ? from_code_signed(raw[p]) : from_code_unsigned(raw[p])) * scale[k];
+        const F y = floats(raw[p]);
+        value[k][p] = (y - (is_signed(k) ? signed_zero(y) : all(kUnsignedZero))) * block.scale[k];
       }
     }
   }
   // ``lanes`` masks what is past the end.
-  INLINE void write(const MomentSite& site, const Values<Layout, kCount>& value,
+  INLINE void write(Block& block, const MomentSite& site, const Values<Layout, kCount>& value,
                     const Bits& lanes) {
     for (int k = 0; k < kCount; ++k) {
       float* const to = &staged[k][site.element % kStretch];
       for (int p = 0; p < Layout::kParts; ++p) {
         store(to + p * LANES, bits(value[k][p]) & lanes[p]);
-        highest_now[k] = larger(highest_now[k], size_of<kSigned>(k, value[k][p]) & lanes[p]);
+        block.highest[k] = larger(block.highest[k], size_of<kSigned>(k, value[k][p]) & lanes[p]);
       }
     }
   }
-  // Ends the stretch [begin, end): begin is a multiple of kStretch.
-  INLINE void close(std::size_t begin, std::size_t end) {
+  INLINE void shut(const Block& block) {
+    for (int k = 0; k < kCount; ++k) highest[block.number][k] = block.highest[k];
+  }
+  // Ends the stretch [begin, end): begin is a multiple of kStretch. Then calls
+  // finish(element, values, count) for each step: what takes long there runs beside the encoding.
+  template <class Finish>
+  INLINE void close(std::size_t begin, std::size_t end, Finish finish) {
     // All scales at once, those past the end too: divisions are slow one by one.
     constexpr std::size_t kScales = kBlocks * kCount;
     std::uint32_t most[kScales] = {};
@@ -221,38 +229,61 @@ struct ByteMoments {
       inverse[s] = 1.0f / kept[s];
     }
     for (std::size_t b = 0; b < kBlocks && begin + b * kBlock < end; ++b) {
-      for (int k = 0; k < kCount; ++k) job.scale[k][begin / kBlock + b] = kept[b * kCount + k];
       const std::size_t at = begin + b * kBlock;
-      encode(at, end - at < kBlock ? end : at + kBlock, inverse + b * kCount);
+      for (int k = 0; k < kCount; ++k) job.scale[k][at / kBlock] = kept[b * kCount + k];
+      encode(at, std::min(kBlock, end - at), inverse + b * kCount, most + b * kCount, finish);
     }
   }
-  INLINE void encode(std::size_t begin, std::size_t end, const float* inverse) {
-    alignas(64) std::uint8_t padded[kCount][kBlock];
-    const bool whole = (end - begin) % kStep == 0;
+  // How one block is encoded: per moment, the reciprocal of its scale, its noise, the smallest
+  // code.
+  struct Encoding {
+    float inverse[kCount];
+    std::uint32_t start[kCount], least[kCount];
+  };
+  template <class Finish>
+  INLINE void encode(std::size_t begin, std::size_t count, const float* inverse,
+                     const std::uint32_t* most, Finish finish) {
+    Encoding how;
     std::uint8_t* to[kCount];
-    Bits noise[kCount];
     for (int k = 0; k < kCount; ++k) {
-      to[k] = whole ? static_cast<std::uint8_t*>(job.moment[k]) + begin : padded[k];
-      const std::uint32_t start = noise_start(job.position + begin, k, job.noise_key);
+      how.inverse[k] = inverse[k];
+      how.start[k] = noise_start(job.position + begin, k, job.noise_key) & kCodeNoise;
+      how.least[k] = most[k] == 0u ? 0u : 1u;
+      to[k] = static_cast<std::uint8_t*>(job.moment[k]) + begin;
+    }
+    Values<Layout, kCount> value;
+    std::size_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      std::uint8_t* here[kCount];
+      for (int k = 0; k < kCount; ++k) here[k] = to[k] + i;
+      encode_step(how, begin % kStretch + i, here, value);
+      finish(begin + i, value, kStep);
+    }
+    if (i == count) return;
+    alignas(64) std::uint8_t padded[kCount][kStep];
+    std::uint8_t* here[kCount];
+    for (int k = 0; k < kCount; ++k) here[k] = padded[k];
+    encode_step(how, begin % kStretch + i, here, value);
+    finish(begin + i, value, count - i);
+    for (int k = 0; k < kCount; ++k) std::memcpy(to[k] + i, padded[k], count - i);
+  }
+  // Encodes the step staged at ``place``; gives the values it staged.
+  INLINE void encode_step(const Encoding& how, std::size_t place, std::uint8_t* const (&to)[kCount],
+                          Values<Layout, kCount>& value) const {
+    for (int k = 0; k < kCount; ++k) {
+      Bits raw;
       for (int p = 0; p < Layout::kParts; ++p) {
-        noise[k][p] = noise_at<Layout>(p, start, 0, kByteGolden);
+        value[k][p] = load<F>(&staged[k][place + p * LANES]);
+        const F y = value[k][p] * how.inverse[k];
+        const F zero = is_signed(k) ? signed_zero(y) : all(kUnsignedZero);
+        const auto* const spread = kSpread<Layout, kCodeShift>.at + place % kBlock + p * LANES;
+        raw[p] = bits(y + zero) + (load<U>(spread) ^ how.start[k]);
       }
-    }
-    for (std::size_t i = 0; i < end - begin; i += kStep) {
-      for (int k = 0; k < kCount; ++k) {
-        const float* const from = &staged[k][(begin + i) % kStretch];
-        Bits code;
-        for (int p = 0; p < Layout::kParts; ++p) {
-          const F value = load<F>(from + p * LANES);
-          code[p] = is_signed(k) ? to_code_signed(value, inverse[k], noise[k][p])
-                                 : to_code_unsigned(value, inverse[k], noise[k][p]);
-          noise[k][p] = noise[k][p] + static_cast<std::uint32_t>(kStep * kByteGolden);
-        }
-        Layout::store_codes(to[k] + i, code);
+      if (is_signed(k)) {
+        Layout::store_signed_codes(to[k], raw);
+      } else {
+        Layout::store_unsigned_codes(to[k], raw, how.least[k]);
       }
-    }
-    for (int k = 0; k < kCount && !whole; ++k) {
-      std::memcpy(static_cast<std::uint8_t*>(job.moment[k]) + begin, padded[k], end - begin);
     }
   }
   bool finite() const { return worst < kInfinity; }

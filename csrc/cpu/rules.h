@@ -1,13 +1,26 @@
 // The update rules, on LANES elements in registers: g is the scaled gradient, w the fp32 weight.
 // Formulas and their order are those of torch.optim's single-tensor path. Included once per
 // instruction set. Coefficients come in the order in which overspill.optim.rules lists them.
+//
+// kApart: moments() and apply() may run one after the other, apart, with the same result as both in
+// one. Roots and quotients take long; staged moments hide that behind their encoding.
+
+// Whether a coefficient is not zero: an integer, which is cheaper to test again and again.
+INLINE std::uint32_t nonzero(float value) {
+  std::uint32_t raw;
+  std::memcpy(&raw, &value, sizeof raw);
+  return raw & 0x7fffffffu;
+}
 
 struct Adam {
+  static constexpr bool kApart = true;
   static constexpr int kMoments = 2;
   static constexpr unsigned kSigned = 0b01;
+  const std::uint32_t has_l2;
   const float decay, l2, take1, keep2, take2, root_scale, eps, step_size;
   explicit Adam(const float* c)
-      : decay(c[1]),
+      : has_l2(nonzero(c[2])),
+        decay(c[1]),
         l2(c[2]),
         take1(c[3]),
         keep2(c[4]),
@@ -15,15 +28,17 @@ struct Adam {
         root_scale(c[6]),
         eps(c[7]),
         step_size(c[8]) {}
-  INLINE void moments(F& g, F& w, F& mean, F& square) const {
-    if (l2 != 0.0f) g = g + w * l2;
-    w = w * decay;
+  INLINE void moments(F g, F w, F& mean, F& square) const {
+    if (has_l2) g = g + w * l2;
     mean = mean + (g - mean) * take1;
     square = square * keep2 + (g * take2) * g;
   }
+  INLINE void apply(F& w, F mean, F square) const {
+    w = w * decay - (mean * step_size) / (root(square) * root_scale + eps);
+  }
   INLINE void operator()(F g, F& w, F (&m)[2]) const {
     moments(g, w, m[0], m[1]);
-    w = w - (m[0] * step_size) / (root(m[1]) * root_scale + eps);
+    apply(w, m[0], m[1]);
   }
 };
 
@@ -34,17 +49,19 @@ struct Amsgrad : Adam {
   INLINE void operator()(F g, F& w, F (&m)[3]) const {
     moments(g, w, m[0], m[1]);
     m[2] = floats(larger(magnitude(bits(m[2])), magnitude(bits(m[1]))));  // NaN is the largest
-    w = w - (m[0] * step_size) / (root(m[2]) * root_scale + eps);
+    apply(w, m[0], m[2]);
   }
 };
 
 struct Sgd {
+  static constexpr bool kApart = false;
   static constexpr int kMoments = 0;
   static constexpr unsigned kSigned = 0;
+  const std::uint32_t has_l2;
   const float l2, lr;
-  explicit Sgd(const float* c) : l2(c[1]), lr(c[2]) {}
+  explicit Sgd(const float* c) : has_l2(nonzero(c[1])), l2(c[1]), lr(c[2]) {}
   INLINE void operator()(F g, F& w, F (&)[1]) const {
-    if (l2 != 0.0f) g = g + w * l2;
+    if (has_l2) g = g + w * l2;
     w = w - g * lr;
   }
 };
@@ -52,12 +69,15 @@ struct Sgd {
 // The first step's ``keep`` is 0 and its ``take`` 1; ``ahead`` is the momentum with Nesterov, else
 // 0.
 struct Momentum {
+  static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b1;
+  const std::uint32_t has_l2;
   const float l2, lr, keep, take, ahead;
-  explicit Momentum(const float* c) : l2(c[1]), lr(c[2]), keep(c[3]), take(c[4]), ahead(c[5]) {}
+  explicit Momentum(const float* c)
+      : has_l2(nonzero(c[1])), l2(c[1]), lr(c[2]), keep(c[3]), take(c[4]), ahead(c[5]) {}
   INLINE void operator()(F g, F& w, F (&m)[1]) const {
-    if (l2 != 0.0f) g = g + w * l2;
+    if (has_l2) g = g + w * l2;
     m[0] = m[0] * keep + g * take;
     const F direction = ahead != 0.0f ? g + m[0] * ahead : m[0];
     w = w - direction * lr;
@@ -65,18 +85,21 @@ struct Momentum {
 };
 
 struct Adagrad {
+  static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b0;
+  const std::uint32_t has_l2;
   const float l2, lr, eps;
-  explicit Adagrad(const float* c) : l2(c[1]), lr(c[2]), eps(c[3]) {}
+  explicit Adagrad(const float* c) : has_l2(nonzero(c[1])), l2(c[1]), lr(c[2]), eps(c[3]) {}
   INLINE void operator()(F g, F& w, F (&m)[1]) const {
-    if (l2 != 0.0f) g = g + w * l2;
+    if (has_l2) g = g + w * l2;
     m[0] = m[0] + g * g;
     w = w - (g * lr) / (root(m[0]) + eps);
   }
 };
 
 struct Lion {
+  static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b1;
   const float decay, lr, keep1, take1, take2;

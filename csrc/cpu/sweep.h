@@ -62,12 +62,12 @@ INLINE void read_weight(Straight, Types types, const Site& site, F (&value)[1]) 
 template <class Types>
 INLINE void write_weight(Straight, Types types, const Site& site, const F (&value)[1]) {
   const U raw[1] = {bits(value[0])};
-  if (types.master() == Master::kSplit) Straight::store_low_halves(site.master, raw);
+  if (types.master() == Master::kSplit) Straight::store_lower(site.master, raw);
   if (types.master() == Master::kF32) store(site.master, value[0]);
   if (types.weight() == FloatType::kF32) return store(site.weight, value[0]);
   if (types.weight() == FloatType::kF16) return store(site.weight, to_f16(value[0]));
   const bool even = types.master() == Master::kNone;
-  store(site.weight, narrow(even ? even_half(raw[0]) : upper_half(raw[0])));
+  store(site.weight, narrow(even ? even_half(raw[0]) : to_upper_half(raw[0]) >> 16));
 }
 
 #if LANES >= 8
@@ -87,9 +87,9 @@ INLINE void read_weight(Paired, Types, const Site& site, F (&value)[2]) {
 template <class Types>
 INLINE void write_weight(Paired, Types, const Site& site, const F (&value)[2]) {
   const U raw[2] = {bits(value[0]), bits(value[1])};
-  const U upper[2] = {upper_half(raw[0]), upper_half(raw[1])};
-  Paired::store_low_halves(site.master, raw);
-  Paired::store_halves(site.weight, upper);
+  const U rounded[2] = {to_upper_half(raw[0]), to_upper_half(raw[1])};
+  Paired::store_lower(site.master, raw);
+  Paired::store_upper(site.weight, rounded);
 }
 #endif
 
@@ -106,64 +106,105 @@ INLINE std::uint32_t weight_limit(Types types) {
   }
 }
 
-// Returns the magnitudes of the new weights; ``lanes`` masks what is past the end.
+template <class Rule, class Moments>
+constexpr bool kApart = Rule::kApart && Moments::kStaged;
+
+// One step; only its moments where the weights follow apart. Returns the magnitudes of the new
+// weights; ``lanes`` masks what is past the end.
 template <class Rule, class Moments, class Types>
-INLINE U step(const Rule& rule, Moments& moments, Types types, float grad_scale, const Site& site,
-              const typename Moments::Layout::Bits& lanes) {
+INLINE U step(const Rule& rule, Moments& moments, typename Moments::Block& block, Types types,
+              float grad_scale, const Site& site, const typename Moments::Layout::Bits& lanes) {
   using Layout = typename Moments::Layout;
-  F grad[Layout::kParts], weight[Layout::kParts];
+  F grad[Layout::kParts], weight[Layout::kParts] = {};
   Values<Layout, Rule::kMoments> value = {};
-  read_weight(Layout{}, types, site, weight);
-  moments.read(site.moments, value);
-  read_grad(Layout{}, types, site, grad);
   U worst{};
+  moments.read(block, site.moments, value);
+  read_grad(Layout{}, types, site, grad);
+  if constexpr (kApart<Rule, Moments>) {
+    prefetch_weights(types, site);
+    if (rule.has_l2) read_weight(Layout{}, types, site, weight);
+    for (int p = 0; p < Layout::kParts; ++p) {
+      rule.moments(grad[p] * grad_scale, weight[p], value[0][p], value[1][p]);
+    }
+  } else {
+    read_weight(Layout{}, types, site, weight);
+    for (int p = 0; p < Layout::kParts; ++p) {
+      F moment[slots(Rule::kMoments)];
+      for (int k = 0; k < slots(Rule::kMoments); ++k) moment[k] = value[k][p];
+      rule(grad[p] * grad_scale, weight[p], moment);
+      for (int k = 0; k < slots(Rule::kMoments); ++k) value[k][p] = moment[k];
+      worst = larger(worst, magnitude(bits(weight[p])) & lanes[p]);
+    }
+    write_weight(Layout{}, types, site, weight);
+  }
+  moments.write(block, site.moments, value, lanes);
+  return worst;
+}
+
+// The rest of a step whose moments are done.
+template <class Layout, class Rule, class Types>
+INLINE U finish_step(const Rule& rule, Types types, const Site& site,
+                     const Values<Layout, 2>& value, const typename Layout::Bits& lanes) {
+  F weight[Layout::kParts];
+  U worst{};
+  read_weight(Layout{}, types, site, weight);
   for (int p = 0; p < Layout::kParts; ++p) {
-    F moment[slots(Rule::kMoments)];
-    for (int k = 0; k < slots(Rule::kMoments); ++k) moment[k] = value[k][p];
-    rule(grad[p] * grad_scale, weight[p], moment);
-    for (int k = 0; k < slots(Rule::kMoments); ++k) value[k][p] = moment[k];
+    rule.apply(weight[p], value[0][p], value[1][p]);
     worst = larger(worst, magnitude(bits(weight[p])) & lanes[p]);
   }
-  moments.write(site.moments, value, lanes);
   write_weight(Layout{}, types, site, weight);
   return worst;
+}
+
+// What the other half of the work on a stretch will need. Both halves pause each other's streams,
+// which the processor's own prefetching does not survive.
+template <class Types>
+INLINE void prefetch_weights(Types types, const Site& site) {
+  __builtin_prefetch(site.weight, 1);
+  if (types.master() != Master::kNone) __builtin_prefetch(site.master, 1);
+}
+template <class Rule, class Types>
+INLINE void prefetch_moments(Types, const Site& site) {
+  __builtin_prefetch(site.grad);
+  for (int k = 0; k < Rule::kMoments; ++k) __builtin_prefetch(site.moments.at[k], 1);
 }
 
 INLINE std::uint8_t* offset(void* base, std::size_t bytes) {
   return static_cast<std::uint8_t*>(base) + bytes;
 }
 
-// The last elements of a buffer, fewer than a step: the same step on a padded copy.
-template <class Rule, class Moments, class Types>
-INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_scale,
-                   const Site& site, std::size_t count) {
-  using Layout = typename Moments::Layout;
+// The last ``count`` elements of a buffer, fewer than a step: work(site, lanes) on a padded copy,
+// with moments of ``moment_width`` bytes (0: none).
+template <class Layout, int kMoments, class Types, class Work>
+INLINE U on_padded(Types types, const Site& site, std::size_t count, std::size_t moment_width,
+                   Work work) {
   constexpr std::size_t kRoom = 4 * LANES * Layout::kParts;
-  const std::size_t grad_bytes = count * width(types.grad());
   const std::size_t weight_bytes = count * width(types.weight());
   const std::size_t master_bytes =
       types.master() == Master::kNone ? 0 : count * (types.master() == Master::kSplit ? 2 : 4);
-  const std::size_t moment_bytes = count * Moments::kBytes;
   alignas(64) std::uint8_t grad[kRoom] = {}, weight[kRoom] = {}, master[kRoom] = {};
   alignas(64) std::uint8_t moment[kMaxMoments][kRoom] = {};
-  std::memcpy(grad, site.grad, grad_bytes);
+  std::memcpy(grad, site.grad, count * width(types.grad()));
   std::memcpy(weight, site.weight, weight_bytes);
   if (master_bytes != 0) std::memcpy(master, site.master, master_bytes);
   Site padded{grad, weight, master, {{}, site.moments.element}};
-  for (int k = 0; k < Rule::kMoments; ++k) {
-    std::memcpy(moment[k], site.moments.at[k], moment_bytes);
+  for (int k = 0; k < kMoments; ++k) {
+    std::memcpy(moment[k], site.moments.at[k], count * moment_width);
     padded.moments.at[k] = moment[k];
   }
   typename Layout::Bits lanes;
   for (int p = 0; p < Layout::kParts; ++p) {
-    const U number = Layout::element_numbers(p);
-    lanes[p] = number < every(static_cast<std::uint32_t>(count)) ? every(~0u) : every(0);
+    alignas(64) std::uint32_t mask[LANES];
+    for (int lane = 0; lane < LANES; ++lane) {
+      mask[lane] = Layout::element_number(p, lane) < count ? ~0u : 0u;
+    }
+    lanes[p] = load<U>(mask);
   }
-  const U worst = step(rule, moments, types, grad_scale, padded, lanes);
+  const U worst = work(padded, lanes);
   std::memcpy(site.weight, weight, weight_bytes);
   if (master_bytes != 0) std::memcpy(site.master, master, master_bytes);
-  for (int k = 0; k < Rule::kMoments; ++k) {
-    std::memcpy(site.moments.at[k], moment[k], moment_bytes);
+  for (int k = 0; k < kMoments; ++k) {
+    std::memcpy(site.moments.at[k], moment[k], count * moment_width);
   }
   return worst;
 }
@@ -171,13 +212,14 @@ INLINE U step_tail(const Rule& rule, Moments& moments, Types types, float grad_s
 template <class Rule, class Moments, class Types>
 bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
   using Layout = typename Moments::Layout;
+  using Bits = typename Layout::Bits;
   constexpr std::size_t kStep = LANES * Layout::kParts;
   const Job job = shared;  // a copy, so that the addresses can stay in registers
   const Rule rule(job.coefficient);
   const Types types(job);
   const float grad_scale = job.coefficient[0];
   Moments moments(job);
-  typename Layout::Bits everything;
+  Bits everything;
   for (U& lanes : everything) lanes = every(~0u);
   const std::size_t master_width = types.master() == Master::kSplit ? 2 : 4;
   U worst{};
@@ -194,19 +236,37 @@ bool sweep(const Job& shared, std::size_t begin, std::size_t end) {
   };
   for (std::size_t stretch = begin; stretch < end; stretch += kStretch) {
     const std::size_t last = std::min(end, stretch + kStretch);
-    for (std::size_t block = stretch; block < last; block += kBlock) {
-      const std::size_t stop = std::min(last, block + kBlock);
-      moments.open(block);
-      std::size_t i = block;
-      for (; i + kStep <= stop; i += kStep) {
-        worst = larger(worst, step(rule, moments, types, grad_scale, site_at(i), everything));
-      }
+    for (std::size_t i = stretch; i < last;) {
+      const std::size_t stop = std::min(last, i + kBlock);
+      auto block = moments.open(i);
+      const auto one = [&](const Site& site, const Bits& lanes) INLINE_LAMBDA {
+        return step(rule, moments, block, types, grad_scale, site, lanes);
+      };
+      for (; i + kStep <= stop; i += kStep) worst = larger(worst, one(site_at(i), everything));
       if (i < stop) {
-        worst = larger(worst, step_tail(rule, moments, types, grad_scale, site_at(i), stop - i));
+        worst = larger(worst, on_padded<Layout, Rule::kMoments>(types, site_at(i), stop - i,
+                                                                Moments::kBytes, one));
+        i = stop;
       }
-      moments.shut();
+      moments.shut(block);
     }
-    moments.close(stretch, last);
+    moments.close(
+        stretch, last,
+        [&](std::size_t i, const Values<Layout, Rule::kMoments>& value, std::size_t count)
+            INLINE_LAMBDA {
+              if constexpr (kApart<Rule, Moments>) {
+                const Site site = site_at(i);
+                if (count == kStep) {
+                  prefetch_moments<Rule>(types, site_at(i + kStretch));
+                  worst = larger(worst, finish_step<Layout>(rule, types, site, value, everything));
+                } else {
+                  const auto rest = [&](const Site& padded, const Bits& lanes) INLINE_LAMBDA {
+                    return finish_step<Layout>(rule, types, padded, value, lanes);
+                  };
+                  worst = larger(worst, on_padded<Layout, 0>(types, site, count, 0, rest));
+                }
+              }
+            });
   }
   return moments.finite() && highest_lane(worst) < weight_limit(types);
 }

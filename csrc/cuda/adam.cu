@@ -92,7 +92,7 @@ __device__ __forceinline__ void write_moment(const AdamJob& job, int k, u64 i, f
   } else if (kFormat == kBf16Moments) {
     const u64 place = job.position + i;
     const u32 start = noise_start(place, k, job.noise_key);
-    const u32 noise = start + static_cast<u32>(place % kBlock) * kHalfGolden;
+    const u32 noise = noise_at<16>(start, static_cast<u32>(place % kBlock));
     static_cast<u16*>(job.moment[k])[i] = static_cast<u16>(noisy_half(bits(value), noise));
   } else {
     *staged = value;
@@ -102,15 +102,17 @@ __device__ __forceinline__ void write_moment(const AdamJob& job, int k, u64 i, f
 // Finds the scale of a block's moment k and encodes what the warp's threads staged, each its own.
 __device__ __forceinline__ void encode(const AdamJob& job, int k, u64 begin, u32 lane,
                                        const float* staged, u32 highest) {
-  const float ideal = __fdiv_rn(floats(warp_highest(highest)), k == 0 ? kSignedTop : kUnsignedTop);
+  const u32 most = warp_highest(highest);
+  const float ideal = __fdiv_rn(floats(most), k == 0 ? kSignedTop : kUnsignedTop);
   const float kept = ideal < kSmallestScale ? kSmallestScale : ideal;  // NaN stays
   // Every thread has read the old scale: the shuffles above come after that.
   if (lane == 0) job.scale[k][begin / kBlock] = kept;
   const float inverse = __fdiv_rn(1.0f, kept);
   const u32 start = noise_start(job.position + begin, k, job.noise_key);
   for (u32 nth = lane; nth < kBlock && begin + nth < job.numel; nth += kWarp) {
-    const u32 noise = start + nth * kByteGolden;
-    static_cast<u8*>(job.moment[k])[begin + nth] = to_code(staged[nth], k == 0, inverse, noise);
+    const u32 noise = noise_at<kCodeBits>(start, nth);
+    static_cast<u8*>(job.moment[k])[begin + nth] =
+        to_code(staged[nth], k == 0, inverse, noise, most == 0u ? 0u : 1u);
   }
 }
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ u32 join(u32 upper, u32 lower) {
   return (((upper << 16) | lower) ^ 0x8000u) - 0x8000u;
 }
 __device__ __forceinline__ u32 noisy_half(u32 raw, u32 noise) {
-  return (magnitude(raw) >= kInfinity ? raw : raw + (noise & 0xffffu)) >> 16;
+  return (magnitude(raw) >= kInfinity ? raw : raw + noise) >> 16;
 }
 
 __device__ __forceinline__ float read_float(int type, const void* from, u64 i) {
@@ -80,35 +80,38 @@ __device__ __forceinline__ u32 noise_start(u64 position, int moment, u32 key) {
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
-constexpr u32 kHalfGolden = 0x9e37u;
-constexpr u32 kByteGolden = 0x9e377u;
+// kBits bits of noise for an element at ``place`` in its block.
+template <int kBits>
+__device__ __forceinline__ u32 noise_at(u32 start, u32 place) {
+  return (start & ((1u << kBits) - 1u)) ^ ((__brev(place) >> 24) << (kBits - 8));
+}
 
 // Byte codes: see csrc/cpu/moments.h.
-constexpr u32 kCodeNoise = (1u << 20) - 1;
+constexpr int kCodeBits = 20;  // that a code drops, and as many of noise
 constexpr u32 kSignedZeroBits = 112u << 23;
 constexpr u32 kUnsignedZeroBits = 96u << 23;
-constexpr float kSignedZero = 0x1p-15f;
 constexpr float kUnsignedZero = 0x1p-31f;
 constexpr float kSignedTop = 1.875f - 0x1p-14f;
 constexpr float kUnsignedTop = 1.875f - 0x1p-18f;
 constexpr float kSmallestScale = 0x1p-100f;
 
-__device__ __forceinline__ float from_code(u32 code, bool has_sign, float scale) {
-  if (!has_sign) return mul(sub(floats((code << 20) | kUnsignedZeroBits), kUnsignedZero), scale);
-  const float size = sub(floats(((code & 0x7fu) << 20) | kSignedZeroBits), kSignedZero);
-  return mul(floats(bits(size) | ((code & 0x80u) << 24)), scale);
+__device__ __forceinline__ float zero_of(bool has_sign, float like) {
+  return has_sign ? floats((bits(like) & 0x80000000u) | kSignedZeroBits) : kUnsignedZero;
 }
-
-__device__ __forceinline__ u8 to_code(float value, bool has_sign, float inverse, u32 noise) {
-  const u32 raw = bits(value);
-  if (!has_sign) {
-    const u32 code = (bits(add(mul(value, inverse), kUnsignedZero)) + (noise & kCodeNoise)) >> 20;
-    const u32 least = (kUnsignedZeroBits >> 20) + 1u;
-    return static_cast<u8>(raw != 0u && code < least ? least : code);
-  }
-  const float y = add(mul(floats(magnitude(raw)), inverse), kSignedZero);
-  const u32 code = (bits(y) + (noise & kCodeNoise)) >> 20;
-  return static_cast<u8>((code & 0x7fu) | ((raw >> 24) & 0x80u));
+__device__ __forceinline__ float from_code(u32 code, bool has_sign, float scale) {
+  const u32 raw = has_sign ? ((code & 0x80u) << 24) | ((code & 0x7fu) << 20) | kSignedZeroBits
+                           : (code << 20) | kUnsignedZeroBits;
+  const float y = floats(raw);
+  return mul(sub(y, zero_of(has_sign, y)), scale);
+}
+// ``least``: the smallest code that an unsigned moment may have in its block.
+__device__ __forceinline__ u8 to_code(float value, bool has_sign, float inverse, u32 noise,
+                                      u32 least) {
+  const float y = mul(value, inverse);
+  const u32 raw = bits(add(y, zero_of(has_sign, y))) + noise;
+  if (has_sign) return static_cast<u8>(((raw >> 20) & 0x7fu) | ((raw >> 24) & 0x80u));
+  const u32 code = (raw - kUnsignedZeroBits) >> 20;
+  return static_cast<u8>(code < least ? least : code);
 }
 
 }  // namespace overspill

@@ -60,6 +60,11 @@ inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline void __syncthreads() { meeting->wait(); }
+inline unsigned __brev(unsigned value) {
+  unsigned reversed = 0;
+  for (int bit = 0; bit < 32; ++bit) reversed |= ((value >> bit) & 1u) << (31 - bit);
+  return reversed;
+}
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned away) {
   exchanged[threadIdx.x % 32] = value;
   meeting->wait();

@@ -153,6 +153,11 @@ def test_squares_are_never_rounded_to_zero() -> None:
     for key in range(20):
         back = from_int8(*to_int8(value, Noise(0, 0, key), UNSIGNED), UNSIGNED)
         assert ((back > 0) == (value > 0)).all()
+    mixed = torch.zeros(512)
+    mixed[3] = 1e-20
+    back = from_int8(*to_int8(mixed, Noise(0, 0, 1), UNSIGNED), UNSIGNED)
+    assert float(back[:256].min()) > 0 and float(back[4]) < 1e-9 * 1e-20
+    assert not back[256:].any(), "a block of zeroes stays one"
     nothing = torch.zeros(300)
     codes, scale = to_int8(nothing, Noise(0, 0, 1), UNSIGNED)
     assert not codes.any()
