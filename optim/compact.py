@@ -2,8 +2,8 @@
 
 The same arithmetic as the native kernels, bit for bit.  An int8 code is the upper bits of a float:
 eight codes an octave, shifted so that code 0 is exactly zero.  Then ``value = (y(code) - zero) *
-scale``, and encoding is one addition and one shift, with no table.  ``y`` and ``zero`` have the sign
-of the value.
+scale``, and encoding is one addition and one shift, with no table.  ``y`` and ``zero`` have the
+sign of the value.
 """
 
 from __future__ import annotations
