@@ -12,6 +12,7 @@ SUITES = (
     "copy",
     "io",
     "optim",
+    "simulated",
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
 

@@ -24,10 +24,11 @@ from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import step_bound
+from .schedule.layout import Layout
 from .schedule.partition import Chunk, partition
 from .schedule.plan import Needs, Plan
 from .schedule.planner import make_layout
-from .schedule.simulate import predict_traffic
+from .schedule.simulate import Costs, Simulated, simulate
 from .schedule.subgroups import StateField
 
 log = logging.getLogger("overspill")
@@ -98,7 +99,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> N
 
 def _decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator,
+    accelerator: Accelerator, tokens: int = 0,
 ) -> Blueprint:  # fmt: skip
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
@@ -121,16 +122,15 @@ def _decide(
             "precision='bf16' or leave master out"
         )
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
-    links = (
-        {}
-        if shortfalls
-        else predict_traffic(layout, micro_steps=config.accumulate, update_in_backward=backward)
-    )
-    bound = None
+    links: Mapping[str, int] = {}
+    bound = step_s = None
+    if not shortfalls:
+        links, step_s = _foresee(layout, config, backward, tokens)
     if config.rates is not None and not shortfalls:
         bound = step_bound(
-            layout, links, config.rates, update=update, micro_steps=config.accumulate
-        )
+            layout, links, config.rates, update=update, micro_steps=config.accumulate,
+            tokens=tokens,
+        )  # fmt: skip
     plan = Plan(
         fits=not shortfalls,
         shortfalls=shortfalls,
@@ -142,12 +142,26 @@ def _decide(
         },
         link_bytes=links,
         disk_bytes=disk,
-        step_s=None if bound is None else bound.seconds,
+        step_s=step_s,
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def _foresee(
+    layout: Layout, config: OffloadConfig, backward: bool, tokens: int
+) -> tuple[Mapping[str, int], float | None]:
+    """Bytes by lane, and the time of a step where rates are known, from the simulator."""
+    rates = config.rates or Rates()
+
+    def run(costs: Costs) -> Simulated:
+        return simulate(layout, costs, micro_steps=config.accumulate, update_in_backward=backward)
+
+    timed = run(Costs.from_flops(layout, rates, tokens))
+    moved = timed if tokens else run(Costs.balanced(layout, rates))
+    return moved.link_bytes, None if config.rates is None else timed.stats.step_s
 
 
 def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:
@@ -158,10 +172,13 @@ def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfi
     return replace(config, rates=cached(config.nvme or (), accelerator.kind))
 
 
-def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Plan:
+def plan(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, tokens: int = 0, **options: Any
+) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
 
-    Options: see ``OffloadConfig``.  Lack of room is not an error: ``plan.fits`` and
+    ``tokens`` of one micro-step let compute count; without them, time is that of moves and
+    updates alone.  Options: see ``OffloadConfig``.  Lack of room is not an error: ``plan.fits`` and
     ``plan.shortfalls`` tell.
 
     Raises:
@@ -171,7 +188,8 @@ def plan(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     config = OffloadConfig.from_options(options)
     accelerator = make_accelerator(config.device, config.rates)
     try:
-        return _decide(model, optimizer, _with_rates(config, accelerator), accelerator).plan
+        config = _with_rates(config, accelerator)
+        return _decide(model, optimizer, config, accelerator, tokens).plan
     finally:
         accelerator.close()
 

@@ -32,6 +32,15 @@ class Link:
     latency_s: float
 
 
+@dataclass(frozen=True)
+class Disk:
+    """Bytes per second read, written, and both added up while both go on."""
+
+    read_bytes_s: float
+    write_bytes_s: float
+    both_bytes_s: float
+
+
 def best_s(run: Callable[[], object], limit_s: float) -> float:
     """The least time of ``run`` in seconds, over as many runs as fit into ``limit_s``, at least 2.
 
@@ -47,18 +56,16 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
     return min(times)
 
 
-def disk(
-    directories: Sequence[str | os.PathLike[str]], limit_s: float
-) -> tuple[float | None, float | None]:
-    """Bytes per second read and written by the I/O engine, in a store that vanishes.
+def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> Disk | None:
+    """Rates of the I/O engine, in a store that vanishes.
 
     Writes over blocks that have been written before, as training does: the first write of a block
     costs more on most file systems.  A slow disk is given fewer bytes, not more time, and a full
     one is not measured: ``None``.
     """
     pieces = min(DISK_BYTES, _free_bytes(directories) // 2) // DISK_PIECE_BYTES
-    if pieces == 0:
-        return None, None
+    if pieces < 2:
+        return None
     total = pieces * DISK_PIECE_BYTES
     with (
         IoEngine([Path(d) for d in directories], total, ephemeral=True) as io,
@@ -68,10 +75,22 @@ def disk(
         extents = [io.allocate(DISK_PIECE_BYTES) for _ in range(pieces)]
         extents = extents[: _first_writes(io, extents, memory, limit_s / 9)]
         io.flush()
-        written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 3)
-        read_s = best_s(lambda: _all(io.read, extents, memory), limit_s / 3)
+        written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 4)
+        read_s = best_s(lambda: _all(io.read, extents, memory), limit_s / 4)
+        both_s = best_s(lambda: _both(io, extents, memory), limit_s / 4)
     nbytes = len(extents) * DISK_PIECE_BYTES
-    return nbytes / read_s, nbytes / written_s
+    return Disk(nbytes / read_s, nbytes / written_s, nbytes / both_s)
+
+
+def _both(io: IoEngine, extents: Sequence[Extent], memory: Lease) -> None:
+    """Reads the one half of the extents while it writes the other."""
+    tickets = []
+    for number, extent in enumerate(extents):
+        begin = number * DISK_PIECE_BYTES
+        start = io.read if number % 2 else io.write
+        tickets.append(start(extent, memory.array[begin : begin + DISK_PIECE_BYTES]))
+    for ticket in tickets:
+        ticket.wait()
 
 
 def _free_bytes(directories: Sequence[str | os.PathLike[str]]) -> int:

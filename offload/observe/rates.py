@@ -32,6 +32,7 @@ class Rates:
         h2d_bytes_s, d2h_bytes_s: from host to device memory and back, page-locked.
         link_latency_s: time of an empty copy between host and device.
         disk_read_bytes_s, disk_write_bytes_s: all directories of the store together.
+        disk_both_bytes_s: reads and writes added up while both go on.
         update_params_s: parameters per second that the optimizer updates on the CPU.
         dram_bytes_s: host memory, reads and writes added up.
         device_flops_s: matrix products on the compute device.
@@ -42,6 +43,7 @@ class Rates:
     link_latency_s: float | None = None
     disk_read_bytes_s: float | None = None
     disk_write_bytes_s: float | None = None
+    disk_both_bytes_s: float | None = None
     update_params_s: float | None = None
     dram_bytes_s: float | None = None
     device_flops_s: float | None = None
@@ -98,14 +100,15 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
         IoError: a directory is missing or cannot be written.
     """
     compute = torch.device("cpu" if str(device) == "sim" else device)
-    read, write = probes.disk(directories, MEASURE_S / 2) if directories else (None, None)
+    disk = probes.disk(directories, MEASURE_S / 2) if directories else None
     link = probes.link(compute, MEASURE_S / 8) if compute.type != "cpu" else None
     return Rates(
         h2d_bytes_s=link.in_bytes_s if link else None,
         d2h_bytes_s=link.out_bytes_s if link else None,
         link_latency_s=link.latency_s if link else None,
-        disk_read_bytes_s=read,
-        disk_write_bytes_s=write,
+        disk_read_bytes_s=disk.read_bytes_s if disk else None,
+        disk_write_bytes_s=disk.write_bytes_s if disk else None,
+        disk_both_bytes_s=disk.both_bytes_s if disk else None,
         update_params_s=probes.update(MEASURE_S / 8),
         dram_bytes_s=probes.dram(MEASURE_S / 8),
         device_flops_s=probes.flops(compute, MEASURE_S / 8),

@@ -34,11 +34,13 @@ class StepMark:
 class Trace:
     """A bounded recorder that all threads of an engine write to; appends are atomic."""
 
-    def __init__(self, longest: int = LONGEST) -> None:
+    def __init__(self, longest: int = LONGEST, origin_ns: int | None = None) -> None:
         self._spans: deque[Span] = deque(maxlen=longest)
         self._stalls: deque[Span] = deque(maxlen=longest)
         self._steps: deque[StepMark] = deque(maxlen=1000)
-        self.origin_ns = self._last_step_end = time.perf_counter_ns()
+        if origin_ns is None:
+            origin_ns = time.perf_counter_ns()
+        self.origin_ns = self._last_step_end = origin_ns
         self._computing: tuple[str, int] | None = None
 
     # -- recording ------------------------------------------------------------------------------

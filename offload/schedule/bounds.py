@@ -53,6 +53,20 @@ def trained_params(layout: Layout) -> int:
     return sum(s.count for group in layout.subgroups for s in group)
 
 
+def least_seconds(layout: Layout, rates: Rates) -> float:
+    """About what the slowest lane needs for a step of one forward and one backward."""
+    streamed, paged = _moved_weights(layout)
+    read, write = _state_seconds(layout, rates)
+    times = [read, write]
+    if rates.update_params_s:
+        times.append(trained_params(layout) / rates.update_params_s)
+    if layout.has_device and rates.h2d_bytes_s:
+        times.append(2 * streamed / rates.h2d_bytes_s)
+    if rates.disk_read_bytes_s:
+        times[0] += 2 * paged / rates.disk_read_bytes_s
+    return max(times)
+
+
 def step_bound(
     layout: Layout,
     links: Mapping[str, int],
@@ -96,8 +110,8 @@ def step_bound(
     return Bound(floors[lane], lane, seconds)
 
 
-def _first_forward(layout: Layout, rates: Rates) -> float:
-    """Weights that stream in during a forward, less what room there is to have them before."""
+def _moved_weights(layout: Layout) -> tuple[int, int]:
+    """Bytes of weights that are not resident, and of those among them that live on disk."""
     streamed = sum(
         unit.weight_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
@@ -108,6 +122,12 @@ def _first_forward(layout: Layout, rates: Rates) -> float:
         for unit, home in zip(layout.units, layout.homes, strict=True)
         if home.weights is Tier.NVME and not home.resident
     )
+    return streamed, paged
+
+
+def _first_forward(layout: Layout, rates: Rates) -> float:
+    """Weights that stream in during a forward, less what room there is to have them before."""
+    streamed, paged = _moved_weights(layout)
     regions, times = layout.regions, [0.0]
     if layout.has_device and rates.h2d_bytes_s:
         times.append((streamed - regions.device_weights) / rates.h2d_bytes_s)

@@ -236,6 +236,17 @@ class Residency:
             or self.gradients.room_wanted
         )
 
+    def used_bytes(self) -> tuple[int, int]:
+        """Bytes of (device, host) memory that hold something now: homes, and what moves through
+        the regions."""
+        regions, weights, grads = self.layout.regions, self.weights, self.gradients
+        device = weights.device_arena.used_bytes + grads.device_arena.used_bytes
+        host = weights.host_arena.used_bytes + grads.host_arena.used_bytes
+        return (
+            regions.device_fixed + device,
+            regions.host_fixed + host + self.updates.arena.used_bytes,
+        )
+
     def drop_caches(self) -> None:
         """Drops every copy that is only cached.  Nothing may be under way."""
         assert self.idle, "caches are dropped only while nothing moves"

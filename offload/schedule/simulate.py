@@ -1,11 +1,23 @@
-"""Drives the residency machine through whole steps without moving anything, and counts bytes."""
+"""A discrete-event simulation of whole steps: the very residency machine, with a clock of its own.
+
+Each lane does one piece of work at a time at its rate, in the order that the runtime's lanes keep:
+urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
+lets go as the hooks do.  What comes out has the form of a real run's trace.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..config import Tier
+from ..observe.rates import Rates
+from ..observe.stats import Stats, step_stats
+from ..observe.trace import Trace
+from .bounds import FORWARD_SHARE, least_seconds
 from .layout import Layout
 from .messages import (
     Clear,
@@ -20,126 +32,280 @@ from .messages import (
     Read,
     Refuse,
     Release,
+    Settle,
     Settled,
     Signal,
     Step,
+    Update,
     Work,
     Write,
 )
 from .residency import Residency
 
-LANES = ("read", "write", "copy_in", "copy_out")
+LINKS = ("read", "write", "copy_in", "copy_out")
+WARM_STEPS = 2  # the first records the order of uses, the second fills what is prefetched by it
 
 
-@dataclass
-class Traffic:
-    """Bytes by lane."""
+@dataclass(frozen=True)
+class Costs:
+    """What work costs: the machine's rates, and seconds of compute by unit (one micro-step)."""
 
-    lanes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LANES, 0))
+    rates: Rates
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
 
-    def count(self, work: Work, layout: Layout) -> None:
-        """Adds what an instruction moves."""
-        if isinstance(work, (Read, Write)):
-            self.lanes["read" if isinstance(work, Read) else "write"] += item_bytes(work, layout)
-        elif isinstance(work, CopyIn):
-            self.lanes["copy_in"] += work.place.nbytes
-        elif isinstance(work, CopyOut):
-            self.lanes["copy_out"] += work.source.nbytes
+    @classmethod
+    def from_flops(cls, layout: Layout, rates: Rates, tokens: int) -> Costs:
+        """Compute from FLOPs: ``tokens`` of one micro-step; free where the rate is not known."""
+        per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
+        forward = [unit.flops * per_flop for unit in layout.units]
+        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
+
+    @classmethod
+    def balanced(cls, layout: Layout, rates: Rates) -> Costs:
+        """Where tokens are not known: compute lasts about as long as the slowest of the moves, as
+        with a batch chosen for it."""
+        total_s = least_seconds(layout, rates) or 1.0
+        sizes = [max(unit.flops, 1) for unit in layout.units]
+        forward = [total_s * FORWARD_SHARE * size / sum(sizes) for size in sizes]
+        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
 
 
-def item_bytes(work: Read | Write | Clear, layout: Layout) -> int:
-    """Size of the extent that a read or write moves."""
-    kind, index = work.item
-    if kind is Kind.WEIGHTS:
-        return layout.units[index].weight_bytes
-    if kind is Kind.GRADS:
-        return layout.grad_bytes[index]
-    return next(s.nbytes for group in layout.subgroups for s in group if s.index == index)
+@dataclass(frozen=True)
+class Simulated:
+    """A step in the steady state: its figures, the most bytes in use by tier, and all spans."""
+
+    stats: Stats
+    link_bytes: dict[str, int]
+    peak_bytes: dict[Tier, int]
+    trace: Trace
 
 
-class DryRun:
-    """A machine whose moves end at once, in order, whenever compute has to wait for something."""
+class _Lane:
+    """Work in line, and the piece that is being done."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout, self.machine = layout, Residency(layout)
-        self.pending: deque[Work] = deque()
-        self.granted: set[int] = set()
-        self.traffic = Traffic()
-        self._ticket = 0
-        self._state_bytes = {s.index: s.nbytes for group in layout.subgroups for s in group}
+    __slots__ = ("current", "line", "name", "started_s", "urgent")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.line: deque[Work] = deque()
+        self.urgent: deque[Work] = deque()
+        self.current: Work | None = None
+        self.started_s = 0.0
+
+
+class Simulation:
+    """One machine for one layout.  ``step`` runs one optimizer step."""
+
+    def __init__(self, layout: Layout, costs: Costs) -> None:
+        self.layout, self.costs, self.machine = layout, costs, Residency(layout)
+        self.now_s = 0.0
+        self.trace = Trace(origin_ns=0)
+        self.peak_bytes = dict.fromkeys(Tier, 0)
+        self._lanes = {name: _Lane(name) for name in (*LINKS, "update")}
+        self._ends: list[tuple[float, int, _Lane]] = []
+        self._numbers = itertools.count()
+        self._granted: set[int] = set()
+        self._lane = "update"  # whose work ended last
+        subgroups = [s for group in layout.subgroups for s in group]
+        self._record_bytes = [s.nbytes for s in subgroups]
+        self._params = [s.count for s in subgroups]
+        rates = costs.rates
+        self._per_byte = {
+            "read": _inverse(rates.disk_read_bytes_s),
+            "write": _inverse(rates.disk_write_bytes_s),
+            "copy_in": _inverse(rates.h2d_bytes_s),
+            "copy_out": _inverse(rates.d2h_bytes_s),
+        }
+        self._both = _slowdown(rates)
+
+    # -- moves ----------------------------------------------------------------------------------
 
     def _send(self, signal: Signal) -> None:
         for instruction in self.machine.handle(signal):
             if isinstance(instruction, Grant):
-                self.granted.add(instruction.ticket)
+                self._granted.add(instruction.ticket)
             elif isinstance(instruction, Refuse):
                 raise AssertionError(f"the machine refused unit {instruction.unit}")
             else:
-                self._count(instruction)
-                self.pending.append(instruction)
+                lane = self._lane_of(instruction)
+                urgent = isinstance(instruction, Read) and instruction.urgent
+                (lane.urgent if urgent else lane.line).append(instruction)
+                if lane.current is None:
+                    self._start(lane)
+        self._note_peaks()
 
-    def _count(self, work: Work) -> None:
-        if isinstance(work, (Read, Write)) and work.item.kind is Kind.STATE:
-            lane = "read" if isinstance(work, Read) else "write"
-            self.traffic.lanes[lane] += self._state_bytes[work.item.number]
-        else:
-            self.traffic.count(work, self.layout)
+    def _lane_of(self, work: Work) -> _Lane:
+        if isinstance(work, Read):
+            return self._lanes["read"]
+        if isinstance(work, Write):
+            return self._lanes["write"]
+        if isinstance(work, CopyIn):
+            return self._lanes["copy_in"]
+        if isinstance(work, CopyOut):
+            return self._lanes["copy_out"]
+        return self._lanes["update"]
 
-    def _new_ticket(self) -> int:
-        self._ticket += 1
-        return self._ticket
+    def _start(self, lane: _Lane) -> None:
+        line = lane.urgent or lane.line
+        if line:
+            lane.current, lane.started_s = line.popleft(), self.now_s
+            end_s = self.now_s + self._seconds(lane, lane.current)
+            heapq.heappush(self._ends, (end_s, next(self._numbers), lane))
 
-    def _wait(self, ticket: int) -> None:
-        while ticket not in self.granted:
-            self._send(Done(self.pending.popleft()))
-        self.granted.discard(ticket)
+    def _seconds(self, lane: _Lane, work: Work) -> float:
+        rates = self.costs.rates
+        if isinstance(work, Update):
+            return self._params[work.subgroup] * _inverse(rates.update_params_s)
+        if isinstance(work, (Settle, Clear)):
+            moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
+            return moved * _inverse(rates.dram_bytes_s)
+        seconds = self._nbytes(work) * self._per_byte[lane.name]
+        if isinstance(work, (CopyIn, CopyOut)):
+            return seconds + (rates.link_latency_s or 0.0)
+        other = self._lanes["write" if lane.name == "read" else "read"]
+        return seconds * (self._both if other.current is not None else 1.0)
 
-    def use(self, unit: int) -> None:
-        """Compute runs one unit."""
-        home, shares = self.layout.homes[unit], self.layout.units[unit].shares
-        if home.resident and all(self.layout.homes[s].resident for s in shares):
-            return
-        ticket = self._new_ticket()
-        self._send(Need(unit, ticket))
-        self._wait(ticket)
-        self._send(Release(unit))
+    def _nbytes(self, work: Work) -> int:
+        if isinstance(work, (Read, Write)):
+            kind, index = work.item
+            if kind is Kind.WEIGHTS:
+                return self.layout.units[index].weight_bytes
+            if kind is Kind.GRADS:
+                return self.layout.grad_bytes[index]
+            return self._record_bytes[index]
+        if isinstance(work, CopyIn):
+            return work.place.nbytes
+        if isinstance(work, CopyOut):
+            return work.source.nbytes
+        return work.state.nbytes if isinstance(work, Update) else 0
 
-    def gradients(self, unit: int, *, merge: bool, update: bool) -> None:
-        """The gradients of one unit come."""
-        ticket = self._new_ticket()
+    def _name(self, work: Work) -> str:
+        units = self.layout.units
+        if isinstance(work, (Read, Write)):
+            kind, index = work.item
+            return f"state {index}" if kind is Kind.STATE else f"{kind.value} {units[index].name}"
+        return "clear" if isinstance(work, Clear) else units[work.unit].name
+
+    def _end_next(self) -> None:
+        """The next piece of work ends."""
+        self.now_s, _, lane = heapq.heappop(self._ends)
+        work = lane.current
+        assert work is not None
+        lane.current, self._lane = None, lane.name
+        if not isinstance(work, (Settle, Clear)):
+            self.trace.add(
+                lane.name, self._name(work), _ns(lane.started_s), _ns(self.now_s),
+                self._nbytes(work),
+            )  # fmt: skip
+            if lane.name != "update":
+                self.link_bytes[lane.name] += self._nbytes(work)
+        self._start(lane)
+        self._send(Done(work))
+
+    def _note_peaks(self) -> None:
+        machine, peak = self.machine, self.peak_bytes
+        device, host = machine.used_bytes()
+        if device > peak[Tier.DEVICE]:
+            peak[Tier.DEVICE] = device
+        if host > peak[Tier.HOST]:
+            peak[Tier.HOST] = host
+
+    # -- compute --------------------------------------------------------------------------------
+
+    def _ticket(self) -> int:
+        return next(self._numbers)
+
+    def _wait(self, ticket: int, name: str) -> None:
+        started_s, lane = self.now_s, "update"
+        while ticket not in self._granted:
+            self._end_next()
+            lane = self._lane
+        self._granted.discard(ticket)
+        if self.now_s > started_s and name:
+            self.trace.stall(lane, _ns(started_s), _ns(self.now_s), name)
+
+    def _arrive(self, unit: int, name: str) -> None:
+        """Waits for what copies bring to the device."""
+        started_s = self.now_s
+        while (copy := self.machine.weights.compute_copy(unit)) is not None and not copy.valid:
+            self._end_next()
+        if self.now_s > started_s and name:
+            self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), name)
+
+    def _compute(self, unit: int, seconds: float) -> None:
+        """Compute runs one unit's forward or backward, once its weights are there."""
+        name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
+        group = (unit, *shares)
+        streamed = not all(self.layout.homes[u].resident for u in group)
+        if streamed:
+            ticket = self._ticket()
+            self._send(Need(unit, ticket))
+            self._wait(ticket, name)
+            for member in group:
+                self._arrive(member, name)
+        end_s = self.now_s + seconds
+        while self._ends and self._ends[0][0] <= end_s:
+            self._end_next()
+        if seconds:
+            self.trace.add("compute", name, _ns(end_s - seconds), _ns(end_s))
+        self.now_s = end_s
+        if streamed:
+            self._send(Release(unit))
+
+    def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
+        """The gradients of one unit are gathered and handed over."""
+        ticket = self._ticket()
         self._send(GradRoom(unit, ticket, merge and not self.layout.has_device))
-        self._wait(ticket)
+        self._wait(ticket, self.layout.units[unit].name)
         self._send(GradReady(unit, merge, update))
 
     def step(self, micro_steps: int, update_in_backward: bool) -> None:
         """One optimizer step over all units in their order."""
-        order = [u.index for u in self.layout.units]
+        units, costs = self.layout.units, self.costs
+        self.link_bytes = dict.fromkeys(LINKS, 0)
         for micro in range(micro_steps):
-            for unit in order:
-                self.use(unit)
-            for unit in reversed(order):
-                self.use(unit)
-                if self.layout.units[unit].trainable:
+            for unit in units:
+                self._compute(unit.index, costs.forward_s[unit.index])
+            for unit in reversed(units):
+                self._compute(unit.index, costs.backward_s[unit.index])
+                if unit.trainable:
                     final = update_in_backward and micro == micro_steps - 1
-                    self.gradients(unit, merge=micro > 0, update=final)
-        ticket = self._new_ticket()
-        self._send(Settled(ticket))
-        self._wait(ticket)
-        trained = tuple(u.index for u in self.layout.units if u.trainable)
-        self._send(Step(trained, ticket := self._new_ticket()))
-        self._wait(ticket)
+                    self._deliver(unit.index, merge=micro > 0, update=final)
+        self._send(Settled(ticket := self._ticket()))
+        self._wait(ticket, "")
+        trained = tuple(u.index for u in units if u.trainable)
+        self._send(Step(trained, ticket := self._ticket()))
+        self._wait(ticket, "")
+        if self.layout.has_device:
+            for unit in units:
+                if self.layout.homes[unit.index].resident:
+                    self._arrive(unit.index, "")
+        index = len(self.trace.steps) + 1
+        self.trace.mark_step(index, _ns(self.now_s))
 
 
-def predict_traffic(
-    layout: Layout, *, micro_steps: int, update_in_backward: bool
-) -> dict[str, int]:
-    """Bytes per lane of a step in the steady state, by running the machine for three steps."""
-    run = DryRun(layout)
-    for _ in range(2):
+def _inverse(rate: float | None) -> float:
+    return 1 / rate if rate else 0.0
+
+
+def _slowdown(rates: Rates) -> float:
+    """How much longer a transfer takes while the disk also works the other way."""
+    read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
+    both = rates.disk_both_bytes_s
+    return max(1.0, (read + write) / both) if read and write and both else 1.0
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def simulate(
+    layout: Layout, costs: Costs, *, micro_steps: int, update_in_backward: bool
+) -> Simulated:
+    """The steady state: what a step takes, moves and holds."""
+    run = Simulation(layout, costs)
+    for _ in range(WARM_STEPS + 1):
         run.step(micro_steps, update_in_backward)
-    run.traffic = Traffic()
-    run.step(micro_steps, update_in_backward)
-    return run.traffic.lanes
-
-
-__all__ = ["LANES", "DryRun", "Tier", "Traffic", "predict_traffic"]
+    stats = step_stats(run.trace, run.trace.steps[-1], {})
+    return Simulated(stats, run.link_bytes, run.peak_bytes, run.trace)

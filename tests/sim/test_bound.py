@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import overspill
-from benchmarks.bound import Slowness, budgets, measure, meta_model
 from benchmarks.model import Shape
+from benchmarks.sim_machine import SimMachine, measure, meta_model, slowest
 from overspill.schedule.bounds import step_bound, step_flops, trained_params
 
 SHALLOW = Shape(layers=16, width=128, heads=4, vocabulary=256, batch=1, tokens=16)
@@ -19,14 +19,14 @@ SHALLOW = Shape(layers=16, width=128, heads=4, vocabulary=256, batch=1, tokens=1
 
 @pytest.mark.parametrize("lane", ["compute", "update"])
 def test_backward_mode_is_near_its_bound(lane: str) -> None:
-    seen = measure(SHALLOW, "backward", Slowness(lane, 0.8), steps=2)
+    seen = measure(SimMachine(SHALLOW, "backward", slowest(lane, 0.8)), steps=2)
     assert 0.98 < seen.ratio < 1.35, seen
     if lane == "compute":
         assert seen.covered > 0.8, seen
 
 
 def test_step_mode_waits_for_all_compute_first() -> None:
-    seen = measure(SHALLOW, "step", Slowness("update", 0.6), steps=2)
+    seen = measure(SimMachine(SHALLOW, "step", slowest("update", 0.6)), steps=2)
     assert seen.bound_s >= 0.9, "0.3 s of compute come before 0.6 s of updates"
     assert 0.98 < seen.ratio < 1.5, seen
 
@@ -37,7 +37,11 @@ def test_what_waits_for_the_last_gradients_adds_to_the_bound() -> None:
         h2d_bytes_s=1e12, d2h_bytes_s=1e12, update_params_s=1e6, device_flops_s=1e9
     )
     plan = overspill.plan(
-        model, optimizer(model.parameters()), device="sim", rates=rates, **budgets(SHALLOW)
+        model,
+        optimizer(model.parameters()),
+        device="sim",
+        rates=rates,
+        device_memory="2MiB",
     )
     layout = plan.layout
     assert layout is not None

@@ -126,6 +126,7 @@ def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     unknown = {name for name, value in asdict(measured).items() if value is None}
     assert unknown == {"h2d_bytes_s", "d2h_bytes_s", "link_latency_s"}
+    assert measured.disk_both_bytes_s is not None and measured.disk_both_bytes_s > 1e6
     assert measured.disk_read_bytes_s is not None and measured.disk_read_bytes_s > 1e6
     assert measured.dram_bytes_s is not None and 1e8 < measured.dram_bytes_s < 1e13
     assert measured.update_params_s is not None and measured.update_params_s > 1e5
@@ -140,7 +141,7 @@ def test_without_a_store_disk_rates_are_not_known(monkeypatch: pytest.MonkeyPatc
 
 def test_a_full_disk_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probes, "_free_bytes", lambda directories: 31 << 20)
-    assert probes.disk([tmp_path], 0.1) == (None, None)
+    assert probes.disk([tmp_path], 0.1) is None
 
 
 def test_the_best_of_some_runs_counts() -> None:

@@ -1,0 +1,44 @@
+"""The simulator against the engine: the same bytes, the same memory, nearly the same time."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from benchmarks.sim_machine import Measured
+from benchmarks.simulated import measure_drawn
+
+
+def check(seed: int, seen: Measured) -> None:
+    simulated = seen.simulated
+    assert simulated.link_bytes == dict(seen.links), seed
+    for tier, nbytes in simulated.peak_bytes.items():
+        assert nbytes <= seen.held[tier.value], seed
+    assert simulated.stats.step_s >= seen.bound_s * 0.999, seed
+
+
+def errors(seeds: range, slowness: float) -> list[float]:
+    found = []
+    for seed in seeds:
+        seen = measure_drawn(seed, slowness, steps=2)
+        if seen is not None:
+            check(seed, seen)
+            found.append(seen.error)
+    return sorted(found)
+
+
+def test_simulated_steps_are_those_measured() -> None:
+    found = errors(range(3), 0.5)
+    assert len(found) == 3
+    # What else the machine does makes a measured step longer; `benchmarks simulated` says more.
+    assert statistics.median(found) < 0.25, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_thirty_machines() -> None:
+    found = errors(range(100, 136), 2.0)
+    assert len(found) >= 30
+    assert statistics.median(found) <= 0.05, found
+    assert found[round(0.9 * len(found)) - 1] <= 0.12, found
