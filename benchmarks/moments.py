@@ -1,7 +1,8 @@
 """Do compact moments train as well?  A small GPT on real text, once per format, same data and seed.
 
 The text is the source of the running Python's standard library, read as bytes.  Prints JSON: the
-mean loss of the last 50 steps per format, and its ratio to fp32 moments.
+mean loss of the last 50 steps per format, and its ratio to fp32 moments.  ``--out DIR`` keeps that
+and the curves as ``moments.json``, and draws ``moments.png``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 
 import overspill.optim as optim
 
+from .machine import facts
+
 SEQUENCE = 128
 WIDTH = 128
 HEADS = 4
+SMOOTHED = 50
 
 
 class Block(nn.Module):
@@ -78,13 +82,38 @@ def train(moments: optim.Moments, text: Tensor, steps: int, layers: int, seed: i
     return losses
 
 
+def smooth(curve: list[float], over: int) -> list[float]:
+    """The mean of every ``over`` losses up to each step, of fewer at the start."""
+    return [sum(curve[max(0, i - over + 1) : i + 1]) / min(over, i + 1) for i in range(len(curve))]
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """Losses by step, and what compact moments add to or take from fp32's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    exact = smooth(curves["fp32"], SMOOTHED)
+    for kind, curve in curves.items():
+        mean = smooth(curve, SMOOTHED)
+        above.plot(mean, label=f"{kind} moments", linewidth=1)
+        below.plot([100 * (m / e - 1) for m, e in zip(mean, exact, strict=True)], linewidth=1)
+    above.set_ylabel(f"loss, mean of {SMOOTHED} steps")
+    above.legend(frameon=False)
+    below.axhspan(-0.5, 0.5, alpha=0.1, color="gray")
+    below.set_ylabel("% over fp32")
+    below.set_ylim(-2, 2)
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the loss curves here, as JSON")
+    parser.add_argument("--out", type=Path, help="a folder for moments.json and moments.png")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     optim.set_threads(options.threads)
@@ -94,10 +123,22 @@ def main() -> None:
         for kind in ("fp32", "bf16", "int8")
     }
     last = {kind: sum(curve[-50:]) / 50 for kind, curve in curves.items()}
+    result = {
+        "steps": options.steps,
+        "layers": options.layers,
+        "width": WIDTH,
+        "parameters": sum(p.numel() for p in Gpt(options.layers).parameters()),
+        "seed": options.seed,
+        "last_50": last,
+        "ratio_to_fp32": {kind: value / last["fp32"] for kind, value in last.items()},
+    }
+    print(json.dumps(result, indent=1))
     if options.out is not None:
-        options.out.write_text(json.dumps(curves))
-    ratios = {kind: value / last["fp32"] for kind, value in last.items()}
-    print(json.dumps({"steps": options.steps, "last_50": last, "ratio_to_fp32": ratios}, indent=1))
+        options.out.mkdir(parents=True, exist_ok=True)
+        rounded = {kind: [round(loss, 5) for loss in curve] for kind, curve in curves.items()}
+        content = {**result, "machine": facts(options.out), "losses": rounded}
+        (options.out / "moments.json").write_text(json.dumps(content, default=str) + "\n")
+        draw(curves, options.out / "moments.png")
 
 
 if __name__ == "__main__":
