@@ -243,10 +243,15 @@ def _cost(
         if taken <= max(1, rounds // 2):
             set_threads(1)
             single.append(update.run())
+    one, every, loaded_rate = (
+        numel / statistics.median(times) for times in (single, alone, beside)
+    )
     return Cost(
         case,
-        update.moved_bytes,
-        update.held_bytes,
-        *(numel / statistics.median(times) for times in (single, alone, beside)),
+        moved_bytes=update.moved_bytes,
+        held_bytes=update.held_bytes,
+        one_thread=one,
+        all_threads=every,
+        beside_traffic=loaded_rate,
         bound_share=statistics.median(shares),
     )
