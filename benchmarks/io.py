@@ -8,6 +8,8 @@ missing, its row says so.  With the rights to it, huge pages are reserved for fi
 from __future__ import annotations
 
 import statistics
+import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.io_engine import IoEngine, Lease
+from overspill.io_engine.native import crc32
 
 from .io_arms import (
     MIB,
@@ -30,13 +33,19 @@ from .io_arms import (
 )  # fmt: skip
 from .io_picture import draw_rates
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
-from .runner import Arm, Row, run_interleaved
+from .runner import Arm, Call, Row, run_interleaved
 
 MODES = ("read", "write", "both")
 # Least share of every other's rate, and most CPU-seconds per 1e9 bytes without and with checksums.
 RATE_GOAL: Mapping[str, float] = {"read": 0.97, "write": 0.97, "both": 0.9}
 CPU_GOAL, CPU_GOAL_CHECKED = 0.02, 0.07
+SUM_GOAL = 0.05  # core-seconds per 1e9 bytes
 FINALISTS = 3
+# fio moves everything through a few blocks.  As little as this stays in the processor's cache, and
+# data that never reaches the memory was read up to a third faster; where fio does that, it is held
+# against ours through the same few blocks.
+CACHED_BYTES = 8 * MIB
+SMALL, SMALL_DEPTH = "overspill threads 1M, through 4 MiB", 4
 THREADS, BLOCKS = (1, 2, 4, 8), (MIB, 4 * MIB)  # of DeepSpeed's handle
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -49,6 +58,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "backend": "uring", "block_bytes": MIB, "queue_depth": 32,
     },
     "overspill threads 4M": {"backend": "threads", "block_bytes": 4 * MIB, "checksum": False},
+    SMALL: {
+        "backend": "threads", "block_bytes": MIB, "queue_depth": SMALL_DEPTH, "checksum": False,
+    },
 }  # fmt: skip
 
 
@@ -90,7 +102,15 @@ class Bench:
         """All settings tried, the best of them beside ours."""
         work = Work(mode, self.scale.nbytes, self.scale.passes)
         arms: list[Arm] = [
-            Ours(name, engine, extents, self.memory, work) for name, engine, extents in self.ours
+            Ours(
+                name,
+                engine,
+                extents,
+                self.memory,
+                work,
+                room_bytes=SMALL_DEPTH * MIB if name == SMALL else 0,
+            )
+            for name, engine, extents in self.ours
         ]
         tried, fio_arms = self._fio(work)
         more, aio_arms = self._deepspeed(work)
@@ -110,7 +130,7 @@ class Bench:
         if self.no_huge_pages:
             title += " (fio without huge pages)"
         rows = run_interleaved(arms, rounds)
-        return Comparison(title, settings, rows, columns(work))
+        return Comparison(title, settings, rows, columns(work, rows))
 
     def _fio(self, work: Work) -> tuple[dict[str, Any], list[Arm]]:
         if self.fio is None:
@@ -153,9 +173,10 @@ def _fastest(arms: Sequence[Fio | Aio], tried: Mapping[str, Any], count: int) ->
     return [*sorted(arms, key=lambda arm: float(tried[arm.name]["seconds"]))[:count]]
 
 
-def columns(work: Work) -> list[Column]:
-    """Rate, CPU, and whether the first row keeps up with each other arm, and ours save CPU."""
+def columns(work: Work, rows: Sequence[Row]) -> list[Column]:
+    """Rate, CPU, and whether ours keeps up with each other arm, and saves CPU."""
     gigabytes = work.moved_bytes / 1e9
+    small = next((row for row in rows if row.name == SMALL), None)
 
     def rate(row: Row) -> str:
         return number(row.median_s and gigabytes / row.median_s, " GB/s")
@@ -167,19 +188,55 @@ def columns(work: Work) -> list[Column]:
         return number(cpu_s(row), " s/GB") if row.samples else "-"
 
     def goal(row: Row) -> str:
-        if not row.samples or row.ratio is None:
+        if not row.samples or row is small:
             return "-"
         if row.name.startswith("overspill"):
             most = CPU_GOAL_CHECKED if "checksums" in row.name else CPU_GOAL
             return f"CPU at most {most}: {'holds' if cpu_s(row) <= most else 'MISSED'}"
-        least = RATE_GOAL[work.mode]
-        met = "holds" if row.ratio >= least else "MISSED"
-        return f"ours at least {least} of it: {met} ({row.ratio:.2f})"
+        least, cached = RATE_GOAL[work.mode], row.facts.get("memory_bytes", MIB**2) <= CACHED_BYTES
+        share = _share(small if small and cached else rows[0], row)
+        met = "holds" if share >= least else "MISSED"
+        return f"ours at least {least} of it: {met} ({share:.2f}{', in cache' if cached else ''})"
 
     return [
         ("rate", rate), ("CPU", cpu), ("time over the first", spread), ("goal", goal),
         ("others", others),
     ]  # fmt: skip
+
+
+def _share(ours: Row, other: Row) -> float:
+    """Our rate over the other's, median of the rounds."""
+    pairs = zip(ours.samples, other.samples, strict=False)
+    return statistics.median(theirs.seconds / mine.seconds for mine, theirs in pairs)
+
+
+def compare_checksums(memory: Lease, quick: bool) -> Comparison:
+    """What checking costs: a sum over memory that no cache holds, in blocks of 4 MiB, one core."""
+    arms: list[Arm] = []
+    for name, crc in (("overspill CRC-32", crc32), ("zlib.crc32", zlib.crc32)):
+
+        def work(crc: Any = crc) -> float:
+            started = time.perf_counter()
+            for start in range(0, memory.nbytes, 4 * MIB):
+                crc(memory.array[start : start + 4 * MIB])
+            return time.perf_counter() - started
+
+        arms.append(Call(name, work))
+    gigabytes = memory.nbytes / 1e9
+
+    def cost(row: Row) -> str:
+        return number(row.median_s and row.median_s / gigabytes, " s/GB")
+
+    def goal(row: Row) -> str:
+        if row.median_s is None or not row.name.startswith("overspill"):
+            return "-"
+        met = "holds" if row.median_s / gigabytes <= SUM_GOAL else "MISSED"
+        return f"at most {SUM_GOAL} s/GB: {met}"
+
+    rows = run_interleaved(arms, 3 if quick else 9)
+    settings = {"nbytes": memory.nbytes, "goal_s_per_gb": SUM_GOAL}
+    found: list[Column] = [("cost", cost), ("time over the first", spread), ("goal", goal)]
+    return Comparison("checksums in memory, one core", settings, rows, [*found, ("others", others)])
 
 
 def run(*, quick: bool, folder: Path) -> Outcome:
@@ -197,9 +254,12 @@ def run(*, quick: bool, folder: Path) -> Outcome:
             stack.callback(place.rmdir)
             options = {"block_bytes": 4 * MIB, "queue_depth": None, **options}
             engine = stack.enter_context(IoEngine(place, scale.nbytes, **options))
-            ours.append((name, engine, [engine.allocate(size) for size in sizes]))
+            mine = [MIB] * (scale.nbytes // MIB) if name == SMALL else sizes
+            ours.append((name, engine, [engine.allocate(size) for size in mine]))
         memory = stack.enter_context(ours[0][1].buffer(scale.nbytes))
         memory.array[:] = 37
+        for name, engine, extents in ours:
+            Ours(name, engine, extents, memory, Work("write", scale.nbytes, 1)).fill()
         file = Path(ours[0][1].stats.lanes[0].path)
         deepspeed, no_deepspeed = None, ""
         try:
@@ -210,6 +270,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
         fio = fio_version()
         no_huge_pages = stack.enter_context(huge_pages()) if fio else ""
         bench = Bench(scale, quick, ours, memory, file, fio, no_huge_pages, deepspeed, no_deepspeed)
-        comparisons = [bench.compare(mode) for mode in MODES]
-    draw_rates(comparisons, folder / "io.png")
-    return outcome("io", comparisons, folder)
+        rates = [bench.compare(mode) for mode in MODES]
+        sums = compare_checksums(memory, quick)
+    draw_rates(rates, folder / "io.png")
+    return outcome("io", [*rates, sums], folder)

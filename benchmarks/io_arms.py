@@ -69,15 +69,21 @@ class Ours:
     extents: Sequence[Extent]
     memory: Lease
     work: Work
+    room_bytes: int = 0  # if given, all extents share the first so many bytes of the memory
 
-    def start(self) -> Mapping[str, Any]:
-        # Others write to the same file: contents that checksums know have to be our own.
+    def fill(self) -> None:
+        """Writes every extent: blocks only reserved are read without the disk."""
         for extent, buffer in zip(self.extents, self._buffers(), strict=True):
             self.engine.write(extent, buffer)
         self.engine.wait_all()
+
+    def start(self) -> Mapping[str, Any]:
         self._move()
         tuning = self.engine.tuning
-        return {"block_bytes": tuning.block_bytes, "queue_depth": tuning.queue_depth}
+        return {
+            "block_bytes": tuning.block_bytes, "queue_depth": tuning.queue_depth,
+            "memory_bytes": self.room_bytes or self.memory.nbytes,
+        }  # fmt: skip
 
     def sample(self) -> Sample:
         with OtherWork() as other:
@@ -93,6 +99,8 @@ class Ours:
     def _buffers(self) -> list[Any]:
         views, start = [], 0
         for extent in self.extents:
+            if self.room_bytes and start + extent.nbytes > self.room_bytes:
+                start = 0
             views.append(self.memory.array[start : start + extent.nbytes])
             start += extent.nbytes
         return views
@@ -170,6 +178,14 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def fio_memory_bytes(options: Sequence[str]) -> int:
+    """The memory that fio moves everything through: a block for each transfer in flight."""
+    given = dict(option.removeprefix("--").split("=") for option in options)
+    block = given["bs"]
+    nbytes = int(block[:-1]) << {"k": 10, "M": 20}[block[-1]]
+    return nbytes * int(given.get("iodepth", 1)) * int(given.get("numjobs", 1))
+
+
 @dataclass
 class Fio:
     """fio with some setting: direct I/O on the same file, the same bytes."""
@@ -181,7 +197,10 @@ class Fio:
 
     def start(self) -> Mapping[str, Any]:
         self.sample()
-        return {"command": " ".join(self._command())}
+        return {
+            "command": " ".join(self._command()),
+            "memory_bytes": fio_memory_bytes(self.options),
+        }
 
     def sample(self) -> Sample:
         started, before = time.perf_counter(), _children_s()

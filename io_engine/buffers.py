@@ -117,6 +117,15 @@ class Lease:
         return self._array
 
     @property
+    def view(self) -> memoryview:
+        """The same memory for whatever takes a buffer, such as ``torch.frombuffer``; writable.
+
+        Raises:
+            OffloadError: the lease has been released.
+        """
+        return memoryview(self.array)
+
+    @property
     def released(self) -> bool:
         return self._mapping is None
 

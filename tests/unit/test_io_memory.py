@@ -47,6 +47,19 @@ def test_memory_is_taken_at_once_and_returned_at_release_despite_views() -> None
         _ = lease.array
 
 
+def test_memory_is_seen_alike_by_numpy_memoryview_and_torch() -> None:
+    torch = pytest.importorskip("torch")
+    with allocate_host(4096) as lease:
+        tensor = torch.frombuffer(lease.view, dtype=torch.float32)
+        tensor.fill_(1.0)
+        assert tensor.data_ptr() == lease.address and tensor.numel() == 1024
+        assert lease.view.nbytes == 4096 and not lease.view.readonly
+        assert lease.array[:4].tolist() == [0, 0, 128, 63], "1.0 in fp32"
+        del tensor
+    with pytest.raises(OffloadError, match="has been released"):
+        lease.view  # noqa: B018
+
+
 def test_memory_not_populated_is_not_taken() -> None:
     before = resident_kib()
     with allocate_host(64 * MIB, populate=False):
