@@ -123,7 +123,7 @@ class Lease:
         Raises:
             OffloadError: the lease has been released.
         """
-        return memoryview(self.array)
+        return self.array.data
 
     @property
     def released(self) -> bool:
