@@ -24,11 +24,9 @@ from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
 from .schedule.bounds import step_bound
-from .schedule.layout import Layout
+from .schedule.choose import choose_plan
 from .schedule.partition import Chunk, partition
 from .schedule.plan import Needs, Plan
-from .schedule.planner import make_layout
-from .schedule.simulate import Costs, Simulated, simulate
 from .schedule.subgroups import StateField
 
 log = logging.getLogger("overspill")
@@ -111,21 +109,16 @@ def _decide(
     budgets = resolve_budgets(config, accelerator)
     update = "step" if config.update == "auto" else config.update
     backward = update == "backward"
-    needs = Needs(
-        _fields_of(rule, config), config.accumulate, backward, config.durable,
-        config.prefetch_depth,
-    )  # fmt: skip
+    needs = Needs(_fields_of(rule, config), config.accumulate, backward, config.durable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
             f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
             "precision='bf16' or leave master out"
         )
-    layout, disk, shortfalls = make_layout(parts, budgets, needs)
-    links: Mapping[str, int] = {}
-    bound = step_s = None
-    if not shortfalls:
-        links, step_s = _foresee(layout, config, backward, tokens)
+    chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, tokens)
+    layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
+    links, bound = chosen.link_bytes, None
     if config.rates is not None and not shortfalls:
         bound = step_bound(
             layout, links, config.rates, update=update, micro_steps=config.accumulate,
@@ -142,26 +135,12 @@ def _decide(
         },
         link_bytes=links,
         disk_bytes=disk,
-        step_s=step_s,
+        step_s=chosen.step_s if config.rates is not None else None,
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
-
-
-def _foresee(
-    layout: Layout, config: OffloadConfig, backward: bool, tokens: int
-) -> tuple[Mapping[str, int], float | None]:
-    """Bytes by lane, and the time of a step where rates are known, from the simulator."""
-    rates = config.rates or Rates()
-
-    def run(costs: Costs) -> Simulated:
-        return simulate(layout, costs, micro_steps=config.accumulate, update_in_backward=backward)
-
-    timed = run(Costs.from_flops(layout, rates, tokens))
-    moved = timed if tokens else run(Costs.balanced(layout, rates))
-    return moved.link_bytes, None if config.rates is None else timed.stats.step_s
 
 
 def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:

@@ -51,7 +51,7 @@ class Needs:
     accumulate: int
     update_in_backward: bool
     durable: bool
-    prefetch_depth: int | None
+    prefetch_depth: int | None = None
 
     @property
     def transient_grads(self) -> bool:

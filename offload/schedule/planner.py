@@ -8,6 +8,7 @@ optimizer state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config import Tier
@@ -19,6 +20,16 @@ from .subgroups import bytes_per_element, choose_numel, cut_subgroups
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
 DEFAULT_DEPTH = 3
+
+
+def spread(units: Sequence[Unit]) -> list[Unit]:
+    """The units in an order whose every beginning lies evenly over the model, so that those left
+    out follow each other at even distances and no lane idles while others are used.
+
+    The order is that of the numbers with their binary digits reversed (van der Corput).
+    """
+    digits = max(1, (len(units) - 1).bit_length())
+    return sorted(units, key=lambda unit: int(f"{unit.index:0{digits}b}"[::-1], 2))
 
 
 class _Spend:
@@ -135,7 +146,7 @@ class _Planner:
             return 0, gather
         ahead = self._ahead(self.budgets.device - fixed - gather, self._device_weights)
         spend = _Spend(self.budgets.device - fixed - gather - self._device_weights(ahead))
-        for unit in self.units:
+        for unit in spread(self.units):
             if not self.resident[unit.index] and spend.take(unit.weight_bytes):
                 self.resident[unit.index] = True
         return self._device_weights(ahead), gather
@@ -197,46 +208,44 @@ class _Planner:
                 total += s.nbytes if tier is Tier.HOST else 0
         return total
 
-    def _fits(self) -> bool:
-        ahead = min(1, self.depth)
-        return self._homes() + self._regions(ahead, STATE_SLOTS) <= self.budgets.host
-
     def _fill(self) -> None:
         """Moves homes up from disk: weights, then gradients, then state, while there is room."""
         if self.lower is Tier.HOST:
             return
-        count = range(len(self.units))
-        # All of a kind at once also saves the region that its last one would need.
-        saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
-        for kind in (self._raise_weights, self._raise_grads, self._raise_state):
-            for unit in count:
-                kind(unit)
-            if self._fits():
-                saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+        slots = STATE_SLOTS
+        for lift in (self._lift_weights, self._lift_grads, self._lift_state):
+            saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+            lift(_Spend(1 << 62))
+            # All of a kind at once also saves the region that its last one would need.
+            if self._homes() + self._regions(min(1, self.depth), slots) <= self.budgets.host:
                 continue
             self.weights, self.grads, self.state = saved
-            for unit in count:
-                before = self.weights[unit], self.grads[unit], list(self.state[unit])
-                kind(unit)
-                if not self._fits():
-                    self.weights[unit], self.grads[unit], self.state[unit] = before
-            return
+            room = -1
+            while True:  # what was lifted may have made the regions smaller
+                before = room
+                used = self._homes() + self._regions(min(1, self.depth), slots)
+                room = self.budgets.host - used
+                if room <= 0 or room == before:
+                    break
+                lift(_Spend(room))
 
-    def _raise_weights(self, unit: int) -> None:
-        if self.weights[unit] is Tier.NVME:
-            self.weights[unit] = Tier.HOST
+    def _lift_weights(self, spend: _Spend) -> None:
+        for unit in spread(self.units):
+            paged = self.weights[unit.index] is Tier.NVME
+            if paged and spend.take(unit.weight_bytes):
+                self.weights[unit.index] = Tier.HOST
 
-    def _raise_grads(self, unit: int) -> None:
-        if self.grads[unit] is Tier.NVME:
-            self.grads[unit] = Tier.HOST
+    def _lift_grads(self, spend: _Spend) -> None:
+        for unit in spread(self.units):
+            if self.grads[unit.index] is Tier.NVME and spend.take(self.grad_bytes[unit.index]):
+                self.grads[unit.index] = Tier.HOST
 
-    def _raise_state(self, unit: int) -> None:
-        for i, tier in enumerate(self.state[unit]):
-            if tier is Tier.NVME:
-                self.state[unit][i] = Tier.HOST
-                if not self._fits():
-                    self.state[unit][i] = Tier.NVME
-                    return
+    def _lift_state(self, spend: _Spend) -> None:
+        for unit in spread(self.units):
+            tiers = self.state[unit.index]
+            for i, subgroup in enumerate(self.subgroups[unit.index]):
+                if tiers[i] is Tier.NVME and spend.take(subgroup.nbytes):
+                    tiers[i] = Tier.HOST
 
     # -- result ---------------------------------------------------------------------------------
 

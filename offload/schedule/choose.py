@@ -1,0 +1,82 @@
+"""Chooses among layouts by what the simulator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..observe.rates import Rates
+from .coarse import coarsen
+from .layout import Layout
+from .partition import Partition
+from .plan import Budgets, Needs, Shortfall
+from .planner import DEFAULT_DEPTH, make_layout
+from .simulate import Costs, Simulated, simulate
+
+DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
+WORTH = 0.99  # another depth must save this much: the simulator is no better than that
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout, what falls short of it, and what a step moves and takes.
+
+    ``step_s`` leaves compute out where tokens are not known.
+    """
+
+    layout: Layout
+    disk_bytes: int
+    shortfalls: tuple[Shortfall, ...]
+    link_bytes: Mapping[str, int]
+    step_s: float | None
+    simulated: Simulated | None
+
+
+def choose_plan(
+    parts: Partition,
+    budgets: Budgets,
+    needs: Needs,
+    depth: int | None,
+    rates: Rates | None,
+    tokens: int = 0,
+) -> Chosen:
+    """The layout of the least step time over a few prefetch depths, or over the one given.
+
+    A deeper prefetch takes memory from what could stay, so neither more nor less is always better.
+    """
+    best: Chosen | None = None
+    for each in DEPTHS if depth is None and rates is not None else (depth,):
+        candidate = _foresee(parts, budgets, replace(needs, prefetch_depth=each), rates, tokens)
+        if candidate.simulated is None:
+            return candidate
+        if best is None or _seconds(candidate) < WORTH * _seconds(best):
+            best = candidate
+    assert best is not None
+    return best
+
+
+def _seconds(chosen: Chosen) -> float:
+    assert chosen.simulated is not None
+    return chosen.simulated.stats.step_s
+
+
+def _foresee(
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, tokens: int
+) -> Chosen:
+    layout, disk, shortfalls = make_layout(parts, budgets, needs)
+    if shortfalls:
+        return Chosen(layout, disk, shortfalls, {}, None, None)
+    coarse, known = coarsen(layout), rates or Rates()
+
+    def run(costs: Costs) -> Simulated:
+        return simulate(
+            coarse, costs, micro_steps=needs.accumulate,
+            update_in_backward=needs.update_in_backward,
+        )  # fmt: skip
+
+    if tokens:
+        timed = run(Costs.from_flops(coarse, known, tokens))
+        return Chosen(layout, disk, (), timed.link_bytes, timed.stats.step_s, timed)
+    balanced = run(Costs.balanced(coarse, known))
+    bare_s = run(Costs.from_flops(coarse, known, 0)).stats.step_s
+    return Chosen(layout, disk, (), balanced.link_bytes, bare_s, balanced)
