@@ -147,6 +147,12 @@ class AiofilesBackend:
             self._woken = True
             self._ready.notify()
 
+    def add_memory(self, address: int, nbytes: int) -> None:
+        return None  # Python's calls take any memory alike
+
+    def drop_memory(self, address: int, nbytes: int) -> None:
+        return None
+
     def stats(self) -> list[LaneCounts]:
         return [
             LaneCounts(

@@ -89,6 +89,12 @@ class Backend(Protocol):
     def wake(self) -> None:
         """Ends the current or the next wait in ``collect``."""
 
+    def add_memory(self, address: int, nbytes: int) -> None:
+        """A hint: many transfers will use this memory, until ``drop_memory`` has returned."""
+
+    def drop_memory(self, address: int, nbytes: int) -> None:
+        """Takes the hint back; to be called before the memory is unmapped.  From any thread."""
+
     def stats(self) -> list[LaneCounts]:
         """Counters, a lane each."""
 
@@ -137,6 +143,17 @@ class NativeBackend:
 
     def wake(self) -> None:
         self._core.wake()
+
+    def add_memory(self, address: int, nbytes: int) -> None:
+        self._core.add_memory(address, nbytes)
+
+    def drop_memory(self, address: int, nbytes: int) -> None:
+        self._core.drop_memory(address, nbytes)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Memory whose transfers spare the kernel the pinning of pages, all lanes together."""
+        return int(self._core.registered_bytes())
 
     def stats(self) -> list[LaneCounts]:
         return [LaneCounts(*lane) for lane in self._core.stats()]

@@ -40,7 +40,14 @@ def _unmap(address: int, nbytes: int) -> None:
         raise OffloadError(f"cannot return {nbytes} bytes of host memory: {os.strerror(code)}")
 
 
-def _end(address: int, nbytes: int, on_release: Callable[[], None] | None) -> None:
+def _end(
+    address: int,
+    nbytes: int,
+    before: list[Callable[[], None]],
+    on_release: Callable[[], None] | None,
+) -> None:
+    for act in before:
+        act()
     _unmap(address, nbytes)
     if on_release is not None:
         on_release()
@@ -64,7 +71,8 @@ class _Mapping:
             _unmap(base, self.address - base)
         if base + whole > self.address + nbytes:
             _unmap(self.address + nbytes, base + whole - self.address - nbytes)
-        self.close = weakref.finalize(self, _end, self.address, nbytes, on_release)
+        self.before_end: list[Callable[[], None]] = []
+        self.close = weakref.finalize(self, _end, self.address, nbytes, self.before_end, on_release)
         self.close.atexit = False  # the process's end frees it, and threads may still be using it
         # Refused where huge pages are switched off: smaller pages then serve.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
@@ -128,6 +136,16 @@ class Lease:
     @property
     def released(self) -> bool:
         return self._mapping is None
+
+    def before_release(self, act: Callable[[], None]) -> None:
+        """Has ``act`` called before the memory is returned, by whom and whenever that is done.
+
+        Raises:
+            OffloadError: the lease has been released.
+        """
+        if self._mapping is None:
+            raise OffloadError(f"the lease of {self.nbytes} bytes has been released")
+        self._mapping.before_end.append(act)
 
     def release(self) -> None:
         """Returns the memory.  A second call does nothing."""

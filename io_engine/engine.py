@@ -7,12 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
-from .backend import BackendFactory
+from .backend import Backend, BackendFactory
 from .buffers import Lease, allocate_host
 from .contents import Contents
 from .dispatch import Dispatcher, Flight
@@ -157,10 +158,22 @@ class IoEngine:
                 )
             self._buffer_held += nbytes
         try:
-            return allocate_host(nbytes, on_release=lambda: self._buffer_back(nbytes))
+            lease = allocate_host(nbytes, on_release=lambda: self._buffer_back(nbytes))
         except BaseException:
             self._buffer_back(nbytes)
             raise
+        self.register(lease)
+        return lease
+
+    def register(self, lease: Lease) -> None:
+        """Says that many transfers will use a lease of another's, as ``buffer`` does of its own.
+
+        Saves CPU where io_uring may lock that much memory (``ulimit -l``); elsewhere it does
+        nothing.  It ends with the lease.
+        """
+        mover = self._backend
+        mover.add_memory(lease.address, lease.nbytes)
+        lease.before_release(partial(_forget, mover, lease.address, lease.nbytes, os.getpid()))
 
     def _buffer_back(self, nbytes: int) -> None:
         with self._buffer_lock:
@@ -344,6 +357,11 @@ def _open_files(paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool) ->
             file.close()
         raise
     return files
+
+
+def _forget(mover: Backend, address: int, nbytes: int, owner: int) -> None:
+    if os.getpid() == owner:  # in a forked child the backend is its parent's
+        mover.drop_memory(address, nbytes)
 
 
 def _shut_down(dispatcher: Dispatcher, files: Sequence[StoreFile], owner: int) -> None:

@@ -87,6 +87,9 @@ NB_MODULE(_native, m) {
       .def("cancel", unlocked(&Core::cancel))
       .def("promote", unlocked(&Core::promote))
       .def("wake", &Core::wake)
+      .def("add_memory", unlocked(&Core::add_memory))
+      .def("drop_memory", unlocked(&Core::drop_memory))
+      .def("registered_bytes", &Core::registered_bytes)
       .def("stats", &stats)
       .def("latencies", &Core::latencies)
       .def("close", unlocked(&Core::close));

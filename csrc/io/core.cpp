@@ -171,6 +171,23 @@ void Core::promote(std::uint64_t id) {
   for (const auto& lane : lanes_) lane->promote(found->second.get());
 }
 
+void Core::add_memory(std::uint64_t address, std::uint64_t nbytes) {
+  const std::lock_guard lock(submitters_mutex_);
+  for (const auto& submitter : submitters_) submitter->add_memory(address, nbytes);
+}
+
+void Core::drop_memory(std::uint64_t address, std::uint64_t nbytes) {
+  const std::lock_guard lock(submitters_mutex_);
+  for (const auto& submitter : submitters_) submitter->drop_memory(address, nbytes);
+}
+
+std::uint64_t Core::registered_bytes() const {
+  const std::lock_guard lock(submitters_mutex_);
+  std::uint64_t sum = 0;
+  for (const auto& submitter : submitters_) sum += submitter->registered_bytes();
+  return sum;
+}
+
 std::vector<LaneStats> Core::stats() const {
   std::vector<LaneStats> all;
   for (const auto& lane : lanes_) all.push_back(lane->stats());
@@ -202,6 +219,7 @@ bool Core::close(double timeout_s) {
       before = now;
     }
   }
+  const std::lock_guard lock(submitters_mutex_);
   submitters_.clear();  // with their rings; a thread that is stuck keeps what it uses
   return all;
 }

@@ -56,6 +56,12 @@ class Core {
   void promote(std::uint64_t id);
   std::vector<Result> collect(double timeout_s) { return state_->results.collect(timeout_s); }
   void wake() { state_->results.wake(); }
+  // Memory that many transfers will use: registered with the kernel where it allows that. It is not
+  // used as such any more once `drop_memory` has returned, and must not be unmapped before.
+  void add_memory(std::uint64_t address, std::uint64_t nbytes);
+  void drop_memory(std::uint64_t address, std::uint64_t nbytes);
+  // The sum over all lanes.
+  std::uint64_t registered_bytes() const;
   std::vector<LaneStats> stats() const;
   // How long transfers took, all lanes together.
   Latencies latencies() const;
@@ -75,6 +81,7 @@ class Core {
   const std::uint32_t block_bytes_;
   const std::shared_ptr<State> state_ = std::make_shared<State>();
   std::vector<std::shared_ptr<Lane>> lanes_;
+  mutable std::mutex submitters_mutex_;  // guards them against close
   std::vector<std::unique_ptr<Submitter>> submitters_;
   bool closed_ = false;
 };

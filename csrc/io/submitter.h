@@ -18,6 +18,11 @@ class Submitter {
   // Whether all threads have ended within `timeout_s`; then they are joined. Otherwise they are
   // stuck in the kernel, and must be left to it.
   virtual bool join(double timeout_s) = 0;
+  // Memory that many transfers will use, until `drop_memory` returns. A hint; from any thread.
+  virtual void add_memory(std::uint64_t, std::uint64_t) {}
+  virtual void drop_memory(std::uint64_t, std::uint64_t) {}
+  // How much of it spares transfers the pinning of pages.
+  virtual std::uint64_t registered_bytes() const { return 0; }
 };
 
 // How often the faulty submitter does what; probabilities per transfer, decided by the seed, the

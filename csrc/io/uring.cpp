@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <system_error>
 #include <vector>
 
+#include "regions.h"
 #include "submitter.h"
 #include "worker.h"
 
@@ -181,6 +183,34 @@ class Ring {
   unsigned prepared_ = 0, unsubmitted_ = 0;
 };
 
+// Registered buffers: a table of so many, empty at first. False where the kernel has no such thing.
+constexpr unsigned kRegions = 64;
+
+#ifdef IORING_RSRC_REGISTER_SPARSE
+
+bool make_table(int ring) {
+  io_uring_rsrc_register table{};
+  table.nr = kRegions;
+  table.flags = IORING_RSRC_REGISTER_SPARSE;
+  return register_with(ring, IORING_REGISTER_BUFFERS2, &table, sizeof table) == 0;
+}
+
+bool change_table(int ring, const Regions::Change& change) {
+  iovec piece{reinterpret_cast<void*>(change.address), change.nbytes};
+  io_uring_rsrc_update2 update{};
+  update.offset = change.index;
+  update.data = reinterpret_cast<std::uint64_t>(&piece);
+  update.nr = 1;
+  return register_with(ring, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof update) == 1;
+}
+
+#else
+
+bool make_table(int) { return false; }
+bool change_table(int, const Regions::Change&) { return false; }
+
+#endif
+
 // How many blocks are taken between two looks at the results: checksums are taken there, and the
 // disk should not run dry meanwhile.
 constexpr unsigned kBatch = 4;
@@ -200,10 +230,14 @@ class UringThread {
     if (write(event_.get(), &one, sizeof one) != sizeof one) return;
   }
 
+  Regions& regions() { return regions_; }
+
   void run() {
     if (const int error = ring_.enable(); error != 0) return fail_all(error);
+    has_table_ = make_table(ring_.fd());
     std::vector<Block*> batch(kBatch);
     while (!lane_->drained()) {
+      if (regions_.changed()) change_regions();
       if (!listening_) listen();
       const std::size_t room = std::min<std::size_t>(kBatch, depth_ - in_flight_);
       const std::size_t taken = room > 0 ? lane_->take(batch.data(), room, false) : 0;
@@ -233,11 +267,27 @@ class UringThread {
   void prepare(Block* block) {
     io_uring_sqe* entry = ring_.next_entry();
     target(entry, 0, lane_->fd());
-    entry->opcode = block->op == Op::kRead ? IORING_OP_READ : IORING_OP_WRITE;
-    entry->addr = reinterpret_cast<std::uint64_t>(block->next_address());
+    const int region = has_table_ ? regions_.find(address_of(block), block->left()) : -1;
+    if (region >= 0) {
+      entry->opcode = block->op == Op::kRead ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+      entry->buf_index = static_cast<std::uint16_t>(region);
+    } else {
+      entry->opcode = block->op == Op::kRead ? IORING_OP_READ : IORING_OP_WRITE;
+    }
+    entry->addr = address_of(block);
     entry->len = block->left();
     entry->off = block->next_offset();
     entry->user_data = reinterpret_cast<std::uint64_t>(block);
+  }
+
+  static std::uint64_t address_of(const Block* block) {
+    return reinterpret_cast<std::uint64_t>(block->next_address());
+  }
+
+  void change_regions() {
+    for (const Regions::Change& change : regions_.take_changes()) {
+      regions_.settle(change, has_table_ && change_table(ring_.fd(), change));
+    }
   }
 
   void target(io_uring_sqe* entry, int index, int fd) const {
@@ -278,7 +328,9 @@ class UringThread {
   Ring ring_;
   const Descriptor event_;
   const unsigned depth_;
+  Regions regions_{kRegions};
   bool fixed_files_ = false;
+  bool has_table_ = false;
   bool listening_ = false;
   unsigned in_flight_ = 0;
   std::uint64_t woken_ = 0;
@@ -298,6 +350,18 @@ class Uring final : public Submitter {
   bool join(double timeout_s) override {
     return workers_.empty() || workers_.front().join(deadline_in(timeout_s));
   }
+
+  void add_memory(std::uint64_t address, std::uint64_t nbytes) override {
+    thread_->regions().add(address, nbytes);
+    thread_->wake();
+  }
+
+  void drop_memory(std::uint64_t address, std::uint64_t nbytes) override {
+    thread_->regions().drop(address, nbytes);
+    thread_->wake();
+  }
+
+  std::uint64_t registered_bytes() const override { return thread_->regions().ready_bytes(); }
 
  private:
   const std::shared_ptr<Lane> lane_;

@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, OffloadError, Ticket
+from overspill.io_engine import (
+    CorruptionError,
+    IoEngine,
+    IoError,
+    Lease,
+    OffloadError,
+    Ticket,
+    allocate_host,
+)
 from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE
 from overspill.io_engine.simulated import Faults, faulty_disk
@@ -396,6 +404,26 @@ def test_flush_tells_of_a_deleted_file(open_engine: Open, tmp_path: Path) -> Non
     (tmp_path / "overspill.store").unlink()
     with pytest.raises(IoError, match="has been deleted"):
         engine.flush()
+
+
+def test_memory_is_used_right_however_often_it_comes_and_goes(open_engine: Open) -> None:
+    """Registered memory whose address is mapped anew must never take the place of the new one."""
+    engine = open_engine()
+    extent = engine.allocate(MIB)
+    addresses = set()
+    for value in range(40):
+        with engine.buffer(MIB) as lease, allocate_host(MIB) as other:
+            engine.register(other)
+            addresses.add(lease.address)
+            lease.array[:] = value
+            engine.write(extent, lease).wait(WAIT_S)
+            other.array[:] = 255
+            engine.read(extent, other).wait(WAIT_S)
+            assert (other.array == value).all()
+    assert len(addresses) < 40, "no address came twice: the test shows nothing"
+    lease = engine.buffer(MIB)
+    engine.close()
+    lease.release()
 
 
 def test_stripes_over_two_directories(backend: object, tmp_path: Path) -> None:

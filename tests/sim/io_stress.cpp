@@ -43,6 +43,7 @@ class Client {
       : core_(core), number_(number), rng_(seed * 31 + static_cast<std::uint64_t>(number)) {
     memory_ = static_cast<char*>(std::aligned_alloc(4096, kExtents * kMost));
     for (int k = 0; k < kExtents; ++k) slots_[k].memory = memory_ + k * kMost;
+    core_.add_memory(reinterpret_cast<std::uint64_t>(memory_), kExtents * kMost);
   }
   ~Client() { std::free(memory_); }
 
@@ -50,6 +51,10 @@ class Client {
     const int k = static_cast<int>(rng_() % kExtents);
     const std::lock_guard lock(mutex_);
     Slot& slot = slots_[k];
+    if (rng_() % 1024 == 0) {
+      core_.drop_memory(reinterpret_cast<std::uint64_t>(memory_), kExtents * kMost);
+      core_.add_memory(reinterpret_cast<std::uint64_t>(memory_), kExtents * kMost);
+    }
     if (slot.request != 0) {
       if (rng_() % 64 == 0) core_.cancel(slot.request);
       if (rng_() % 16 == 0) core_.promote(slot.request);

@@ -62,6 +62,12 @@ class Memory:
     def wake(self) -> None:
         return None
 
+    def add_memory(self, address: int, nbytes: int) -> None:
+        return None
+
+    def drop_memory(self, address: int, nbytes: int) -> None:
+        return None
+
     def stats(self) -> list[LaneCounts]:
         return [LaneCounts(self.bytes[0], self.bytes[1], 0, 0, 0, 0, 0, 0)]
 
