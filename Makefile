@@ -50,6 +50,9 @@ check: $(STAMP) build/typing/overspill
 	@if command -v nvcc >/dev/null; then for f in $$(git ls-files 'csrc/cuda/*.cu'); do \
 	  echo "nvcc $$f" && nvcc -std=c++17 --fmad=false -c $$f -o /dev/null || exit 1; done; \
 	  else echo "no nvcc here: csrc/cuda is not compiled"; fi
+	@if command -v aarch64-linux-gnu-g++ >/dev/null; then echo "aarch64 csrc/cpu/isa_neon.cpp" && \
+	  aarch64-linux-gnu-g++ -std=c++17 -O1 -Wall -Wno-psabi -ffp-contract=off -c csrc/cpu/isa_neon.cpp \
+	    -o /dev/null || exit 1; else echo "no compiler for Arm here: NEON is not compiled"; fi
 
 # The I/O core under ThreadSanitizer, then AddressSanitizer and UBSan, with injected faults.
 sanitize: $(STAMP)
