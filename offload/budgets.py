@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from .config import OffloadConfig, parse_size
+from .observe.machine import Machine
 from .runtime.accelerators.base import Accelerator
 from .schedule.plan import Budgets
 
@@ -43,6 +44,39 @@ def free_host_bytes() -> int:
 def free_disk_bytes(directories: Sequence[Path]) -> int:
     """Disk that an equal stripe over all directories can take: the smallest times their number."""
     return min(shutil.disk_usage(folder).free for folder in directories) * len(directories)
+
+
+def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
+    """The budgets on a machine that is described in a file; what it does not say is as here.
+
+    Raises:
+        ValueError: a size cannot be read, or a budget is asked for of a tier that is not there.
+    """
+    host_free = free_host_bytes()
+    if machine.host_memory is not None:
+        host_free = _size_of(machine.host_memory, "host_memory")
+    host = parse_size(config.host_memory, "host_memory")
+    device = nvme = None
+    if machine.device_memory is not None:
+        free = _size_of(machine.device_memory, "device_memory")
+        asked = parse_size(config.device_memory, "device_memory")
+        device = asked.resolve(free, int(free * DEVICE_MARGIN))
+    elif config.device_memory != "auto":
+        raise ValueError(f"device_memory: {machine.name} has none; its file does not say how much")
+    asked = parse_size(config.nvme_memory, "nvme_memory")
+    if machine.nvme_memory is not None:
+        free = _size_of(machine.nvme_memory, "nvme_memory")
+        nvme = asked.resolve(free, int(free * DISK_MARGIN))
+    elif asked.nbytes is not None:
+        nvme = asked.nbytes
+    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme)
+
+
+def _size_of(text: str, name: str) -> int:
+    size = parse_size(text, name)
+    if size.nbytes is None:
+        raise ValueError(f"{name}: a machine's own is a size such as '24GiB', got {text!r}")
+    return size.nbytes
 
 
 def resolve_budgets(config: OffloadConfig, accelerator: Accelerator) -> Budgets:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .budgets import resolve_budgets
+from .budgets import machine_budgets, resolve_budgets
 from .config import OffloadConfig, Tier
 from .engine import Blueprint, Engine
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
 from .model_state import StateHooks, read_weight
 from .observe.export import save_trace
+from .observe.machine import Machine
 from .observe.rates import Rates, cached
 from .observe.stats import MemoryStats, Stats
 from .optim import Master, Rule, granule_of, moments_of, rule_for
@@ -97,7 +98,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> N
 
 def _decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, tokens: int = 0,
+    accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
 ) -> Blueprint:  # fmt: skip
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
@@ -106,7 +107,10 @@ def _decide(
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     granule = granule_of(rule.state_fields(torch.float32, None, config.moments))
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
-    budgets = resolve_budgets(config, accelerator)
+    if machine is None or machine.host_memory is None:
+        budgets = resolve_budgets(config, accelerator)
+    else:
+        budgets = machine_budgets(config, machine)
     update = "step" if config.update == "auto" else config.update
     backward = update == "backward"
     needs = Needs(_fields_of(rule, config), config.accumulate, backward, config.durable)
@@ -139,6 +143,8 @@ def _decide(
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
+        simulated=chosen.simulated,
+        budgets=budgets,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
 
@@ -152,23 +158,36 @@ def _with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfi
 
 
 def plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, tokens: int = 0, **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    tokens: int = 0,
+    machine: Machine | None = None,
+    **options: Any,
 ) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
 
-    ``tokens`` of one micro-step let compute count; without them, time is that of moves and
-    updates alone.  Options: see ``OffloadConfig``.  Lack of room is not an error: ``plan.fits`` and
-    ``plan.shortfalls`` tell.
+    Lack of room is not an error: ``plan.fits`` and ``plan.shortfalls`` tell.
+
+    Args:
+        tokens: of one micro-step.  They let compute count; without them, time is that of moves and
+            updates alone.
+        machine: plan for that one; with sizes in it, its memory and disks count, not those here.
+        options: see ``OffloadConfig``.
 
     Raises:
         TypeError: an unknown option, or an optimizer that is not supported.
         ValueError: an option's value makes no sense.
     """
+    if machine is not None:
+        options = {"rates": machine.rates, **options}
+        if machine.host_memory is not None:
+            options["device"] = "cpu" if machine.device_memory is None else "sim"
     config = OffloadConfig.from_options(options)
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config = _with_rates(config, accelerator)
-        return _decide(model, optimizer, config, accelerator, tokens).plan
+        return _decide(model, optimizer, config, accelerator, tokens, machine).plan
     finally:
         accelerator.close()
 

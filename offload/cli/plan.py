@@ -1,17 +1,37 @@
-"""``overspill plan``: what a run would hold and move, without doing it."""
+"""``overspill plan``: what a run would hold, move and take, on this machine or another."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..observe.machine import Machine
 from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
 from .failures import REFUSED, one_line_errors
+from .plan_text import plan_json, show_plan
 
 if TYPE_CHECKING:
     from ..schedule.plan import Plan
+
+GIB = 1 << 30
+
+MachineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--rates",
+        help="TOML or JSON of rates, and of a whole machine with its sizes; default: this "
+        "machine, measured once.",
+    ),
+]
+Tokens = Annotated[
+    int, typer.Option(help="Tokens of one micro-batch, for compute; 0 leaves compute out.")
+]
 
 
 def plan(
@@ -29,59 +49,90 @@ def plan(
     accumulate: opt.Accumulate = 1,
     units: opt.Units = None,
     prefetch_depth: opt.PrefetchDepth = None,
-    rates: opt.RatesFile = None,
+    rates: MachineFile = None,
+    tokens: Tokens = 4096,
     durable: opt.NotDurable = None,
+    every_unit: Annotated[
+        bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the simulated steps: Chrome trace JSON, or .png.")
+    ] = None,
     debug: opt.Debug = False,
 ) -> None:
-    """Show whether a model fits, what goes where, and what a step moves.  Allocates nothing."""
-    import torch
-
-    from ..optimizer import plan as make_plan
-    from ..train.shapes import find_model
-
+    """Show whether a model fits, what goes where, and how long a step takes.  Allocates nothing."""
     with one_line_errors(debug):
-        built = find_model(model).build()
-        optimizer = torch.optim.AdamW(built.parameters())
+        from ..observe.export import save_trace
+        from ..train.shapes import plan_model
+
+        machine = None if rates is None else Machine.from_file(rates)
         options = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            update=update, max_grad_norm=max_grad_norm, units=units,
-            prefetch_depth=prefetch_depth, rates=rates, durable=durable,
+            update=update, max_grad_norm=max_grad_norm, units=units, accumulate=accumulate,
+            prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
-        made = make_plan(built, optimizer, accumulate=accumulate, **options)
-    _show(made)
+        make = _planner(plan_model(model), options)
+        made = make(machine, tokens, {})
+        gains = _gains(make, made, machine, tokens)
+        if trace is not None and made.simulated is not None:
+            save_trace(made.simulated.trace, trace)
+    total = tokens * accumulate
+    if as_json:
+        print(json.dumps(plan_json(made, total, gains, machine), indent=2))
+    else:
+        show_plan(made, total, gains, machine, every_unit=every_unit)
     if not made.fits:
         raise typer.Exit(REFUSED)
 
 
-def _show(plan: Plan) -> None:
-    from rich.console import Console
-    from rich.table import Table
+Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 
-    from ..errors import format_bytes
 
-    console = Console()
-    if plan.layout is not None:
-        table = Table("unit", "parameters", "weights", "gradients", "optimizer state")
-        for unit, home in zip(plan.layout.units, plan.placement.values(), strict=True):
-            states = sorted({tier.value for tier in home.state})
-            table.add_row(
-                unit.name or "(the model itself)",
-                f"{sum(chunk.numel for chunk in unit.chunks):,}",
-                home.weights.value,
-                "not kept" if home.grads is None else home.grads.value,
-                " and ".join(states) or "none",
-            )
-        console.print(table)
-    for tier, nbytes in plan.tier_bytes.items():
-        console.print(f"holds in {tier.value:7} {format_bytes(nbytes)}")
-    for lane, nbytes in plan.link_bytes.items():
-        console.print(f"moves per step, {lane:8} {format_bytes(nbytes)}")
-    if plan.bound_s is not None:
-        console.print(
-            f"a step takes at least {plan.bound_s:.3g} s to move this ({plan.bottleneck})"
-        )
-    for shortfall in plan.shortfalls:
-        console.print(f"does not fit: {shortfall}", soft_wrap=True)
-    if plan.fits:
-        console.print("fits")
+def _planner(model: Any, options: dict[str, Any]) -> Make:
+    import torch
+
+    from ..optimizer import plan as make_plan
+
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
+        return make_plan(model, optimizer, tokens=tokens, machine=machine, **{**options, **more})
+
+    return make
+
+
+def _gains(make: Make, made: Plan, machine: Machine | None, tokens: int) -> dict[str, float]:
+    """Step times, in seconds, of the same plan with a little more of something."""
+    if made.step_s is None or made.layout is None or made.budgets is None:
+        return {}
+    fixed: dict[str, Any] = {"prefetch_depth": made.layout.prefetch_depth}
+    gains: dict[str, float] = {}
+
+    def keep(name: str, other: Plan) -> None:
+        if other.step_s is not None:
+            gains[name] = other.step_s
+
+    more_host = {**fixed, "host_memory": made.budgets.host + GIB}
+    keep("one GiB more of host memory", make(machine, tokens, more_host))
+    if machine is not None and machine.rates.disk_read_bytes_s and made.disk_bytes:
+        keep("one more disk", make(_with_disk(machine), tokens, fixed))
+    if tokens:
+        keep("twice the tokens", make(machine, 2 * tokens, fixed))
+    return gains
+
+
+def _with_disk(machine: Machine) -> Machine:
+    share, rates = (machine.disks + 1) / machine.disks, machine.rates
+
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else value * share
+
+    faster = replace(
+        rates,
+        disk_read_bytes_s=scaled(rates.disk_read_bytes_s),
+        disk_write_bytes_s=scaled(rates.disk_write_bytes_s),
+        disk_both_bytes_s=scaled(rates.disk_both_bytes_s),
+    )
+    return replace(machine, rates=faster, disks=machine.disks + 1)

@@ -67,12 +67,13 @@ class Rates:
             OSError: the file cannot be read.
         """
         try:
-            return cls._from_values(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_values(json.loads(Path(path).read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
     @classmethod
-    def _from_values(cls, values: object) -> Rates:
+    def from_values(cls, values: object) -> Rates:
+        """The rates in a mapping with the attributes as keys; errors as for ``from_file``."""
         known = [field.name for field in fields(cls)]
         if not isinstance(values, dict):
             raise ValueError(f"expected a JSON object of rates, got {type(values).__name__}")
@@ -129,7 +130,7 @@ def cached(directories: Sequence[str | os.PathLike[str]], device: str | torch.de
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(kept, dict) and kept.get("about") == about:
-                return Rates._from_values(kept.get("rates"))
+                return Rates.from_values(kept.get("rates"))
             log.warning("%s holds something else than its rates; measuring again", path)
         except (OSError, ValueError) as error:
             log.warning("could not read the rates in %s (%s); measuring again", path, error)

@@ -103,6 +103,8 @@ def step_bound(
         floors["compute"] = max(compute, before + last)
         for lane, time in late.items():
             floors[lane] = max(floors.get(lane, 0.0), begin + time if time else 0.0)
+        if write and rates.disk_both_bytes_s:
+            floors["write"] = max(floors["write"], begin + _shared_seconds(layout, rates))
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)
@@ -137,9 +139,21 @@ def _first_forward(layout: Layout, rates: Rates) -> float:
     return max(times)
 
 
-def _state_seconds(layout: Layout, rates: Rates) -> tuple[float, float]:
-    """Seconds to read the optimizer's state, less what room there is to have it before, and to
-    write it."""
+def _shared_seconds(layout: Layout, rates: Rates) -> float:
+    """Seconds to read and write the optimizer's state on disks that do both at once."""
+    late, written = _late_state(layout)
+    read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
+    if not (read and write and rates.disk_both_bytes_s):
+        return 0.0
+    # While both go on, each runs at its own rate times this share; the longer ends alone.  Where
+    # that is less than half, one after the other is faster.
+    share = min(1.0, rates.disk_both_bytes_s / (read + write))
+    read_s, write_s = late / read, written / write
+    return max(read_s, write_s) + min(read_s, write_s) * min(1.0, 1 / share - 1)
+
+
+def _late_state(layout: Layout) -> tuple[int, int]:
+    """Bytes of optimizer state on disk: less what staging room lets come early, and all."""
     paged = sum(
         subgroup.nbytes
         for group, home in zip(layout.subgroups, layout.homes, strict=True)
@@ -147,5 +161,12 @@ def _state_seconds(layout: Layout, rates: Rates) -> tuple[float, float]:
         if tier is Tier.NVME
     )
     room = layout.regions.state_slot * layout.regions.state_slots
+    return max(0, paged - room), paged
+
+
+def _state_seconds(layout: Layout, rates: Rates) -> tuple[float, float]:
+    """Seconds to read the optimizer's state, less what room there is to have it before, and to
+    write it."""
+    late, written = _late_state(layout)
     read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
-    return max(0, paged - room) / read if read else 0.0, paged / write if write else 0.0
+    return late / read if read else 0.0, written / write if write else 0.0

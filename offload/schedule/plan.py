@@ -11,6 +11,7 @@ from ..config import Tier
 from ..errors import format_bytes
 from .layout import Layout, UnitHome
 from .partition import Unit, align
+from .simulate import Simulated
 from .subgroups import (
     FieldsOf,
 )
@@ -68,10 +69,12 @@ class Plan:
         placement: by unit name, the homes of its weights, gradients and state.
         tier_bytes: bytes that the engine would hold, by tier.
         link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
-        step_s, bound_s: predicted time of a step and its lower bound without compute, or ``None``
-            where no rates are known.
+        step_s, bound_s: predicted time of a step and its lower bound, or ``None`` where no rates
+            are known; without compute where tokens were not given.
         bottleneck: the lane that sets the bound.
         disk_bytes: size of the store.
+        budgets: that it was made for.
+        simulated: the step as the simulator runs it: stalls, peaks, and its trace.
     """
 
     fits: bool
@@ -84,6 +87,8 @@ class Plan:
     bound_s: float | None = None
     bottleneck: str | None = None
     layout: Layout | None = field(default=None, repr=False)
+    simulated: Simulated | None = field(default=None, repr=False)
+    budgets: Budgets | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)

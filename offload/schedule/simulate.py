@@ -84,7 +84,9 @@ class Simulated:
 class _Lane:
     """Work in line, and the piece that is being done."""
 
-    __slots__ = ("current", "line", "name", "started_s", "urgent")
+    __slots__ = (
+        "current", "left_s", "line", "name", "seen_s", "speed", "started_s", "turn", "urgent",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -92,6 +94,8 @@ class _Lane:
         self.urgent: deque[Work] = deque()
         self.current: Work | None = None
         self.started_s = 0.0
+        self.left_s = self.seen_s = 0.0  # of the piece, at full speed, when last looked at
+        self.speed, self.turn = 1.0, 0  # an end foreseen in an earlier turn does not come
 
 
 class Simulation:
@@ -103,7 +107,7 @@ class Simulation:
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self._lanes = {name: _Lane(name) for name in (*LINKS, "update")}
-        self._ends: list[tuple[float, int, _Lane]] = []
+        self._ends: list[tuple[float, int, int, _Lane]] = []
         self._numbers = itertools.count()
         self._granted: set[int] = set()
         self._lane = "update"  # whose work ended last
@@ -149,9 +153,31 @@ class Simulation:
     def _start(self, lane: _Lane) -> None:
         line = lane.urgent or lane.line
         if line:
-            lane.current, lane.started_s = line.popleft(), self.now_s
-            end_s = self.now_s + self._seconds(lane, lane.current)
-            heapq.heappush(self._ends, (end_s, next(self._numbers), lane))
+            lane.current = line.popleft()
+            lane.started_s = lane.seen_s = self.now_s
+            lane.left_s = self._seconds(lane, lane.current)
+            self._foresee(lane)
+            self._disk_changed(lane)
+
+    def _foresee(self, lane: _Lane) -> None:
+        """Says when the lane's piece will end, if nothing changes."""
+        lane.turn += 1
+        lane.speed = 1.0
+        if lane.name in ("read", "write"):
+            other = self._lanes["write" if lane.name == "read" else "read"]
+            lane.speed = 1 / self._both if other.current is not None else 1.0
+        end_s = self.now_s + lane.left_s / lane.speed
+        heapq.heappush(self._ends, (end_s, next(self._numbers), lane.turn, lane))
+
+    def _disk_changed(self, lane: _Lane) -> None:
+        """The disk began or ended work in one direction: the other is slower or faster now."""
+        if self._both == 1.0 or lane.name not in ("read", "write"):
+            return
+        other = self._lanes["write" if lane.name == "read" else "read"]
+        if other.current is not None:
+            other.left_s -= (self.now_s - other.seen_s) * other.speed
+            other.seen_s = self.now_s
+            self._foresee(other)
 
     def _seconds(self, lane: _Lane, work: Work) -> float:
         rates = self.costs.rates
@@ -163,8 +189,7 @@ class Simulation:
         seconds = self._nbytes(work) * self._per_byte[lane.name]
         if isinstance(work, (CopyIn, CopyOut)):
             return seconds + (rates.link_latency_s or 0.0)
-        other = self._lanes["write" if lane.name == "read" else "read"]
-        return seconds * (self._both if other.current is not None else 1.0)
+        return seconds
 
     def _nbytes(self, work: Work) -> int:
         if isinstance(work, (Read, Write)):
@@ -189,8 +214,10 @@ class Simulation:
 
     def _end_next(self) -> None:
         """The next piece of work ends."""
-        self.now_s, _, lane = heapq.heappop(self._ends)
+        self.now_s, _, turn, lane = heapq.heappop(self._ends)
         work = lane.current
+        if turn != lane.turn:
+            return
         assert work is not None
         lane.current, self._lane = None, lane.name
         if not isinstance(work, (Settle, Clear)):
@@ -201,6 +228,8 @@ class Simulation:
             if lane.name != "update":
                 self.link_bytes[lane.name] += self._nbytes(work)
         self._start(lane)
+        if lane.current is None:
+            self._disk_changed(lane)
         self._send(Done(work))
 
     def _note_peaks(self) -> None:

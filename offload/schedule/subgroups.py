@@ -93,9 +93,14 @@ def cut_subgroups(
             if chunk.group is None:
                 continue
             fields = fields_of(chunk)
+            records = {
+                count: _record(fields, count)
+                for count in {min(numel, chunk.numel), chunk.numel % numel}
+                if count
+            }
             for start in range(0, chunk.numel, numel):
                 count = min(numel, chunk.numel - start)
-                places, nbytes = _record(fields, count)
+                places, nbytes = records[count]
                 mine.append(Subgroup(index, unit.index, number, start, count, places, nbytes))
                 index += 1
         result.append(tuple(mine))

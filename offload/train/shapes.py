@@ -6,6 +6,7 @@ Models are built without memory; the tiers are filled when the model is wrapped.
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..loading import empty_init
+from .skeletons import skeleton
 
 BYTES = 256  # vocabulary of models that read plain bytes
 DEFAULT_SHAPE = "gpt2-25m"
@@ -133,6 +135,41 @@ def _config_of(shape: Shape) -> Any:
         tie_word_embeddings=shape.tied,
         use_cache=False,
     )
+
+
+def plan_model(name: str) -> nn.Module:
+    """The model that ``name`` stands for, for a plan only: names and shapes, without memory.
+
+    ``name``: a named shape, a Hugging Face folder, or a ``config.json``.  transformers is imported
+    only for families that ``skeletons`` does not know.
+
+    Raises:
+        ValueError, OffloadError: as for ``find_model``.
+    """
+    if name in SHAPES:
+        shape = SHAPES[name]
+        sizes: dict[str, Any] = {"tie_word_embeddings": shape.tied, "vocab_size": shape.vocabulary}
+        if shape.family == "gpt2":
+            sizes |= {"model_type": "gpt2", "n_positions": shape.positions, "n_embd": shape.width}
+            sizes |= {"n_layer": shape.layers, "n_inner": shape.inner}
+        else:
+            sizes |= {"model_type": "llama", "hidden_size": shape.width}
+            sizes |= {"num_hidden_layers": shape.layers, "intermediate_size": shape.inner}
+            sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+        found = skeleton(sizes)
+        assert found is not None
+        return found
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        try:
+            found = skeleton(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"model: {path} cannot be read: {error}") from error
+        if found is not None:
+            return found
+        name = str(path.parent)
+    return find_model(name).build()
 
 
 def find_model(name: str) -> ModelSource:

@@ -106,7 +106,7 @@ def test_a_rates_file(tmp_path: Path) -> None:
 
 def test_plan_shows_where_things_go_and_takes_nothing(tmp_path: Path) -> None:
     result = call("plan", "--model", "gpt2-1m", "--device", "sim", "--device-memory", "3MiB",
-                  "--host-memory", "6MiB", "--nvme", tmp_path)  # fmt: skip
+                  "--host-memory", "6MiB", "--nvme", tmp_path, "--every-unit")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "transformer.h.3" in result.output and "fits" in result.output
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,159 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..config import Tier, parse_size
+from ..errors import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..observe.machine import Machine
+    from ..schedule.plan import Plan
+
+WIDTH = 100
+DAY_S = 86400.0
+
+
+def contents(plan: Plan) -> dict[Tier, Counter[str]]:
+    """What lives in each tier: bytes by kind."""
+    found: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+    layout = plan.layout
+    if layout is None:
+        return found
+    for unit, home, group, grads in zip(
+        layout.units, layout.homes, layout.subgroups, layout.grad_bytes, strict=True
+    ):
+        found[home.weights]["weights"] += unit.weight_bytes
+        if home.resident and layout.has_device and home.weights is not Tier.DEVICE:
+            found[Tier.DEVICE]["weights"] += unit.weight_bytes
+        if home.grads is not None:
+            found[home.grads]["gradients"] += grads
+        for tier, subgroup in zip(home.state, group, strict=True):
+            found[tier]["optimizer state"] += subgroup.nbytes
+    regions = layout.regions
+    found[Tier.DEVICE]["room to stream"] += regions.device_weights + regions.device_grads
+    state = regions.state_slot * regions.state_slots
+    found[Tier.HOST]["room to stream"] += regions.host_weights + regions.host_grads + state
+    return found
+
+
+def endurance_days(plan: Plan, machine: Machine | None) -> float | None:
+    """Days of training that the disks' endurance lasts, or ``None`` where it is not known."""
+    written = plan.link_bytes.get("write", 0)
+    if machine is None or machine.endurance is None or not written or not plan.step_s:
+        return None
+    size = parse_size(machine.endurance, "endurance").nbytes
+    return None if size is None else size / written * plan.step_s / DAY_S
+
+
+def plan_json(
+    plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None
+) -> dict[str, Any]:
+    """All figures as plain values; bytes and seconds."""
+    stats = None if plan.simulated is None else plan.simulated.stats
+    return {
+        "fits": plan.fits,
+        "shortfalls": [
+            {"tier": s.tier.value, "what": s.what, "need_bytes": s.need_bytes,
+             "have_bytes": s.have_bytes, "remedy": s.remedy} for s in plan.shortfalls
+        ],
+        "tier_bytes": {tier.value: nbytes for tier, nbytes in plan.tier_bytes.items()},
+        "contents": {t.value: dict(kinds) for t, kinds in contents(plan).items()},
+        "link_bytes": dict(plan.link_bytes),
+        "disk_bytes": plan.disk_bytes,
+        "tokens": tokens,
+        "step_s": plan.step_s,
+        "tokens_s": tokens / plan.step_s if plan.step_s and tokens else None,
+        "bound_s": plan.bound_s,
+        "bottleneck": plan.bottleneck,
+        "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
+        "prefetch_depth": None if plan.layout is None else plan.layout.prefetch_depth,
+        "step_s_with": dict(gains),
+        "endurance_days": endurance_days(plan, machine),
+    }  # fmt: skip
+
+
+def show_plan(plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None) -> None:
+    """Prints a plan for people."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    if machine is not None:
+        console.print(f"on {machine.name}", highlight=False)
+    if plan.layout is not None:
+        params = sum(c.numel for u in plan.layout.units for c in u.chunks)
+        console.print(f"{params:,} parameters in {len(plan.layout.units)} units", highlight=False)
+    if every_unit:
+        console.print(_units(plan))
+    console.print(_tiers(plan))
+    if plan.link_bytes:
+        moved = ", ".join(f"{lane} {format_bytes(n)}" for lane, n in plan.link_bytes.items())
+        console.print(f"a step moves: {moved}", highlight=False, soft_wrap=True)
+    for line in _times(plan, tokens, gains, machine):
+        console.print(line, highlight=False, soft_wrap=True)
+    for shortfall in plan.shortfalls:
+        console.print(f"does not fit: {shortfall}", soft_wrap=True)
+    if plan.fits:
+        console.print("fits")
+
+
+def _units(plan: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table("unit", "parameters", "weights", "gradients", "optimizer state")
+    units = () if plan.layout is None else plan.layout.units
+    for unit, home in zip(units, plan.placement.values(), strict=True):
+        weights = f"{home.weights.value}{', resident' if home.resident else ''}"
+        grads = "not kept" if home.grads is None else home.grads.value
+        states = " and ".join(sorted({tier.value for tier in home.state})) or "none"
+        numel = sum(chunk.numel for chunk in unit.chunks)
+        table.add_row(unit.name or "(the model itself)", f"{numel:,}", weights, grads, states)
+    return table
+
+
+def _tiers(plan: Plan) -> Table:
+    from rich.table import Table
+
+    table = Table("tier", "held", "of which")
+    for tier, kinds in contents(plan).items():
+        held = plan.tier_bytes.get(tier, 0)
+        if held:
+            parts = [f"{kind} {format_bytes(n)}" for kind, n in kinds.items() if n]
+            if tier is Tier.NVME and plan.layout is not None and plan.layout.durable:
+                parts.append("twice, for a safe step")
+            table.add_row(tier.value, format_bytes(held), ", ".join(parts))
+    return table
+
+
+def _times(
+    plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None
+) -> list[str]:
+    if plan.step_s is None or plan.bound_s is None:
+        return []
+    speed = f", {tokens / plan.step_s:,.0f} tokens/s" if tokens and plan.step_s else ""
+    lines = [
+        f"a step takes {plan.step_s:.3g} s{speed}"
+        + ("" if tokens else ", compute left out")
+        + f"; at least {plan.bound_s:.3g} s ({plan.bottleneck or 'nothing to move'})"
+    ]
+    if plan.simulated is not None:
+        lanes = plan.simulated.stats.lanes.items()
+        waits = [f"{name} {lane.stall_s:.2g} s" for name, lane in lanes if lane.stall_s > 0]
+        lines.append(f"compute waits for: {', '.join(waits) or 'nothing'}")
+    for what, step_s in gains.items():
+        per_token = 2 if what == "twice the tokens" else 1
+        change = step_s / per_token / plan.step_s - 1 if plan.step_s else 0.0
+        lines.append(f"with {what}: {step_s:.3g} s a step ({change:+.0%} time per token)")
+    written = plan.link_bytes.get("write", 0)
+    if written:
+        days = endurance_days(plan, machine)
+        worn = "" if days is None else f"; the disks' endurance lasts {days:,.0f} days of training"
+        lines.append(f"writes {format_bytes(written)} a step{worn}")
+    return lines

@@ -1,0 +1,108 @@
+"""Models of the common families as bare module trees: names and shapes for a plan, nothing to run.
+
+Importing transformers takes longer than planning; for a plan, names and shapes are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+LLAMA_LIKE = ("llama", "mistral", "qwen2")
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+class _Matrix(nn.Module):
+    """A product with a weight, as GPT-2 keeps it (inputs first)."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width_in, width_out))
+        self.bias = nn.Parameter(torch.empty(width_out))
+
+
+class _LlamaLayer(nn.Module):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        width, inner = config["hidden_size"], config["intermediate_size"]
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or width // heads
+        kv = (config.get("num_key_value_heads") or heads) * size
+        qkv_bias = config["model_type"] == "qwen2" or bool(config.get("attention_bias"))
+        out_bias = bool(config.get("attention_bias")) and config["model_type"] != "qwen2"
+        mlp_bias = bool(config.get("mlp_bias"))
+        self.self_attn = nn.Module()
+        self.self_attn.q_proj = nn.Linear(width, heads * size, bias=qkv_bias)
+        self.self_attn.k_proj = nn.Linear(width, kv, bias=qkv_bias)
+        self.self_attn.v_proj = nn.Linear(width, kv, bias=qkv_bias)
+        self.self_attn.o_proj = nn.Linear(heads * size, width, bias=out_bias)
+        self.mlp = nn.Module()
+        self.mlp.gate_proj = nn.Linear(width, inner, bias=mlp_bias)
+        self.mlp.up_proj = nn.Linear(width, inner, bias=mlp_bias)
+        self.mlp.down_proj = nn.Linear(inner, width, bias=mlp_bias)
+        self.input_layernorm, self.post_attention_layernorm = _Norm(width), _Norm(width)
+
+
+def _llama(config: Mapping[str, Any]) -> nn.Module:
+    model, width, vocabulary = nn.Module(), config["hidden_size"], config["vocab_size"]
+    model.model = nn.Module()
+    model.model.embed_tokens = nn.Embedding(vocabulary, width)
+    layers = range(config["num_hidden_layers"])
+    model.model.layers = nn.ModuleList(_LlamaLayer(config) for _ in layers)
+    model.model.norm = _Norm(width)
+    model.lm_head = nn.Linear(width, vocabulary, bias=False)
+    if config.get("tie_word_embeddings", False):
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+class _Gpt2Layer(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn, self.attn.c_proj = _Matrix(width, 3 * width), _Matrix(width, width)
+        self.mlp.c_fc, self.mlp.c_proj = _Matrix(width, inner), _Matrix(inner, width)
+
+
+def _gpt2(config: Mapping[str, Any]) -> nn.Module:
+    model, width, vocabulary = nn.Module(), config["n_embd"], config["vocab_size"]
+    inner = config.get("n_inner") or 4 * width
+    model.transformer = nn.Module()
+    model.transformer.wte = nn.Embedding(vocabulary, width)
+    model.transformer.wpe = nn.Embedding(config["n_positions"], width)
+    layers = range(config["n_layer"])
+    model.transformer.h = nn.ModuleList(_Gpt2Layer(width, inner) for _ in layers)
+    model.transformer.ln_f = nn.LayerNorm(width)
+    model.lm_head = nn.Linear(width, vocabulary, bias=False)
+    if config.get("tie_word_embeddings", True):
+        model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+def skeleton(config: Mapping[str, Any]) -> nn.Module | None:
+    """The module tree of a Hugging Face configuration; ``None`` for a family not known here.
+
+    Raises:
+        ValueError: the configuration lacks a size.
+    """
+    family = config.get("model_type")
+    build = _gpt2 if family == "gpt2" else _llama if family in LLAMA_LIKE else None
+    if build is None:
+        return None
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except KeyError as error:
+        raise ValueError(f"model: the configuration of this {family} lacks {error}") from error
+    name = config.get("torch_dtype") or config.get("dtype")
+    dtype = getattr(torch, str(name), None)
+    return model.to(dtype) if isinstance(dtype, torch.dtype) else model
