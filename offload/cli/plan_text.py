@@ -78,7 +78,14 @@ def plan_json(
     }  # fmt: skip
 
 
-def show_plan(plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None) -> None:
+def show_plan(
+    plan: Plan,
+    tokens: int,
+    gains: Mapping[str, float],
+    machine: Machine | None,
+    *,
+    every_unit: bool = False,
+) -> None:
     """Prints a plan for people."""
     from rich.console import Console
 
