@@ -195,6 +195,11 @@ class Fio:
     work: Work
     options: Sequence[str] = field(default_factory=tuple)
 
+    @property
+    def engine(self) -> str:
+        """Its I/O engine, such as ``libaio``."""
+        return next(o.partition("=")[2] for o in self.options if o.startswith("--ioengine="))
+
     def start(self) -> Mapping[str, Any]:
         self.sample()
         return {

@@ -70,6 +70,8 @@ def bench_io(
     from ..io_engine.bench import DEFAULT_BLOCKS, DEFAULT_DEPTHS, bench
 
     with one_line_errors(debug):
+        if out is not None:
+            _prepare(out)
         report = bench(
             directory,
             nbytes=_bytes(size or (QUICK_SIZE if quick else SIZE), "--size"),
@@ -130,10 +132,17 @@ def _content(report: BenchReport) -> dict[str, Any]:
     }
 
 
+def _prepare(out: Path) -> None:
+    """Refuses what would otherwise fail when all has been measured."""
+    from ..observe.pictures import blank_figure
+
+    blank_figure(100, 100)
+    out.mkdir(parents=True, exist_ok=True)
+
+
 def _save(report: BenchReport, content: dict[str, Any], out: Path) -> list[Path]:
     from ..observe.disk_pictures import draw_disk_bench
 
-    out.mkdir(parents=True, exist_ok=True)
     data, picture = out / "io.json", out / "io.png"
     data.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     draw_disk_bench(report, picture)

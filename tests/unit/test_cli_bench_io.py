@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_json_tells_all_and_nothing_is_kept_when_so_wished(tmp_path: Path) -> No
     assert {m["tuning"]["queue_depth"] for m in told["measurements"]} == {2, 4}
     assert Tuning(**told["best"]) in {Tuning(**m["tuning"]) for m in told["measurements"]}
     assert (out / "io.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("obstacle", ["a file in its place", "no matplotlib"])
+def test_what_cannot_be_kept_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    out = tmp_path / "out"
+    if obstacle == "no matplotlib":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        out.write_text("")
+    monkeypatch.setattr("overspill.io_engine.bench.bench", lambda *_, **__: pytest.fail("measured"))
+    result = bench(tmp_path, "--out", out)
+    assert result.exit_code == 2, result.output
+    assert "error: " in result.output and "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
