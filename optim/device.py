@@ -1,9 +1,8 @@
 """The GPU kernels: compiled at run time through CuPy, launched on torch's current stream.
 
 AdamW and Adam over flat buffers, and the gathering of a unit's gradients, with the arithmetic of
-the CPU kernels.  They are compiled in CI and their arithmetic is tested on the host.  Until they
-have been measured on a GPU they run only when called from here: rules update device tensors in
-plain torch (``reference.py``).
+the CPU kernels.  They are compiled in CI and their arithmetic is tested on the host; no GPU has run
+them yet.  Without CuPy, or for other rules, plain torch updates device tensors (``reference.py``).
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from .formats import scale_name
 from .kernels import FLOAT_TYPES, MOMENT_FORMATS, check_job
-from .rule import StepScalars
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KERNELS = ("adam_fp32", "adam_bf16", "adam_int8")
@@ -64,7 +64,8 @@ def adam_job(
     grad: Tensor,
     weight: Tensor,
     state: Mapping[str, Tensor],
-    scalars: StepScalars,
+    coefficients: Sequence[float],
+    noise_key: int,
     position: int,
 ) -> AdamJob:
     """The kernel's argument.  The tensors must outlive the launch."""
@@ -80,14 +81,14 @@ def adam_job(
         if state[name].dtype is torch.uint8:
             job.scale[k] = state[scale_name(name)].data_ptr()
     job.numel, job.position = weight.numel(), position
-    job.coefficients[:] = scalars.coefficients
-    job.noise_key = scalars.noise_key
+    job.coefficients[:] = coefficients
+    job.noise_key = noise_key
     return job
 
 
 @functools.cache
 def _module(source: str) -> Any:
-    """The compiled kernels of one source file.
+    """The kernels of one source file, compiled when first used.
 
     Raises:
         ImportError: CuPy is not there.
@@ -100,6 +101,27 @@ def _module(source: str) -> Any:
         code=code.replace('#include "numbers.cuh"', numbers),
         options=("-std=c++17", "--fmad=false"),
     )
+
+
+@functools.cache
+def _ready(source: str) -> bool:
+    """Whether the kernels of a source file can be had here; if not, says once why."""
+    if os.environ.get("OVERSPILL_NATIVE") == "0":
+        return False
+    try:
+        _module(source).compile()
+    except Exception as error:  # CuPy's own errors have no common class below this one
+        logging.getLogger("overspill").warning(
+            "updates on the GPU run in plain torch, several times slower: %s: %s",
+            type(error).__name__, error,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def serves(kernel: str, tensor: Tensor) -> bool:
+    """Whether ``update`` can run a rule's kernel where this tensor is."""
+    return tensor.device.type == "cuda" and kernel == "adam" and _ready("adam.cu")
 
 
 def _launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
@@ -119,39 +141,47 @@ def _address(tensor: Tensor) -> Any:
     return importlib.import_module("numpy").uint64(tensor.data_ptr())
 
 
-def update_adam(
+def update(
+    kernel: str,
     grad: Tensor,
     weight: Tensor,
     state: Mapping[str, Tensor],
-    scalars: StepScalars,
+    moments: Sequence[str],
+    coefficients: Sequence[float],
+    noise_key: int,
     position: int,
-) -> Tensor:
-    """One pass of AdamW or Adam on a GPU (see ``Rule.update``), on torch's current stream.
+) -> bool:
+    """The same as ``kernels.update``, on a GPU, on torch's current stream; waits for its verdict.
 
-    Returns:
-        A one-element int32 tensor on the device: 0 if all that was written is finite.
+    Raises:
+        ValueError: another rule than Adam's, or tensors that do not fit.
     """
-    job = adam_job(grad, weight, state, scalars, position)
+    if kernel != "adam" or tuple(moments) != MOMENTS:
+        raise ValueError(f"there is no GPU kernel for {kernel!r}")
+    job = adam_job(grad, weight, state, coefficients, noise_key, position)
     flag = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    kernel = KERNELS[MOMENT_FORMATS[state[MOMENTS[0]].dtype]]
+    name = KERNELS[MOMENT_FORMATS[state[MOMENTS[0]].dtype]]
     blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
     if blocks:
         given = _uploaded(job, weight)
-        _launch("adam.cu", kernel, blocks, (_address(given), _address(flag)), weight)
-    return flag
+        _launch("adam.cu", name, blocks, (_address(given), _address(flag)), weight)
+    return int(flag) == 0
 
 
 def gather(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Tensor:
-    """Copies gradients into ``flat`` at ``offsets`` (elements), cast to its dtype, in one launch.
+    """Copies gradients into ``flat`` at ``offsets`` (elements), cast to its dtype: in one launch
+    where the kernel can be had, else in plain torch.
 
     Args:
-        grads: contiguous, fp32, bf16 or fp16, on one GPU.
-        flat: fp32, bf16 or fp16, on the same GPU; what lies between the gradients stays.
+        grads: contiguous, fp32, bf16 or fp16, on one device.
+        flat: fp32, bf16 or fp16, on the same device; what lies between the gradients stays.
 
     Returns:
         The sum of the squares of what was stored, by tile of at most ``TILE`` elements, in double,
         on the device.
     """
+    if flat.device.type != "cuda" or not _ready("gather.cu"):
+        return _gather_in_torch(grads, offsets, flat)
     tiles = [
         Tile(
             grad.data_ptr() + begin * grad.element_size(),
@@ -169,3 +199,14 @@ def gather(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Ten
         arguments = (_address(table), _address(flat), kind, _address(squares))
         _launch("gather.cu", "gather", len(tiles), arguments, flat)
     return squares
+
+
+def _gather_in_torch(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Tensor:
+    squares: list[Tensor] = []
+    for grad, offset in zip(grads, offsets, strict=True):
+        stored = flat[offset : offset + grad.numel()]
+        stored.copy_(grad.view(-1))
+        squares += [part.double().square().sum() for part in stored.split(TILE) if part.numel()]
+    if not squares:
+        return torch.zeros(0, dtype=torch.float64, device=flat.device)
+    return torch.stack(squares)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from . import kernels, reference
+from . import device, kernels, reference
 from .compact import noise_key
 from .formats import Field, Master, Moments, master_fields, moment_fields
 
@@ -131,7 +131,12 @@ class KernelRule:
         scalars: StepScalars,
         position: int = 0,
     ) -> bool:
-        run = kernels.update if kernels.serves(weight) else reference.update
+        if kernels.serves(weight):
+            run = kernels.update
+        elif device.serves(self._kernel, weight):
+            run = device.update
+        else:
+            run = reference.update
         return run(
             self._kernel,
             grad,

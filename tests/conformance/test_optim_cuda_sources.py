@@ -6,16 +6,20 @@ What this cannot show is how they run on a GPU: see tests/gpu.
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from overspill.optim.device import AdamJob, Tile, adam_job
+from overspill.optim import device, kernels
+from overspill.optim.device import AdamJob, Tile
 from overspill.optim.formats import Master, Moments
-from tests.optim_jobs import WEIGHTS, assert_same, gradients, make_job
+from tests.optim_jobs import WEIGHTS, Job, assert_same, gradients, make_job
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
@@ -32,6 +36,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ["g++", *flags, *where, str(HERE / "cuda_on_host.cpp"), "-o", str(library)], check=True
     )
     return ctypes.CDLL(str(library))
+
+
+def adam_job(job: Job, grad: torch.Tensor, step: int, grad_scale: float = 1.0) -> AdamJob:
+    """The kernel's argument for one step of ``job``."""
+    scalars = job.scalars(step, grad_scale)
+    return device.adam_job(grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0)
 
 
 @pytest.mark.parametrize("source", ["adam.cu", "gather.cu"])
@@ -59,8 +69,7 @@ def test_adam_agrees_with_the_oracle(
         mine = make_job(name, numel, *weight, moments)
         for step, grad in enumerate(gradients(numel, grad_dtype, 2), start=1):
             finite = oracle.step_in_torch(grad, step, 0.37)
-            scalars = mine.scalars(step, 0.37)
-            job = adam_job(grad, mine.weight, mine.state, scalars, 0)
+            job = adam_job(mine, grad, step, 0.37)
             kind = {"fp32": 0, "bf16": 1, "int8": 2}[moments]
             assert host.run_adam(kind, ctypes.byref(job)) == (0 if finite else 1)
         assert_same(mine, oracle, (name, grad_dtype, numel))
@@ -70,19 +79,9 @@ def test_adam_tells_what_is_not_finite(host: ctypes.CDLL) -> None:
     for bad in (float("inf"), float("nan"), 3e38):
         mine = make_job("adamw", 300, torch.bfloat16, "split")
         grad = torch.full((300,), 1e-3)
-        assert (
-            host.run_adam(
-                0, ctypes.byref(adam_job(grad, mine.weight, mine.state, mine.scalars(1), 0))
-            )
-            == 0
-        )
+        assert host.run_adam(0, ctypes.byref(adam_job(mine, grad, 1))) == 0
         grad[299] = bad
-        assert (
-            host.run_adam(
-                0, ctypes.byref(adam_job(grad, mine.weight, mine.state, mine.scalars(2), 0))
-            )
-            == 1
-        )
+        assert host.run_adam(0, ctypes.byref(adam_job(mine, grad, 2))) == 1
 
 
 @pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,3 +114,83 @@ def test_gather(host: ctypes.CDLL, flat_dtype: torch.dtype) -> None:
 def test_layouts_match() -> None:
     assert ctypes.sizeof(AdamJob) == 128
     assert ctypes.sizeof(Tile) == 24
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_rules_use_the_kernels_on_a_gpu(
+    moments: Moments, host: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way but the launch, which the host stands in for."""
+    launched = []
+
+    def launch(
+        source: str, kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor
+    ) -> None:
+        launched.append((source, kernel, blocks))
+        job, flag = (int(address) for address in arguments)
+        found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job))
+        ctypes.c_int32.from_address(flag).value = found
+
+    monkeypatch.setattr(kernels, "serves", lambda _: False)
+    monkeypatch.setattr(device, "serves", lambda kernel, _: kernel == "adam")
+    monkeypatch.setattr(device, "_launch", launch)
+    oracle, mine = (make_job("adamw", 5000, torch.bfloat16, "split", moments) for _ in range(2))
+    for step, grad in enumerate(gradients(5000, torch.bfloat16, 2), start=1):
+        assert mine.step(grad, step, 0.37) == oracle.step_in_torch(grad, step, 0.37)
+    assert_same(mine, oracle, moments)
+    assert launched == [("adam.cu", f"adam_{moments}", 3)] * 2
+    grad[77] = float("inf")
+    assert not mine.step(grad, 3)
+    assert make_job("lion", 33).step(torch.ones(33), 1)  # in torch: no kernel for it
+    assert len(launched) == 3
+
+
+def test_kernels_are_chosen_only_where_they_can_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OnGpu:
+        device = torch.device("cuda")
+
+    assert not device.serves("adam", torch.zeros(3))
+    compiled = []
+
+    class Module:
+        def __init__(self, code: str, options: tuple[str, ...]) -> None:
+            assert '#include "' not in code
+            assert "--fmad=false" in options
+            self.code = code
+
+        def compile(self) -> None:
+            compiled.append(self.code)
+            if len(compiled) > 1:
+                raise RuntimeError("no compiler")
+
+    for cached in (device._module, device._ready):
+        cached.cache_clear()
+        monkeypatch.setattr(device, cached.__name__, functools.cache(cached.__wrapped__))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=Module))
+    assert device.serves("adam", OnGpu())  # type: ignore[arg-type]
+    assert device.serves("adam", OnGpu())  # type: ignore[arg-type]
+    assert not device.serves("momentum", OnGpu())  # type: ignore[arg-type]
+    assert len(compiled) == 1 and "adam_int8" in compiled[0]
+    device._ready.cache_clear()
+    device._module.cache_clear()
+    for _ in range(2):
+        assert not device.serves("adam", OnGpu())  # type: ignore[arg-type]
+    assert [r.message for r in caplog.records] == [
+        "updates on the GPU run in plain torch, several times slower: RuntimeError: no compiler"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_without_the_kernel(dtype: torch.dtype) -> None:
+    grads = [torch.randn(n) for n in (5, 40_001, 64)]
+    offsets = [0, 16, 40_032]
+    flat = torch.full((40_096,), 7.0, dtype=dtype)
+    squares = device.gather(grads, offsets, flat)
+    for grad, offset in zip(grads, offsets, strict=True):
+        assert torch.equal(flat[offset : offset + grad.numel()], grad.to(dtype))
+    assert (flat[5:16] == 7).all(), "what lies between stays"
+    assert squares.shape == (1 + 3 + 1,)
+    expected = sum(float(g.to(dtype).double().square().sum()) for g in grads)
+    assert float(squares.sum()) == pytest.approx(expected, rel=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from overspill.optim import device
 from overspill.optim.formats import Master, Moments
 from tests.optim_jobs import WEIGHTS, assert_same, gradients, make_job
 
@@ -18,8 +19,6 @@ pytestmark = [
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_adam_is_the_cpus(weight: tuple[torch.dtype, Master], moments: Moments) -> None:
     pytest.importorskip("cupy")
-    from overspill.optim.device import update_adam
-
     for numel in (33, 257, 70_001):
         on_cpu = make_job("adamw", numel, *weight, moments)
         on_gpu = make_job("adamw", numel, *weight, moments)
@@ -27,9 +26,8 @@ def test_adam_is_the_cpus(weight: tuple[torch.dtype, Master], moments: Moments) 
         on_gpu.state = {name: tensor.cuda() for name, tensor in on_gpu.state.items()}
         for step, grad in enumerate(gradients(numel, torch.bfloat16, 3), start=1):
             on_cpu.step(grad, step, 0.37)
-            scalars = on_gpu.scalars(step, 0.37)
-            flag = update_adam(grad.cuda(), on_gpu.weight, on_gpu.state, scalars, 0)
-            assert int(flag) == 0
+            assert device.serves("adam", on_gpu.weight)
+            assert on_gpu.step(grad.cuda(), step, 0.37)
         on_gpu.weight = on_gpu.weight.cpu()
         on_gpu.state = {name: tensor.cpu() for name, tensor in on_gpu.state.items()}
         assert_same(on_gpu, on_cpu, numel)
@@ -38,9 +36,10 @@ def test_adam_is_the_cpus(weight: tuple[torch.dtype, Master], moments: Moments) 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_plain_torch_on_the_gpu_is_the_cpus(
-    weight: tuple[torch.dtype, Master], moments: Moments
+    weight: tuple[torch.dtype, Master], moments: Moments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What rules do for device tensors without the kernels."""
+    monkeypatch.setattr(device, "serves", lambda *_: False)
     on_cpu, on_gpu = (make_job("adamw", 70_001, *weight, moments) for _ in range(2))
     on_gpu.weight = on_gpu.weight.cuda()
     on_gpu.state = {name: tensor.cuda() for name, tensor in on_gpu.state.items()}
@@ -54,12 +53,10 @@ def test_plain_torch_on_the_gpu_is_the_cpus(
 
 def test_gather_is_torchs() -> None:
     pytest.importorskip("cupy")
-    from overspill.optim.device import gather
-
     grads = [torch.randn(n, device="cuda") for n in (5, 70_001, 64)]
     offsets = [0, 32, 70_048]
     flat = torch.zeros(70_112, dtype=torch.bfloat16, device="cuda")
-    squares = gather(grads, offsets, flat)
+    squares = device.gather(grads, offsets, flat)
     expected = 0.0
     for grad, offset in zip(grads, offsets, strict=True):
         stored = flat[offset : offset + grad.numel()]
