@@ -9,6 +9,7 @@ import typer
 from .. import __version__
 from .bench import bench_app
 from .plan import plan
+from .trace import trace
 from .train import train
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(trace)
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,10 +1,11 @@
-"""Writes a trace: JSON that Perfetto and chrome://tracing open, or a picture of its lanes."""
+"""Writes and reads traces: JSON that Perfetto and chrome://tracing open; a picture of the lanes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from ..errors import OffloadError
 from .pictures import draw_timeline
 from .trace import LANES, Span, StepMark, Trace
 
@@ -30,6 +31,40 @@ def save_trace(trace: Trace, path: Path) -> None:
     for mark in trace.steps:
         events.append(_event(origin, rows["step"], f"step {mark.index}", mark, {}))
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def load_trace(path: Path) -> Trace:
+    """What ``save_trace`` wrote as JSON.
+
+    Raises:
+        OffloadError: the file is not such a trace, or holds no finished step.
+        OSError: it cannot be read.
+    """
+    trace = Trace(origin_ns=0)
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        for event in events:
+            if event["ph"] != "X":
+                continue
+            started_ns = round(event["ts"] * 1000)
+            finished_ns = started_ns + round(event["dur"] * 1000)
+            row = rows[event["tid"]]
+            if row == "stall":
+                lane, _, name = event["name"].partition(": ")
+                trace.stall(lane, started_ns, finished_ns, name)
+            elif row == "step":
+                trace.add_step(StepMark(int(event["name"].split()[1]), started_ns, finished_ns))
+            else:
+                trace.add(row, event["name"], started_ns, finished_ns, event["args"]["bytes"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise OffloadError(
+            f"{path} is no trace of overspill ({error!r}); write one with "
+            "optimizer.trace('trace.json')"
+        ) from error
+    if not trace.steps:
+        raise OffloadError(f"{path} holds no finished step; train at least one step first")
+    return trace
 
 
 def _event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,7 +32,8 @@ class Stats:
     """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
 
     The bound is the busiest lane: no schedule of the same work on the same machine is faster than
-    its slowest part.  Where rates are known, a lane counts with its bytes over its rate.
+    its slowest part.  Where rates are known, a lane counts with its bytes over its rate, or with
+    the time it was busy where it was faster than that.
     """
 
     step_s: float
@@ -39,6 +41,19 @@ class Stats:
     lanes: Mapping[str, LaneStats] = field(
         default_factory=lambda: dict.fromkeys(LANES, LaneStats())
     )
+
+    @property
+    def over_bound(self) -> float | None:
+        """Step time over its bound: 1 is perfect; ``None`` where nothing was done."""
+        return self.step_s / self.bound_s if self.bound_s else None
+
+    def explain(self) -> str:
+        """One line: how far above the bound, and which lanes compute waited for."""
+        ratio = self.over_bound
+        stalls = sorted(((lane.stall_s, name) for name, lane in self.lanes.items()), reverse=True)
+        named = [f"{name} {seconds:.2g} s" for seconds, name in stalls if seconds > 0]
+        above = "no bound known" if ratio is None else f"{ratio:.2f} times the bound"
+        return f"{above}; compute waited for {', '.join(named) or 'nothing'}"
 
     @property
     def compute(self) -> LaneStats:
@@ -79,6 +94,6 @@ def step_stats(trace: Trace, mark: StepMark, seconds_at_rate: Mapping[str, float
         busy = length(union((s.started_ns, s.finished_ns) for s in mine))
         stall = sum(s.finished_ns - s.started_ns for s in stalls if s.lane == lane)
         lanes[lane] = LaneStats(sum(s.nbytes for s in mine), busy / 1e9, stall / 1e9)
-    needed = [seconds_at_rate.get(lane, lanes[lane].busy_s) for lane in LANES]
+    needed = [min(seconds_at_rate.get(lane, math.inf), lanes[lane].busy_s) for lane in LANES]
     step_s = (mark.finished_ns - mark.started_ns) / 1e9
     return Stats(step_s, min(step_s, max(needed)), lanes)

@@ -79,9 +79,13 @@ class Trace:
     def mark_step(self, index: int, finished_ns: int) -> StepMark:
         """A step is over; it began where the one before ended."""
         mark = StepMark(index, self._last_step_end, finished_ns)
-        self._last_step_end = finished_ns
-        self._steps.append(mark)
+        self.add_step(mark)
         return mark
+
+    def add_step(self, mark: StepMark) -> None:
+        """Records a step that is over."""
+        self._last_step_end = mark.finished_ns
+        self._steps.append(mark)
 
     # -- reading --------------------------------------------------------------------------------
 

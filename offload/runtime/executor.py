@@ -88,6 +88,7 @@ class Executor:
         self._disk, self._extents, self._trace, self._work_on = disk, extents, trace, work_on
         self._check = check
         self._update_pace = Pace(accelerator.limits.update_params_s)
+        self._unit_of = [s.unit for group in machine.layout.subgroups for s in group]
         self._params = [s.count for group in machine.layout.subgroups for s in group]
         self.waited_ns = 0  # by compute, in all
         self._names = [unit.name for unit in machine.layout.units]
@@ -276,7 +277,7 @@ class Executor:
     def _item_name(self, work: Read | Write) -> str:
         kind, index = work.item
         if kind is Kind.STATE:
-            return f"state {index}"
+            return f"state {self._names[self._unit_of[index]]} {index}"
         return f"{kind.value} {self._names[index]}"
 
     def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:

@@ -114,6 +114,7 @@ class Simulation:
         subgroups = [s for group in layout.subgroups for s in group]
         self._record_bytes = [s.nbytes for s in subgroups]
         self._params = [s.count for s in subgroups]
+        self._unit_of = [s.unit for s in subgroups]
         rates = costs.rates
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
@@ -209,7 +210,9 @@ class Simulation:
         units = self.layout.units
         if isinstance(work, (Read, Write)):
             kind, index = work.item
-            return f"state {index}" if kind is Kind.STATE else f"{kind.value} {units[index].name}"
+            if kind is Kind.STATE:
+                return f"state {units[self._unit_of[index]].name} {index}"
+            return f"{kind.value} {units[index].name}"
         return "clear" if isinstance(work, Clear) else units[work.unit].name
 
     def _end_next(self) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from overspill.observe.export import save_trace
+from overspill.cli.app import app
+from overspill.observe.export import load_trace, save_trace
 from overspill.observe.stats import step_stats
 from overspill.observe.trace import LANES, StepMark, Trace, intersection, length, union
 
@@ -88,7 +91,10 @@ def test_step_stats_from_a_script() -> None:
     assert stats.read.stall_s == 0.5
     assert stats.write.bytes == 0
     assert set(stats.lanes) == set(LANES)
-    assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"read": 8.0}).bound_s == 8.0
+    assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"read": 8.0}).bound_s == 6.0
+    assert step_stats(trace, StepMark(1, 0, 10_000_000_000), {"compute": 2.0}).bound_s == 3.0
+    assert stats.over_bound == 10 / 6
+    assert stats.explain() == "1.67 times the bound; compute waited for read 0.5 s"
 
 
 def test_the_oldest_spans_are_forgotten() -> None:
@@ -112,6 +118,38 @@ def test_many_threads_lose_nothing() -> None:
         thread.join()
     for lane in LANES:
         assert sum(s.nbytes for s in trace.spans() if s.lane == lane) == 2000
+
+
+def test_a_span_costs_little() -> None:
+    trace = Trace()
+
+    def per_span_s() -> float:
+        started = time.perf_counter()
+        for i in range(20_000):
+            trace.add("read", "weights transformer.h.3", i, i + 1, 4096)
+        return (time.perf_counter() - started) / 20_000
+
+    assert min(per_span_s() for _ in range(5)) < 2e-6
+
+
+def test_a_saved_trace_is_read_again(tmp_path: Path) -> None:
+    trace, path = Trace(origin_ns=0), tmp_path / "trace.json"
+    trace.add("compute", "h.0", 1000, 5000)
+    trace.add("read", "state h.0", 2000, 9000, 77)
+    trace.stall("read", 5000, 9000, "h.1")
+    trace.mark_step(4, 10_000)
+    save_trace(trace, path)
+    again = load_trace(path)
+    assert again.spans() == trace.spans() and again.stalls() == trace.stalls()
+    assert again.steps == trace.steps
+    result = CliRunner().invoke(app, ["trace", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "compute waited for read" in result.output
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    for text in ("{}", '{"traceEvents": []}', "not JSON"):
+        path.write_text(text)
+        refused = CliRunner().invoke(app, ["trace", str(path)])
+        assert refused.exit_code != 0 and "trace" in refused.output
 
 
 def test_saved_trace_has_a_named_sorted_row_per_lane(tmp_path: Path) -> None:

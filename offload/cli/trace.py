@@ -1,0 +1,32 @@
+"""``overspill trace``: the lanes of a saved trace as a picture, and what compute waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as opt
+from .failures import one_line_errors
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="Chrome trace JSON, as a run or a plan writes it.")],
+    png: Annotated[
+        Path | None, typer.Option(help="Where to draw the lanes; default: beside the file.")
+    ] = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Draw the last steps of a trace, lane by lane, and say which lane compute waited for."""
+    with one_line_errors(debug):
+        from ..observe.export import load_trace
+        from ..observe.pictures import draw_timeline
+        from ..observe.stats import step_stats
+
+        loaded = load_trace(file)
+        path = file.with_suffix(".png") if png is None else png
+        draw_timeline(loaded, path)
+        stats = step_stats(loaded, loaded.steps[-1], {})
+    typer.echo(f"step {loaded.steps[-1].index}: {stats.step_s:.3g} s, {stats.explain()}")
+    typer.echo(f"wrote {path}")
