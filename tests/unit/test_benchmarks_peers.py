@@ -1,0 +1,43 @@
+"""Environments of peers: found by name, and what is missing says how to get it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import peers
+
+
+def test_every_peer_is_pinned() -> None:
+    assert {"deepspeed", "torchao", "bitsandbytes"} <= set(peers.known())
+    for file in peers.HERE.glob("*.txt"):
+        lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+        assert lines and all("==" in line for line in lines), file.name
+
+
+def test_a_missing_peer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"benchmarks\.peers install deepspeed") as caught:
+        peers.python_of("deepspeed")
+    assert str(tmp_path / "deepspeed") in str(caught.value)
+
+
+def test_a_peer_sees_its_own_tools_and_nothing_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    python = tmp_path / "bin" / "python"
+    environment = peers.environment_of(python)
+    assert "PYTHONPATH" not in environment
+    assert environment["PATH"].startswith(f"{python.parent}:")
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", "install", "nobody"],
+        cwd=peers.HERE.parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "unknown: nobody; there are bitsandbytes" in done.stderr
