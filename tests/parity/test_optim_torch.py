@@ -1,9 +1,11 @@
 """Our optimizers against torch's own, element by element, and against the same run in double.
 
-One step from equal states differs by at most 2 units in the last place (ULP) of what is added up:
-the weight before and after, and for Adam its step of size lr (a quotient of noisy moments). Over
-many steps roundings add up at random, in torch as in ours: 2 ULP of the largest weight on the way
-per square root of a step; and ours is never more than twice as far from the run in double.
+A unit is fp32's epsilon of the largest value that the weight had on the way.  One step from equal
+states differs by at most 2 units of what is added up: the weight before and after, and for Adam its
+step of size lr (a quotient of noisy moments).  Over many steps the roundings of both add up at
+random: at most one unit per square root of a step, so 10 after 100 steps (8 were seen), where torch
+itself is up to 24 units away from the run in double; and ours is never more than twice as far from
+that run as torch is.
 """
 
 from __future__ import annotations
@@ -82,10 +84,7 @@ def assert_close(mine: Trainer, case: str, numel: int) -> None:
     exact = torch_trainer(case, numel, torch.float64).run().value()
     ulp = EPS * theirs.largest.double().clamp_min(1e-30)
     apart = (mine.value() - theirs.value()).abs() / ulp
-    # L2 decay in Adam divides two numbers that may both be almost zero: look at those by the
-    # second condition only.
-    usual = apart[apart.argsort()[: max(1, math.floor(0.999 * numel))]]
-    assert float(usual.max()) <= 2 * math.sqrt(STEPS)
+    assert float(apart.max()) <= math.sqrt(STEPS)
     error, their_error = ((x.value() - exact).abs() / ulp for x in (mine, theirs))
     assert float(error.max()) <= 2 * float(their_error.max()) + 2
 
@@ -96,15 +95,29 @@ def test_hundred_steps(case: str) -> None:
         assert_close(Trainer(ours, case, numel, torch.float32).run(), case, numel)
 
 
-@pytest.mark.parametrize("case", ["adamw", "sgd-momentum"])
-def test_large_odd_size(case: str) -> None:
+def assert_close_when_large(case: str, steps: int) -> None:
     numel = 2**20 + 3
     mine, theirs = Trainer(ours, case, numel, torch.float32), torch_trainer(case, numel)
     for trainer in (mine, theirs):
-        trainer.run(5)
+        trainer.run(steps)
     step_size = CASES[case][1]["lr"] if case.startswith("adam") else 0.0
     ulp = EPS * (theirs.largest + theirs.longest + step_size).double()
-    assert float(((mine.value() - theirs.value()).abs() / ulp).max()) <= 2 * math.sqrt(5)
+    # Among a million elements some have more bad luck than among four thousand.
+    apart = (mine.value() - theirs.value()).abs() / ulp
+    if case == "adam-l2":  # decay cancels some gradients almost: a quotient of two such is noise
+        apart = apart.sort().values[: -numel // 10_000]
+    assert float(apart.max()) <= 2 * math.sqrt(steps)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_large_odd_size(case: str) -> None:
+    assert_close_when_large(case, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_large_odd_size_for_long(case: str) -> None:
+    assert_close_when_large(case, STEPS)
 
 
 @pytest.mark.parametrize("case", CASES)
