@@ -189,10 +189,11 @@ class Residency:
 
     def _last_resort(self, need: Need) -> None:
         """Nothing moves, and the demand is not met: its own members may stand in each other's
-        way, so start over from nothing; if that does not help either, refuse."""
+        way, or small copies where large ones must lie side by side, so start over from nothing; if
+        that does not help either, refuse."""
         group = self._groups[need.unit]
         tier = self.layout.compute_tier
-        for unit in group:
+        for unit in range(len(self.layout.units)):
             if self.weights.evictable(unit, tier) is not None:
                 self.weights.drop(unit, tier)
         blocked = [u for u in group if not self.weights.toward_compute(u, -1)]

@@ -190,6 +190,8 @@ class Weights:
         if place is not None:
             return place
         keep = set(spare)
+        if arena.tier is not self.layout.compute_tier:  # on the device already: here it may go
+            keep = {u for u in keep if not ((on := self.units[u].device) and on.valid)}
         victims: list[tuple[int, int, Copy]] = []
         for unit in range(len(self.units)):
             copy = self.evictable(unit, arena.tier)
