@@ -18,6 +18,7 @@ import psutil
 from overspill.io_engine import Extent, IoEngine, Lease
 
 from .machine import OtherWork
+from .peers import environment_of, python_of
 from .runner import Sample
 
 MIB = 1 << 20
@@ -25,7 +26,6 @@ MIB = 1 << 20
 EXTENT_BYTES = (16 * MIB, 32 * MIB, 64 * MIB, 16 * MIB)
 HUGE_PAGES = 72  # of 2 MiB: 64 transfers of 128 KiB, 32 of 1 MiB or 8 of 4 MiB, and what fio adds
 RESERVED = Path("/proc/sys/vm/nr_hugepages")
-PEERS = Path(os.environ.get("OVERSPILL_PEERS") or Path.home() / ".cache" / "overspill" / "peers")
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,6 @@ class Fio:
 # -- DeepSpeed ------------------------------------------------------------------------------------
 
 
-def deepspeed_python() -> Path:
-    """The interpreter of the environment that DeepSpeed is installed in."""
-    return PEERS / "deepspeed" / "bin" / "python"
-
-
 class DeepSpeed:
     """A process with DeepSpeed's handles and its own locked buffers, one for each extent."""
 
@@ -261,20 +256,13 @@ class DeepSpeed:
         Raises:
             RuntimeError: it is not installed, or does not start; why, and what to do.
         """
-        python = deepspeed_python()
-        if not python.exists():
-            raise RuntimeError(
-                f"DeepSpeed is not in {python.parent.parent}; python -m benchmarks.peers install "
-                "deepspeed"
-            )
-        environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
-        environment.pop("PYTHONPATH", None)
+        python = python_of("deepspeed")
         self._process = subprocess.Popen(
             # Isolated: the names of our suites would hide modules of the standard library.
             [str(python), "-I", str(Path(__file__).with_name("io_deepspeed.py")), str(file),
              *map(str, sizes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment,
+            env=environment_of(python),
         )  # fmt: skip
         self.facts = self._answer()
 

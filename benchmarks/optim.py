@@ -9,7 +9,6 @@ its own (``python -m benchmarks.peers install deepspeed``).
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import time
@@ -23,9 +22,9 @@ import overspill.optim as optim
 from overspill.optim import Master, Moments
 from overspill.optim.bench import Case, moved_bytes
 
-from .io_arms import deepspeed_python
 from .machine import OtherWork
 from .optim_picture import draw_updates
+from .peers import environment_of, python_of
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
 from .runner import Arm, Call, Row, Sample, run_interleaved
 
@@ -82,20 +81,14 @@ class DeepSpeed:
 
     def start(self) -> Mapping[str, Any]:
         """Starts it and takes two steps; the first time, DeepSpeed builds its extension."""
-        python = deepspeed_python()
-        if not python.exists():
-            raise RuntimeError(
-                f"not in {python.parent.parent}; python -m benchmarks.peers install deepspeed"
-            )
-        environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
-        environment.pop("PYTHONPATH", None)
+        python = python_of("deepspeed")
         script = Path(__file__).with_name("optim_deepspeed.py")
         arguments = (self._numel, optim.threads(), COEFFICIENT, json.dumps(OPTIONS))
         self._process = subprocess.Popen(
             # Isolated: the names of our suites would hide modules of the standard library.
             [str(python), "-I", str(script), *map(str, arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment,
+            env=environment_of(python),
         )  # fmt: skip
         told = self._answer()
         for _ in range(2):

@@ -75,7 +75,7 @@ def test_fio_moves_the_same_bytes_as_ours(mode: str, tmp_path: Path) -> None:
 
 
 def test_a_peer_that_is_missing_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.io_arms.PEERS", tmp_path)
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"benchmarks\.peers install deepspeed") as caught:
         DeepSpeed(tmp_path / "file", [MIB])
     work = Work("read", NBYTES, 2)

@@ -43,7 +43,7 @@ def test_goals_and_shares() -> None:
 
 
 def test_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, "deepspeed_python", lambda: tmp_path / "bin" / "python")
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
     grad = torch.randn(1000).bfloat16()
     found = suite._compare("small", 1000, suite._arms(1000, grad), 2)
     errors = [r for r in found.rows if r.error]
@@ -59,7 +59,7 @@ def test_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
 def test_worker_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without DeepSpeed its process answers with the reason."""
-    monkeypatch.setattr(suite, "deepspeed_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(suite, "python_of", lambda name: Path(sys.executable))
     arm = DeepSpeed(100)
     with pytest.raises(RuntimeError, match="deepspeed"):
         arm.start()
