@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUITE [--quick] [--out DIR]``."""
+"""``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ SUITES = (
     "copy",
     "io",
     "optim",
+    "scale",
     "simulated",
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
@@ -23,9 +24,15 @@ def main() -> int:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--quick", action="store_true", help="small sizes: about a minute")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="for the results")
+    parser.add_argument(
+        "--peers", default="", help="step: names separated by commas, 'all' (an hour), or 'none'"
+    )
     given = parser.parse_args()
+    if given.peers and given.suite != "step":
+        parser.error(f"--peers is of the suite step; {given.suite} always has its own beside it")
+    more = {"peers": given.peers.split(",")} if given.peers else {}
     suite = importlib.import_module(f".{given.suite}", __package__)
-    result = suite.run(quick=given.quick, folder=given.out)
+    result = suite.run(quick=given.quick, folder=given.out, **more)
     data, text = result.save(given.out)
     print(f"{result.text()}\n\n{data}\n{text}")
     return 1 if result.failed else 0

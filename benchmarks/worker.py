@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,48 +22,49 @@ import torch
 
 from .machine import OtherWork
 from .model import Gpt, Shape, batch_of
+from .trainees import DTYPES, make
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-
-class Trainee:
-    """A model with its optimizer.  ``options`` are those of ``overspill.wrap``; None: plain."""
+class Training:
+    """One arm's model and trainee, and where in the tokens it is."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.shape, self._step = Shape(**spec["shape"]), 0
-        options: dict[str, Any] | None = spec["options"]
+        self._shape, self._step = Shape(**spec["shape"]), 0
         torch.manual_seed(0)
-        self.model = Gpt(self.shape).to(DTYPES[spec["precision"]])
-        device = spec["device"]
-        self._device = torch.device("cpu" if device == "sim" else device)
-        if options is None:
-            self.model.to(self._device)
-        adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=options is None)
-        self.optimizer: Any = adamw
-        if options is not None:
-            import overspill
-
-            if isinstance(options.get("rates"), dict):
-                options["rates"] = overspill.Rates(**options["rates"])
-            self.optimizer = overspill.wrap(self.model, adamw, device=device, **options)
+        with _memory(spec["options"].pop("empty_init", False)):
+            model = Gpt(self._shape).to(DTYPES[spec["precision"]])
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.trainee = make(spec["engine"], model, spec["device"], spec["options"])
 
     def facts(self) -> dict[str, Any]:
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return {"parameters": parameters, "shape": asdict(self.shape)}
+        packages = {name: _version(name) for name in ("torch", "deepspeed", "torchao")}
+        return {
+            "parameters": self.parameters,
+            "shape": asdict(self._shape),
+            "packages": {name: version for name, version in packages.items() if version},
+        }
 
     def step(self) -> float:
         """One training step; returns its loss."""
-        tokens = batch_of(self.shape, self._step).to(self._device)
+        tokens = batch_of(self._shape, self._step)
         self._step += 1
-        loss = self.model(tokens)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return self.trainee.step(tokens)
 
-    def close(self) -> None:
-        if hasattr(self.optimizer, "close"):
-            self.optimizer.close()
+
+def _memory(empty: bool) -> contextlib.AbstractContextManager[None]:
+    """Where the model is built: nowhere, if ``empty``; the engine then initializes its units."""
+    if not empty:
+        return contextlib.nullcontext()
+    import overspill
+
+    return overspill.empty_init()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def kernel_bytes() -> tuple[int, int]:
@@ -72,12 +74,18 @@ def kernel_bytes() -> tuple[int, int]:
     return int(values["read_bytes"]), int(values["write_bytes"])
 
 
-def timed(trainee: Trainee, steps: int) -> dict[str, Any]:
-    """Runs ``steps`` steps; seconds, CPU seconds and bytes are per step."""
+def timed(training: Training, steps: int, lead_in: int = 0) -> dict[str, Any]:
+    """Runs ``steps`` steps; seconds, CPU seconds and bytes are per step.
+
+    ``lead_in`` steps run before, untimed: what a step leaves to be done during the next one is
+    then not done for nothing while the other arms have their turns.
+    """
+    for _ in range(lead_in):
+        training.step()
     read, written = kernel_bytes()
     cpu, started = time.process_time(), time.perf_counter()
     with OtherWork() as others:
-        losses = [trainee.step() for _ in range(steps)]
+        losses = [training.step() for _ in range(steps)]
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     after = kernel_bytes()
     seen = {
@@ -89,7 +97,7 @@ def timed(trainee: Trainee, steps: int) -> dict[str, Any]:
         "written_bytes": (after[1] - written) // steps,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    stats = getattr(trainee.optimizer, "stats", None)
+    stats = getattr(training.trainee.optimizer, "stats", None)
     if stats is not None:
         seen["bound_s"] = stats.bound_s
     if torch.cuda.is_available():
@@ -112,21 +120,21 @@ def answers() -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def main() -> None:
     with answers() as answer:
-        trainee: Trainee | None = None
+        training: Training | None = None
         try:
             for line in sys.stdin:
                 order = json.loads(line)
-                if trainee is None:
-                    trainee = Trainee(order)
-                    answer(trainee.facts())
+                if training is None:
+                    training = Training(order)
+                    answer(training.facts())
                 else:
-                    answer(timed(trainee, order["steps"]))
+                    answer(timed(training, **order))
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})
             raise
         finally:
-            if trainee is not None:
-                trainee.close()
+            if training is not None:
+                training.trainee.close()
 
 
 if __name__ == "__main__":

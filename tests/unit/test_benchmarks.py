@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import step
+from benchmarks.deepspeed_settings import KINDS, settings
 from benchmarks.machine import facts
 from benchmarks.model import Shape
 from benchmarks.results import Comparison, Outcome, number
@@ -117,3 +118,26 @@ def test_what_a_worker_cannot_do_is_its_error() -> None:
     arm = step.Worker("refused", plan, "cpu", {"no_such_option": 1})
     (row,) = run_interleaved([arm], rounds=1)
     assert row.error is not None and "no_such_option" in row.error
+
+
+def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
+    plan = step.Plan(TINY, "bf16", rounds=1, steps=1, warmup=2)
+    (row,) = run_interleaved([step.peer("deepspeed-nvme", plan, tmp_path, "cpu")], rounds=1)
+    assert row.error is not None and "benchmarks.peers install deepspeed" in row.error
+
+
+def test_an_unknown_peer_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no peer 'nobody'; there are torch-fp32, deepspeed-nvme"):
+        step.run(quick=True, folder=tmp_path, peers=["nobody"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_deepspeed_train_the_same_way(kind: str) -> None:
+    config = settings(kind, batch=2, rate=1e-4, bf16=True, nvme="/there")
+    assert config["gradient_clipping"] == 0.0 and config["bf16"]["enabled"]
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    where = config["zero_optimization"]["offload_optimizer"]
+    assert where["device"] == ("nvme" if kind == "zero3-nvme" else "cpu")

@@ -1,0 +1,148 @@
+"""What trains the model in an arm of the step suite: plain torch, overspill, or a peer.
+
+Runs in the peers' own environments too, so it imports a library only for the arm that it is.
+All get the same model with the same weights, AdamW with torch's defaults and a rate of 1e-4, and
+no clipping.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .deepspeed_settings import settings
+from .model import Gpt
+
+LEARNING_RATE = 1e-4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Trainee:
+    """A model with what trains it.  ``step`` is one training step and returns its loss."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
+        self.model, self.optimizer, self._device = model, optimizer, device
+
+    def step(self, tokens: torch.Tensor) -> float:
+        """``tokens``: (batch, tokens + 1), int64, on the host."""
+        loss = self.model(tokens.to(self._device))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+        if hasattr(self.optimizer, "close"):
+            self.optimizer.close()
+
+
+class DeepSpeedTrainee(Trainee):
+    """DeepSpeed's engine does all three parts of a step."""
+
+    def step(self, tokens: torch.Tensor) -> float:
+        loss = self.model(tokens.to(self._device))
+        self.model.backward(loss)
+        self.model.step()
+        return float(loss.detach())
+
+    def close(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+Options = Mapping[str, Any]
+
+
+def _torch(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    model.to(device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return Trainee(model, adamw, device)
+
+
+def _overspill(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    import overspill
+
+    given = dict(options)
+    if isinstance(given.get("rates"), dict):
+        given["rates"] = overspill.Rates(**given["rates"])
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    given.setdefault("device", str(device))
+    return Trainee(model, overspill.wrap(model, adamw, **given), device)
+
+
+def _deepspeed(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    import deepspeed
+
+    _alone()
+    config = settings(
+        options["kind"], batch=options["batch"], rate=LEARNING_RATE,
+        bf16=next(model.parameters()).dtype == torch.bfloat16, nvme=options.get("nvme"),
+    )  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=True)
+    return DeepSpeedTrainee(engine, None, device)
+
+
+def _torchao(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    from torchao.optim import CPUOffloadOptimizer
+
+    model.to(device)
+    made = CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True,
+        offload_gradients=options.get("offload_gradients", False),
+    )  # fmt: skip
+    return Trainee(model, made, device)
+
+
+def _fsdp2(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    _alone()
+    torch.distributed.init_process_group("nccl,gloo" if device.type == "cuda" else "gloo")
+    mesh = init_device_mesh(device.type, (1,))
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return Trainee(model, adamw, device)
+
+
+def _bitsandbytes(model: Gpt, device: torch.device, options: Options) -> Trainee:
+    import bitsandbytes
+
+    if device.type != "cuda":
+        raise RuntimeError("bitsandbytes' paged optimizers need a CUDA device")
+    model.to(device)
+    return Trainee(model, bitsandbytes.optim.PagedAdamW(model.parameters(), LEARNING_RATE), device)
+
+
+def _alone() -> None:
+    """The environment of a group of one process, at a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
+    )
+
+
+ENGINES: Mapping[str, Callable[[Gpt, torch.device, Options], Trainee]] = {
+    "torch": _torch,
+    "overspill": _overspill,
+    "deepspeed": _deepspeed,
+    "torchao": _torchao,
+    "fsdp2": _fsdp2,
+    "bitsandbytes": _bitsandbytes,
+}
+
+
+def make(engine: str, model: Gpt, device: str, options: Options) -> Trainee:
+    """The trainee of an engine.  ``device``: of torch, or ``"sim"`` for overspill's."""
+    if device == "sim":
+        return ENGINES[engine](model, torch.device("cpu"), {**options, "device": "sim"})
+    return ENGINES[engine](model, torch.device(device), options)
