@@ -65,9 +65,10 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench
 
+# Needs no network and no .venv: PYTHON has torch, and overspill installed.  DEVICE=sim: anywhere.
+DEVICE ?= cuda
 gpu:
-	$(PYTHON) -m pytest -m gpu -q
-	$(PYTHON) -m benchmarks step --quick --out $(OUT)/gpu
+	$(PYTHON) -m benchmarks.gpu --device $(DEVICE) --out $(OUT)/gpu
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(OUT)

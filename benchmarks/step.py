@@ -7,6 +7,7 @@ fit the machine's memory together; ``--peers all`` therefore makes a comparison 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -134,10 +135,16 @@ class Worker:
         seen = self._ask({"steps": self._plan.steps, "lead_in": self._plan.lead_in})
         return Sample(seen.pop("seconds"), seen)
 
+    def kill(self) -> None:
+        """Ends its process at once; whoever waits for its answer gets an error."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         if self._process is not None:
             if self._process.stdin is not None:
-                self._process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.close()
             try:
                 self._process.wait(timeout=60)
             except subprocess.TimeoutExpired:
