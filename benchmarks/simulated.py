@@ -26,7 +26,7 @@ def draw(seed: int, slowness: float = 1.0) -> SimMachine:
     params = sum(p.numel() for p in meta_model(shape).parameters())
     return SimMachine(
         shape,
-        rng.choice(["step", "backward"]),
+        ("step", "backward")[seed % 2],
         {lane: rng.uniform(0.15, 0.6) * slowness for lane in LANES},
         {
             "device_memory": int(params * rng.uniform(0.4, 2.0)),
