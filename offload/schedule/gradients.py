@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ..config import Tier
 from .arena import Arena, Place
@@ -42,8 +42,10 @@ class _Unit:
 class Gradients:
     """One arrival at a time per unit; units independently.  Waits rather than passing a budget."""
 
-    def __init__(self, layout: Layout, emit: Callable[[Instruction], None]) -> None:
-        self.layout, self._emit = layout, emit
+    def __init__(
+        self, layout: Layout, updating: Container[int], emit: Callable[[Instruction], None]
+    ) -> None:
+        self.layout, self._updating, self._emit = layout, updating, emit
         regions = layout.regions
         device_base = regions.device_fixed + regions.device_weights
         host_base = regions.host_fixed + regions.host_weights
@@ -92,7 +94,7 @@ class Gradients:
 
     def _serve(self, signal: GradRoom) -> bool:
         item = self.units[signal.unit]
-        if item.phase not in _REST or item.device is not None:
+        if item.phase not in _REST or item.device is not None or signal.unit in self._updating:
             return False
         home = self.layout.homes[signal.unit]
         if home.grads is Tier.DEVICE:

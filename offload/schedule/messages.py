@@ -160,9 +160,18 @@ class GradReady:
 
 @dataclass(frozen=True)
 class Step:
-    """Update ``units`` (those not updated already); grant ``ticket`` when all has landed."""
+    """Update ``units`` (those not updated already).  ``ticket`` is granted when all has landed, or
+    in the ``background`` at once: compute then goes on, and waits unit by unit."""
 
     units: tuple[int, ...]
+    ticket: int
+    background: bool = False
+
+
+@dataclass(frozen=True)
+class Landed:
+    """Grant ``ticket`` once the last step's updates and their writes are over."""
+
     ticket: int
 
 
@@ -187,4 +196,4 @@ class Failed:
     work: Work
 
 
-Signal = Need | Release | Freed | GradRoom | GradReady | Step | Settled | Done | Failed
+Signal = Need | Release | Freed | GradRoom | GradReady | Step | Landed | Settled | Done | Failed

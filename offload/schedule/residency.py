@@ -24,6 +24,7 @@ from .messages import (
     Grant,
     Instruction,
     Kind,
+    Landed,
     Need,
     Read,
     Refuse,
@@ -48,12 +49,13 @@ class Residency:
         self.order = Order(longest=64 * max(1, len(layout.units)))
         self._out: list[Instruction] = []
         self.weights = Weights(layout, self.order, self._emit)
-        self.gradients = Gradients(layout, self._emit)
+        self.gradients = Gradients(layout, self.weights.updating, self._emit)
         self.updates = Updates(layout, self.order, self.weights, self.gradients, self._emit)
         self._groups = [(unit.index, *unit.shares) for unit in layout.units]
         self._demands: deque[Need] = deque()
         self._step: Step | None = None
         self._settled: list[Settled] = []
+        self._landed: list[Landed] = []
         self.in_flight: dict[Work, int] = {}
         self.failed = False
 
@@ -94,14 +96,36 @@ class Residency:
             if signal.update:
                 self.updates.add(signal.unit)
         elif isinstance(signal, Step):
-            assert self._step is None, "one step at a time"
-            self._step = signal
-            for unit in signal.units:
-                self.updates.add(unit)
+            self._begin_step(signal)
+        elif isinstance(signal, Landed):
+            self._landed.append(signal)
         elif isinstance(signal, Settled):
             self._settled.append(signal)
         else:
             raise TypeError(f"not a signal: {signal!r}")
+
+    def _begin_step(self, step: Step) -> None:
+        """Queues the updates in the order in which compute will want them."""
+        assert self._step is None, "one step at a time"
+        self.order.end_step()
+        self._step, self.weights.drains = step, not step.background
+        for unit in self.updates.in_order(step.units):
+            self.updates.add(unit)
+        if step.background:
+            self._emit(Grant(step.ticket))
+
+    def _end_step(self) -> None:
+        """All updates and their writes are over: what is stored now is one cut."""
+        step, self._step = self._step, None
+        if step is not None:
+            self.updates.end_step()
+            self.weights.commit()
+            self.weights.drains = False
+            if not step.background:
+                self._emit(Grant(step.ticket))
+        for signal in self._landed:
+            self._emit(Grant(signal.ticket))
+        self._landed.clear()
 
     def _finish(self, signal: Done | Failed) -> None:
         work = signal.work
@@ -157,24 +181,26 @@ class Residency:
             for signal in self._settled:
                 self._emit(Grant(signal.ticket))
             self._settled.clear()
-        if self._step is not None and not self.updates.busy:
-            self.updates.end_step()
-            self.weights.commit()
-            self.order.end_step()
-            self._emit(Grant(self._step.ticket))
-            self._step = None
+        if (self._step or self._landed) and not self.updates.busy:
+            self._end_step()
         if not self._demands:  # else prefetch could keep a blocked demand from ever being alone
+            self.updates.prefetch()
             self._prefetch()
         assert self.in_flight or not self._waiting, "someone waits and nothing moves"
 
     @property
     def _waiting(self) -> bool:
         """Whether anyone waits for what only the end of a move could bring."""
-        return bool(self._demands or self.gradients.room_wanted or self._step or self._settled)
+        blocking = self._step is not None and not self._step.background
+        return bool(
+            self._demands or self.gradients.room_wanted or blocking or self._settled or self._landed
+        )
 
     def _serve(self, need: Need) -> bool:
         """Brings a demanded unit and those it shares to compute; grants when all are usable."""
         group = self._groups[need.unit]
+        for unit in group:
+            self.updates.promote(unit)
         # Waiting for a queued update costs less than to read its weights a second time.
         spare = self.weights.updating.union(group)
         for unit in group:
@@ -232,6 +258,7 @@ class Residency:
             or self._demands
             or self._step
             or self._settled
+            or self._landed
             or self.updates.busy
             or self.gradients.moving
             or self.gradients.room_wanted
@@ -255,20 +282,22 @@ class Residency:
             for unit in range(len(self.layout.units)):
                 if self.weights.evictable(unit, tier) is not None:
                     self.weights.drop(unit, tier)
+        self.updates.drop_cached()
 
     def abandon(self) -> list[int]:
         """After a failure: the tickets of all who still wait, each once."""
         tickets = [need.ticket for need in self._demands]
         tickets += [wish.ticket for wish in self.gradients.room_wanted]
-        tickets += [signal.ticket for signal in self._settled]
+        tickets += [signal.ticket for signal in (*self._settled, *self._landed)]
         for unit in self.gradients.units:
             if isinstance(unit.arrival, GradRoom):
                 tickets.append(unit.arrival.ticket)
                 unit.arrival = None
-        if self._step is not None:
+        if self._step is not None and not self._step.background:
             tickets.append(self._step.ticket)
         self._demands.clear()
         self.gradients.room_wanted.clear()
         self._settled.clear()
+        self._landed.clear()
         self._step = None
         return tickets

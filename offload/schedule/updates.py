@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from itertools import islice
 
 from ..config import Tier
 from .arena import Arena, Place
 from .gradients import Gradients
 from .layout import Layout
 from .messages import Clear, Instruction, Item, Kind, Read, Update, Write
-from .order import Order, Use
+from .order import NEVER, Order, Use
 from .subgroups import Subgroup
 from .weights import Roles, Weights
 
@@ -18,26 +19,31 @@ UNITS_AHEAD = 3  # units whose weights and gradients are staged while the first 
 
 
 class _State:
-    """The record of one subgroup: its place while staged (the start of ``slot``), its extents."""
+    """The record of one subgroup: its place while in memory (the start of ``slot``), its extents.
 
-    __slots__ = ("place", "ready", "roles", "slot")
+    ``claimed`` from when an update stages it until it is written; otherwise a copy in a slot is
+    clean, and there only because it comes next.
+    """
+
+    __slots__ = ("claimed", "place", "ready", "roles", "slot")
 
     def __init__(self, place: Place | None, pair: bool) -> None:
         self.place = place
         self.slot: Place | None = None
         self.ready = place is not None
+        self.claimed = False
         self.roles = Roles(pair)
 
 
 class _Task:
     """One unit in the queue."""
 
-    __slots__ = ("done", "holds_weights", "next", "staged", "subgroups", "unit")
+    __slots__ = ("begun", "done", "holds_weights", "next", "staged", "subgroups", "unit")
 
     def __init__(self, unit: int, subgroups: tuple[Subgroup, ...]) -> None:
         self.unit, self.subgroups = unit, subgroups
         self.staged = self.next = self.done = 0
-        self.holds_weights = False
+        self.begun = self.holds_weights = False
 
 
 class Updates:
@@ -57,6 +63,8 @@ class Updates:
         base = regions.host_fixed + regions.host_weights + regions.host_grads
         self.arena = Arena(Tier.HOST, base, regions.state_slot * regions.state_slots)
         self.slot_bytes = regions.state_slot
+        self.sizes = [s.nbytes for group in layout.subgroups for s in group]
+        self.cached: set[int] = set()  # records in slots
         self.states: list[_State] = []
         self.unit_of: list[int] = []
         for unit, home in enumerate(layout.homes):
@@ -66,6 +74,9 @@ class Updates:
         self.queue: deque[_Task] = deque()
         self.updated: set[int] = set()  # units updated since the last end of a step
         self.writing = 0
+        self._forwards = False
+        self._queued: list[int] = []  # the units of this step in the order of their updates
+        self._coming: deque[int] = deque()  # subgroups on disk in the order expected next
 
     @property
     def busy(self) -> bool:
@@ -76,14 +87,45 @@ class Updates:
         """Queues a unit, unless this step updated it already."""
         if unit not in self.updated:
             self.updated.add(unit)
+            self._queued.append(unit)
+            while self._coming and self.unit_of[self._coming[0]] in self.updated:
+                self._coming.popleft()
             self.weights.begin_update(unit)
             self.order.observe(Use.UPDATE, unit)
             self.queue.append(_Task(unit, self.layout.subgroups[unit]))
 
+    def in_order(self, units: Sequence[int]) -> list[int]:
+        """The best order for a step's updates: as compute will want them, or, where compute waits
+        for all of them, turned round every time, so that each begins with what is still there."""
+        if not self.weights.drains:
+            return sorted(units, key=lambda unit: (self.order.next_use(Use.COMPUTE, unit), unit))
+        self._forwards = not self._forwards
+        return sorted(units, reverse=not self._forwards)
+
+    def promote(self, unit: int) -> None:
+        """Compute waits for the unit: its update goes before those that have not begun."""
+        if unit not in self.weights.updating:
+            return
+        at = next((i for i, task in enumerate(self.queue) if task.unit == unit), 0)
+        first = next((i for i, task in enumerate(self.queue) if not task.begun), at)
+        if first < at:
+            task = self.queue[at]
+            del self.queue[at]
+            self.queue.insert(first, task)
+
     def end_step(self) -> None:
-        self.updated.clear()
+        """All has landed: the roles of the extents turn, and the next step's order is known."""
         for state in self.states:
             state.roles.commit()
+        order = reversed(self._queued) if self.weights.drains else self._queued
+        self._coming = deque(
+            subgroup.index
+            for unit in order
+            for subgroup in self.layout.subgroups[unit]
+            if self._on_disk(subgroup.index)
+        )
+        self._queued = []
+        self.updated.clear()
 
     # -- staging --------------------------------------------------------------------------------
 
@@ -98,6 +140,7 @@ class Updates:
 
     def _stage(self, task: _Task, number: int) -> bool:
         unit, home = task.unit, self.layout.homes[task.unit]
+        task.begun = True
         if not task.holds_weights and home.weights is not Tier.DEVICE:
             if not self.weights.toward_host(unit, number - 1):
                 return False
@@ -114,18 +157,62 @@ class Updates:
 
     def _stage_state(self, subgroup: Subgroup) -> bool:
         state = self.states[subgroup.index]
-        if state.place is not None:
-            return True
+        if state.place is None and not self._fetch(subgroup.index, ()):
+            return False
+        state.claimed = state.slot is not None
+        return True
+
+    def _fetch(self, index: int, keep: Container[int]) -> bool:
+        """Starts to bring a record into a slot, but into none that one of ``keep`` has."""
+        state = self.states[index]
         state.slot = self.arena.allocate(self.slot_bytes)
         if state.slot is None:
-            return False
-        state.place = state.slot._replace(nbytes=subgroup.nbytes)
-        item = Item(Kind.STATE, subgroup.index)
+            victim = self._victim(keep)
+            if victim is None:
+                return False
+            self._drop(victim)
+            state.slot = self.arena.allocate(self.slot_bytes)
+            assert state.slot is not None
+        state.place = state.slot._replace(nbytes=self.sizes[index])
+        self.cached.add(index)
+        item = Item(Kind.STATE, index)
         if state.roles.written:
             self._emit(Read(item, state.roles.newest, state.place))
         else:
             self._emit(Clear(item, state.place))
         return True
+
+    def _victim(self, keep: Container[int]) -> int | None:
+        """A clean record that may give way: the one that comes last."""
+        clean = [
+            i
+            for i in self.cached
+            if self.states[i].ready and not self.states[i].claimed and i not in keep
+        ]
+        coming = {index: turn for turn, index in enumerate(self._coming)}
+        return max(clean, key=lambda i: coming.get(i, NEVER), default=None)
+
+    def _drop(self, index: int) -> None:
+        state = self.states[index]
+        assert state.slot is not None and not state.claimed
+        self.arena.free(state.slot)
+        state.slot, state.place, state.ready = None, None, False
+        self.cached.discard(index)
+
+    def prefetch(self) -> None:
+        """Reads the records that come next into slots that no update has claimed."""
+        count = self.layout.regions.state_slots
+        if self.queue or not self._coming:
+            return
+        first = list(islice(self._coming, count))
+        for index in first:
+            if self.states[index].place is None and not self._fetch(index, first):
+                return
+
+    def drop_cached(self) -> None:
+        """Forgets all records that are only cached.  Nothing may be under way."""
+        for index in list(self.cached):
+            self._drop(index)
 
     def _dispatch(self, task: _Task) -> bool:
         """Whether all of the task's subgroups have been dispatched."""
@@ -156,7 +243,7 @@ class Updates:
         task = self.queue[0]
         assert task.unit == signal.unit, "updates end in the order in which they were dispatched"
         state = self.states[signal.subgroup]
-        if self._state_tier(task, signal.subgroup) is Tier.NVME:
+        if self._on_disk(signal.subgroup):
             self.writing += 1
             assert state.place is not None
             item = Item(Kind.STATE, signal.subgroup)
@@ -168,16 +255,15 @@ class Updates:
             self.writing += self.layout.homes[task.unit].weights is Tier.NVME
             self.weights.updated(task.unit)
 
-    def _state_tier(self, task: _Task, index: int) -> Tier:
-        first = task.subgroups[0].index
-        return self.layout.homes[task.unit].state[index - first]
+    def _on_disk(self, index: int) -> bool:
+        unit = self.unit_of[index]
+        first = self.layout.subgroups[unit][0].index
+        return self.layout.homes[unit].state[index - first] is Tier.NVME
 
     def state_written(self, index: int) -> None:
         state = self.states[index]
         state.roles.wrote()
-        assert state.slot is not None
-        self.arena.free(state.slot)
-        state.slot, state.place, state.ready = None, None, False
+        state.claimed = False
         self.writing -= 1
 
     def weights_written(self) -> None:

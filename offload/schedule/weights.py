@@ -79,6 +79,7 @@ class Weights:
         self.host_arena = Arena(Tier.HOST, regions.host_fixed, regions.host_weights)
         self.device_arena = Arena(Tier.DEVICE, regions.device_fixed, regions.device_weights)
         self.updates_begun = self.updates_done = 0
+        self.drains = False  # whether all queued updates come before any further compute
         self.updating: set[int] = set()
         self.units: list[_Unit] = []
         self._users = [
@@ -99,8 +100,8 @@ class Weights:
 
     @property
     def queued(self) -> int:
-        """Updates that are queued: they come before any use that the recorded order foresees."""
-        return self.updates_begun - self.updates_done
+        """Queued updates that come before any use that the recorded order foresees."""
+        return self.updates_begun - self.updates_done if self.drains else 0
 
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
