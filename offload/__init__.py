@@ -12,7 +12,7 @@ from .loading import empty_init
 from .model_state import materialized
 from .observe.rates import Rates
 from .observe.stats import Stats
-from .optimizer import plan, unwrap, wrap
+from .optimizer import accumulate, plan, unwrap, wrap
 from .schedule.plan import Plan
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "Rates",
     "Stats",
     "Tier",
+    "accumulate",
     "empty_init",
     "materialized",
     "plan",

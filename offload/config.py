@@ -202,10 +202,6 @@ class OffloadConfig:
             raise ValueError(
                 "device_memory: device='cpu' has one memory tier; set host_memory instead"
             )
-        if self.update == "next_forward":
-            raise ValueError(
-                "update='next_forward' is not available in this version; use 'step' or 'backward'"
-            )
         if self.commit_every != 1 or self.extra is not None:
             raise ValueError(
                 "commit_every and extra belong to checkpoints, which this version lacks; leave "

@@ -15,6 +15,7 @@ from torch import nn
 
 from .config import OffloadConfig, Tier
 from .errors import OffloadError
+from .held_gradients import HeldGradients
 from .io_engine import IoEngine, Lease, allocate_host
 from .observe.stats import MemoryStats, Stats, step_stats
 from .observe.trace import Trace
@@ -26,7 +27,7 @@ from .runtime.direct import DirectAccess
 from .runtime.disk import Disk, PacedDisk
 from .runtime.executor import Executor
 from .runtime.extents import Extents
-from .runtime.gradient_tensor import GradientAccess, OffloadedGradient
+from .runtime.gradient_tensor import OffloadedGradient
 from .runtime.gradients import GradientCollector
 from .runtime.hooks import ModuleHooks
 from .runtime.modelled_compute import ModelledCompute
@@ -36,10 +37,10 @@ from .runtime.saved import SavedTensors
 from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.bounds import lane_seconds
-from .schedule.messages import Item, Kind, Settled, Step
 from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
+from .stepping import Stepping
 
 log = logging.getLogger("overspill")
 
@@ -59,7 +60,7 @@ class Blueprint:
     plan: Plan
     budgets: Budgets
     rule: Rule
-    update: str  # "step" or "backward"
+    update: str  # "step", "backward" or "next_forward"
 
 
 class Engine:
@@ -80,7 +81,6 @@ class Engine:
         self.accelerator, self.trace = accelerator, Trace()
         self.closed = self.materialized = False
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
-        self.step_count = self.micro_steps = 0
         self.versions = [0] * len(self.parts.units)
         self._unit_place: dict[int, tuple[int, int]] = {}
         self.stats = Stats(0.0, 0.0)
@@ -153,7 +153,7 @@ class Engine:
         self.extents = Extents(layout, self.io)
         self.updater = Updater(
             layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate,
-            norms=config.max_grad_norm is not None,
+            norms=config.max_grad_norm is not None or self.blueprint.update == "next_forward",
         )  # fmt: skip
         machine = Residency(layout)
         self.executor = Executor(
@@ -169,6 +169,10 @@ class Engine:
         self.saved = SavedTensors(
             self.residences, self.versions, self._index_of, self.backward.enter
         )
+        self.stepping = Stepping(
+            config, self.blueprint.update, self.groups, self.executor, self.updater,
+            self.residences, self.saved, self.backward, self.versions, self._compute_place,
+        )  # fmt: skip
         for unit in self.parts.units:
             for place, (_, spec) in enumerate(unit.params):
                 self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)
@@ -178,24 +182,27 @@ class Engine:
         self.residences.install()
         me = weakref.ref(self)  # p.grad must not keep the engine: such a ring is never collected
 
-        def alive() -> Engine:
+        def alive() -> HeldGradients:
             engine = me()
             if engine is None or engine.closed:
                 raise OffloadError("the engine of this gradient is closed")
-            return engine
+            return engine.held
 
-        self.access = GradientAccess(
-            lambda index, grad: alive()._add_grad(index, grad),
-            lambda index: alive().read_grad(index),
-            lambda index, value: alive().write_grad(index, value),
-        )
+        self._gradients = alive
         self.collector = GradientCollector(
             self.parts, self.executor, self.accelerator, self.updater, self.backward,
-            self._may_update, self._make_grad,
+            self.stepping.may_update, self.stepping.present, self.stepping.refuse_unseen,
+            self._make_grad,
+        )  # fmt: skip
+        self.stepping.collector = self.collector
+        self.held = HeldGradients(
+            self.config, self.parts, self.accelerator, self.direct, self._held.arenas, self.updater,
+            self.collector, self.stepping,
         )  # fmt: skip
         self.hooks = ModuleHooks(
             self.model, self.residences, self.saved, self.backward, self.trace,
             self.executor.raise_failure,
+            self.stepping.catch_up if self.stepping.background else None,
         )  # fmt: skip
         flops_s = self.accelerator.limits.device_flops_s
         if flops_s is not None:
@@ -222,76 +229,13 @@ class Engine:
         dtype = host_grad_dtype(p.dtype, self.config.accumulate)
         if dtype != p.dtype:
             p.grad_dtype = None  # type: ignore[assignment]
-        return OffloadedGradient(p, dtype, index, self.access)
-
-    def _add_grad(self, index: int, grad: torch.Tensor) -> None:
-        self._refuse_consumed(index)
-        low = self.parts.parameters[index].dtype == torch.bfloat16
-        if low and self.config.accumulate == 1 and index not in self._pending_params():
-            raise OffloadError(
-                "a second backward() added to gradients that are kept in "
-                f"{self.parts.parameters[index].dtype}; pass accumulate=N (micro-steps per step) "
-                "so that the plan keeps them in fp32"
-            )
-        self.collector.add(index, grad)
-
-    def _pending_params(self) -> set[int]:
-        return {i for p in self.collector.pending.values() for i in (*p.fresh, *p.added)}
-
-    def _refuse_consumed(self, index: int) -> None:
-        if self.parts.unit_of[index] in self.executor.machine.updates.updated:
-            raise OffloadError(
-                "update='backward' has applied this gradient already; set accumulate=N for several "
-                "backward() per step, or update='step' to use gradients between backward and step"
-            )
-
-    def _grad_view(self, index: int) -> torch.Tensor:
-        """The parameter's gradient at its place, after everything has arrived."""
-        self._refuse_consumed(index)
-        self.collector.deliver_all()
-        self.executor.request(Settled)
-        unit = self.parts.unit_of[index]
-        self.direct.settle()
-        place = self.direct.load(Item(Kind.GRADS, unit))
-        for number, chunk in enumerate(self.parts.units[unit].chunks):
-            for spec in chunk.params:
-                if spec.index == index:
-                    flat = self._held.arenas.typed(
-                        place, self.updater.grads.offsets[unit][number],
-                        self.updater.grads.dtypes[unit][number], chunk.numel,
-                    )  # fmt: skip
-                    return flat[spec.offset : spec.offset + spec.numel].as_strided(
-                        spec.shape, spec.stride, flat.storage_offset() + spec.offset
-                    )
-        raise KeyError(index)
-
-    def read_grad(self, index: int) -> torch.Tensor:
-        """A plain copy of the gradient that the engine holds for a parameter."""
-        return self._grad_view(index).to(self.accelerator.device, copy=True)
-
-    def write_grad(self, index: int, value: torch.Tensor) -> None:
-        """Replaces the gradient that the engine holds for a parameter."""
-        view = self._grad_view(index)
-        view.copy_(value)
-        self.direct.store(Item(Kind.GRADS, self.parts.unit_of[index]))
-        if self.config.max_grad_norm is not None:
-            self.updater.squares[index] = float(view.double().square().sum())
-
-    def _may_update(self, unit: int) -> bool:
-        """Whether a unit may be updated as soon as its gradients are gathered."""
-        if self.blueprint.update != "backward" or self.micro_steps != self.config.accumulate - 1:
-            return False
-        if self.saved.live[unit] or self.residences.uses[unit]:
-            return False
-        self.updater.begin_step(self.groups)
-        self.versions[unit] += 1
-        return True
+        return OffloadedGradient(p, dtype, index, self._gradients)
 
     def _backward_over(self) -> None:
         if self.executor.failed or self.closed:
             return
         self.collector.deliver_all()
-        self.micro_steps += 1
+        self.stepping.backward_over()
         self.trace.compute_pause()
 
     # -- the step -------------------------------------------------------------------------------
@@ -300,22 +244,20 @@ class Engine:
         """Updates every parameter that has a gradient."""
         self.raise_if_unusable()
         self.trace.compute_pause()
-        self.backward.abandon()
-        self.collector.take_user_grads()
-        changed = self.updater.changed_since_begin(self.groups)
-        if changed is not None:
-            raise OffloadError(
-                f"{changed!r} was changed after update='backward' had begun to apply it; change "
-                "hyper-parameters between step() and the next backward()"
-            )
-        self.executor.request(Settled)
-        units = self._present_units()
-        self.updater.begin_step(self.groups)
-        self._clip(units)
-        self.executor.request(lambda ticket: Step(tuple(units), ticket))
-        self._after_update(units)
+        self.stepping.step()
         self._measure()
-        self.updater.raise_nonfinite()
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken."""
+        return self.stepping.count
+
+    def settle(self) -> None:
+        """Waits for all updates, and until nothing moves; caches are dropped."""
+        self.raise_if_unusable()
+        self.stepping.land()
+        self.stepping.catch_up_all()
+        self.direct.settle()
 
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
@@ -323,38 +265,6 @@ class Engine:
         links = self.blueprint.plan.link_bytes
         needed = {} if rates is None else lane_seconds(links, rates)
         self.stats = step_stats(self.trace, mark, needed)
-
-    def _present_units(self) -> dict[int, frozenset[int]]:
-        units: dict[int, frozenset[int]] = {}
-        for unit in self.parts.units:
-            present = self.collector.present(unit.index)
-            if present:
-                units[unit.index] = present
-                if unit.index not in self.executor.machine.updates.updated:
-                    if self.accelerator.has_device_memory:
-                        self.collector.mark_resident(unit.index)
-                    self.updater.present(unit.index, present)
-                    self.versions[unit.index] += 1
-        return units
-
-    def _clip(self, units: Mapping[int, frozenset[int]]) -> None:
-        limit = self.config.max_grad_norm
-        if limit is not None:
-            total = self.updater.total_norm([i for present in units.values() for i in present])
-            self.updater.grad_scale = min(1.0, limit / (total + 1e-6))
-
-    def _after_update(self, units: Mapping[int, frozenset[int]]) -> None:
-        for unit, present in units.items():
-            for index in present:
-                self.updater.steps[index] += 1
-            if self.residences.fixed[unit]:
-                if self.accelerator.has_device_memory:
-                    self.executor.wait_for(self._compute_place(unit))
-                for _, spec in self.parts.units[unit].params:
-                    torch.autograd.graph.increment_version(self.parts.parameters[spec.index])
-        self.updater.end_step()
-        self.step_count += 1
-        self.micro_steps = 0
 
     # -- state of the whole ---------------------------------------------------------------------
 

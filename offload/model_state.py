@@ -84,6 +84,7 @@ class StateHooks:
 def read_weight(engine: Engine, index: int) -> torch.Tensor:
     """A copy of a parameter's current weight, on its device, in its own strides."""
     unit = engine.parts.unit_of[index]
+    engine.stepping.catch_up(unit)
     engine.residences.enter(unit)
     try:
         return engine.parts.parameters[index].detach().clone()
@@ -94,6 +95,7 @@ def read_weight(engine: Engine, index: int) -> torch.Tensor:
 def write_weights(engine: Engine, values: Mapping[int, torch.Tensor]) -> None:
     """Writes weights (and their masters, exactly) by parameter index."""
     engine.executor.raise_failure()
+    engine.stepping.land()
     engine.direct.settle()
     units = {engine.parts.unit_of[index] for index in values}
 
@@ -124,6 +126,7 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
         raise OffloadError("the model is not wrapped by overspill")
     engine.raise_if_unusable()
     params = engine.parts.parameters
+    engine.stepping.catch_up_all()
     before = [p.data for p in params]
     full = [read_weight(engine, index) for index in range(len(params))]
     engine.materialized = True

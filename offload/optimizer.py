@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _decide(
         budgets = resolve_budgets(config, accelerator)
     else:
         budgets = machine_budgets(config, machine)
-    update = "step" if config.update == "auto" else config.update
+    update = "next_forward" if config.update == "auto" else config.update
     backward = update == "backward"
     needs = Needs(_fields_of(rule, config), config.accumulate, backward, config.durable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
@@ -356,8 +357,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         order = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state: dict[int, dict[str, Any]] = {}
         if any(engine.updater.steps):
-            engine.raise_if_unusable()
-            engine.direct.settle()
+            engine.settle()
             for unit in engine.parts.units:
                 for spec, values in engine.contents.state(unit.index):
                     step = engine.updater.steps[spec.index]
@@ -395,7 +395,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if number in state_dict["state"]
         }
         self._check_shapes(by_id)
-        engine.direct.settle()
+        engine.settle()
         for unit in engine.parts.units:
             if unit.trainable:
                 engine.contents.fill(unit.index, self._values(by_id, unit.index), first=False)
@@ -459,6 +459,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.close()
 
 
+@contextmanager
+def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Iterator[None]:
+    """Says whether the ``backward()`` inside is the last one of its step.
+
+    For ``update="backward"`` with uneven micro-steps; the other modes need no word, and take it.
+
+    Example::
+
+        for number, batch in enumerate(micro_batches):
+            with overspill.accumulate(optimizer, final=number == len(micro_batches) - 1):
+                model(batch).loss.backward()
+        optimizer.step()
+
+    Raises:
+        TypeError: ``optimizer`` does not come from ``wrap``.
+        OffloadError: ``final=False``, but the run keeps no gradients between micro-steps.
+    """
+    if not isinstance(optimizer, OffloadedOptimizer):
+        raise TypeError(f"accumulate needs a wrapped optimizer, got {type(optimizer).__name__}")
+    with optimizer._engine.stepping.declared(final):
+        yield
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Gives back an ordinary model with its trained weights; ends the engine.
 
@@ -470,7 +493,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
-    engine.raise_if_unusable()
+    engine.settle()
     values = [read_weight(engine, index) for index in range(len(engine.parts.parameters))]
     for p, value in zip(engine.parts.parameters, values, strict=True):
         p.grad = None
@@ -483,4 +506,4 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-__all__ = ["OffloadedOptimizer", "Rates", "engine_of", "plan", "unwrap", "wrap"]
+__all__ = ["OffloadedOptimizer", "Rates", "accumulate", "engine_of", "plan", "unwrap", "wrap"]

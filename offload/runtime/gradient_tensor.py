@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Protocol, cast
 
 import torch
 
 from . import torch_private
 
 
-@dataclass(frozen=True)
-class GradientAccess:
-    """How the wrapper reaches its gradient: all by parameter index."""
+class GradientAccess(Protocol):
+    """How wrappers reach their gradients: all by parameter index."""
 
-    add: Callable[[int, torch.Tensor], None]
-    read: Callable[[int], torch.Tensor]
-    write: Callable[[int, torch.Tensor], None]
+    def add(self, number: int, grad: torch.Tensor) -> None: ...
+    def read(self, number: int) -> torch.Tensor: ...
+    def write(self, number: int, value: torch.Tensor) -> None: ...
+    def norms(self, numbers: Sequence[int]) -> list[float]: ...
+    def scale(self, numbers: Sequence[int], factor: float) -> None: ...
 
 
 class OffloadedGradient(torch.Tensor):
     """Stands for the gradient of parameter ``number``.
 
-    Adding to it (autograd's accumulation) goes to the engine.  Any other operation reads the
-    gradient, runs on the plain tensor, and writes back what it changed, one gradient at a time.
+    Adding to it (autograd's accumulation), its L2 norm, and multiplying it by a number go to the
+    engine, so that ``clip_grad_norm_`` and ``GradScaler`` move no gradient.  Any other operation
+    reads the gradient, runs on the plain tensor, and writes back what it changed, one at a time.
     """
 
     number: int
-    access: GradientAccess
+    access: Callable[[], GradientAccess]  # raises once the engine has ended
 
     @staticmethod
     def __new__(
@@ -36,7 +39,7 @@ class OffloadedGradient(torch.Tensor):
         like: torch.Tensor,
         dtype: torch.dtype,
         index: int,
-        access: GradientAccess,
+        access: Callable[[], GradientAccess],
     ) -> OffloadedGradient:
         made = cast(OffloadedGradient, torch_private.make_wrapper(cls, like, dtype))
         made.number, made.access = index, access
@@ -57,8 +60,13 @@ class OffloadedGradient(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.add_.Tensor and _is_plain_sum(args, kwargs):
-            args[0].access.add(args[0].number, args[1])
+            args[0].access().add(args[0].number, args[1])
             return args[0]
+        known = _KNOWN.get(torch_private.operation_name(func))
+        if known is not None:
+            done, result = known(args, kwargs)
+            if done:
+                return result
         if func.namespace == "aten" and torch_private.operation_name(func).startswith(
             "aten::_foreach"
         ):
@@ -76,6 +84,66 @@ def _is_plain_sum(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
+Outcome = tuple[bool, Any]
+_NOT_DONE: Outcome = (False, None)
+
+
+def _wrappers(value: Any) -> list[OffloadedGradient] | None:
+    """The wrappers of a list, or of one; ``None`` where anything else is among them."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values if values and all(isinstance(v, OffloadedGradient) for v in values) else None
+
+
+def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+    """L2 norms, in fp32 where gradients are narrower."""
+    grads = _wrappers(args[0])
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if grads is None or order not in (2, 2.0) or len(args) > 2 or kwargs.get("dim") is not None:
+        return _NOT_DONE
+    if kwargs.get("keepdim") or kwargs.get("dtype") not in (None, torch.float32):
+        return _NOT_DONE
+    norms = grads[0].access().norms([grad.number for grad in grads])
+    found = [
+        torch.tensor(norm, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
+        for norm, grad in zip(norms, grads, strict=True)
+    ]
+    return True, found if isinstance(args[0], (list, tuple)) else found[0]
+
+
+def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+    """In place, by a number or a tensor of one."""
+    grads, factor = _wrappers(args[0]), args[1]
+    if isinstance(factor, torch.Tensor) and factor.dim() == 0:
+        factor = factor.item()
+    if grads is None or isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        return _NOT_DONE
+    grads[0].access().scale([grad.number for grad in grads], float(factor))
+    return True, args[0] if isinstance(args[0], OffloadedGradient) else None
+
+
+def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+    """GradScaler's: says whether any gradient is not finite, and multiplies all."""
+    grads, found, factor = _wrappers(args[0]), args[1], args[2]
+    if grads is None:
+        return _NOT_DONE
+    access, numbers = grads[0].access(), [grad.number for grad in grads]
+    if not all(math.isfinite(norm) for norm in access.norms(numbers)):
+        found.fill_(1.0)
+    access.scale(numbers, float(factor))
+    return True, None
+
+
+_KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Outcome]] = MappingProxyType(
+    {
+        "aten::_foreach_norm": _norm,
+        "aten::linalg_vector_norm": _norm,
+        "aten::_foreach_mul_": _multiply,
+        "aten::mul_": _multiply,
+        "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    }
+)
+
+
 def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs ``func`` on the plain gradients, and writes back those that it mutates."""
     plain: dict[int, torch.Tensor] = {}
@@ -84,7 +152,7 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(value, OffloadedGradient):
             return value
         if value.number not in plain:
-            plain[value.number] = value.access.read(value.number)
+            plain[value.number] = value.access().read(value.number)
         return plain[value.number]
 
     result = func(*torch_private.tree_map(load, args), **torch_private.tree_map(load, dict(kwargs)))
@@ -94,7 +162,7 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if isinstance(leaf, OffloadedGradient):
                 written[leaf.number] = leaf
     for index, wrapper in written.items():
-        wrapper.access.write(index, plain[index])
+        wrapper.access().write(index, plain[index])
     back = {id(plain[index]): wrapper for index, wrapper in written.items()}
     return torch_private.tree_map(lambda r: back.get(id(r), r), result)
 

@@ -8,7 +8,7 @@ user's is copied in.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,14 @@ class GradientCollector:
         updater: Updater,
         backward: Backward,
         may_update: Callable[[int], bool],
+        announce: Callable[[int, Sequence[int]], None],
+        refuse_unseen: Callable[[int], None],
         make_grad: Callable[[int], OffloadedGradient],
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._updater, self._backward = updater, backward
-        self._may_update, self._make_grad = may_update, make_grad
+        self._may_update, self._announce, self._make_grad = may_update, announce, make_grad
+        self._refuse_unseen = refuse_unseen
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
         self.trained: list[tuple[int, ...]] = [
@@ -106,6 +109,7 @@ class GradientCollector:
         unit = self.parts.unit_of[index]
         pending = self.pending.setdefault(unit, _Pending())
         pending.fresh[index] = grad.detach()
+        self._updater.scales.pop(index, None)
         if index not in self._wrappers:
             self._wrappers[index] = self._make_grad(index)
         p.grad = self._wrappers[index]
@@ -121,6 +125,11 @@ class GradientCollector:
         else:
             self.accumulated.add(index)
             pending.added[index] = grad.detach().clone()
+
+    def awaits(self, index: int) -> bool:
+        """Whether a gradient of this backward has appeared and is not gathered yet."""
+        pending = self.pending.get(self.parts.unit_of[index])
+        return pending is not None and (index in pending.fresh or index in pending.added)
 
     def _name(self, index: int) -> str:
         unit = self.parts.units[self.parts.unit_of[index]]
@@ -141,6 +150,7 @@ class GradientCollector:
     def deliver(self, unit: int, *, final: bool = True) -> None:
         """Gathers one unit's gradients into its slot and hands them over."""
         pending = self.pending.pop(unit)
+        self._refuse_unseen(unit)
         others = [
             i
             for i in self.trained[unit]
@@ -149,7 +159,7 @@ class GradientCollector:
         merge = bool(others or pending.added)
         update = final and not others and self._may_update(unit)
         if update:
-            self._updater.present(unit, frozenset([*pending.fresh, *pending.added]))
+            self._announce(unit, (*pending.fresh, *pending.added))
         with torch.no_grad():
             place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
             assert place is not None

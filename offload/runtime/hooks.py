@@ -49,15 +49,18 @@ class ModuleHooks:
         backward: Backward,
         trace: Trace,
         alive: Callable[[], None],
+        catch_up: Callable[[int], None] | None,
     ) -> None:
         self._residences, self._saved, self._backward = residences, saved, backward
-        self._trace, self._alive = trace, alive
+        self._trace, self._alive, self._catch_up = trace, alive, catch_up
         self._frames = _Frames()
         self._handles: list[Any] = []
         me = weakref.ref(self)
         for unit, found in enumerate(residences.parts.found):
             if residences.streamed[unit]:
                 self._hook_unit(me, unit, found.module)
+            elif catch_up is not None:
+                self._hook_resident(catch_up, unit, found.module)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me)))
 
@@ -77,10 +80,24 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
+    def _hook_resident(self, catch_up: Callable[[int], None], unit: int, module: nn.Module) -> None:
+        """Whoever calls a module that owns weights of the unit waits for their update."""
+        own = {id(p) for p in self._residences.params_of(unit)}
+
+        @torch_private.not_compiled
+        def before(_module: nn.Module, _args: Any) -> None:
+            catch_up(unit)
+
+        for part in module.modules():
+            if any(id(p) in own for p in part.parameters(recurse=False)):
+                self._handles.append(part.register_forward_pre_hook(before, prepend=True))
+
     # -- units ----------------------------------------------------------------------------------
 
     def before_forward(self, unit: int) -> None:
         """The unit's module is about to run."""
+        if self._catch_up is not None:
+            self._catch_up(unit)
         self._residences.enter(unit)
         stack = self._frames.stack
         outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()

@@ -82,18 +82,18 @@ class Residences:
 
     def install(self) -> None:
         """Points every parameter at its fixed slot or at its stub."""
+        device = self.accelerator.device
         for unit in self.parts.units:
             params = self._params[unit.index]
+            self._stubs[unit.index] = tuple(
+                make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params
+            )
             if self.fixed[unit.index]:
                 residence = self._residence(unit.index)
                 self.current[unit.index] = residence
                 for p, view in zip(params, residence.views, strict=True):
                     p.data = view
             else:
-                device = self.accelerator.device
-                self._stubs[unit.index] = tuple(
-                    make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params
-                )
                 self._to_stubs(unit.index)
 
     def _residence(self, unit: int) -> Residence:
@@ -104,6 +104,21 @@ class Residences:
     def _to_stubs(self, unit: int) -> None:
         for p, stub in zip(self._params[unit], self._stubs[unit], strict=True):
             p.data = stub
+
+    def suspend(self, unit: int) -> None:
+        """A resident unit is about to be updated: nobody may read it before ``resume``."""
+        self._to_stubs(unit)
+
+    def resume(self, unit: int) -> None:
+        """A resident unit's update is over."""
+        residence = self.current[unit]
+        assert residence is not None
+        for p, view in zip(self._params[unit], residence.views, strict=True):
+            p.data = view
+
+    def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
+        """The unit's own parameters."""
+        return self._params[unit]
 
     # -- opening and closing --------------------------------------------------------------------
 

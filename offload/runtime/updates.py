@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from .pools import Arenas
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``.
+    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``, and whose
+    gradients are multiplied by ``scale``.
 
     ``position`` is that of the first element in its parameter.
     """
@@ -34,6 +35,7 @@ class Run:
     start: int
     stop: int
     step: int
+    scale: float
     position: int
 
 
@@ -78,18 +80,18 @@ class Updater:
     ) -> None:
         self.layout, self.arenas, self.rule = layout, arenas, rule
         self.grads = GradLayout(layout.units, accumulated)
-        self._groups, self._norms = groups, norms
+        self._groups, self.measures = groups, norms
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         count = 1 + max((p.index for u in layout.units for _, p in u.params), default=-1)
         self.steps = [0] * count
-        self.squares: dict[int, float] = {}
+        self.squares: dict[int, float] = {}  # sums of squares of gradients, as they arrived
+        self.scales: dict[int, float] = {}  # what the update multiplies gradients by
         self.nonfinite: list[str] = []
         self._lock = threading.Lock()
         self._arrived: dict[int, list[Arrived]] = {}
-        self._present: dict[int, frozenset[int]] = {}
-        self._scalars: dict[tuple[int, int], StepScalars] = {}
+        self._present: dict[int, dict[int, tuple[int, float]]] = {}
+        self._scalars: dict[tuple[int, int, float], StepScalars] = {}
         self._snapshot: list[dict[str, Any]] | None = None
-        self.grad_scale = 1.0
 
     # -- facts from the other threads -----------------------------------------------------------
 
@@ -98,14 +100,22 @@ class Updater:
         with self._lock:
             self._arrived.setdefault(unit, []).append(arrival)
 
-    def present(self, unit: int, params: frozenset[int]) -> None:
-        """Says which parameters of the unit have a gradient in this step."""
-        self._present[unit] = params
+    def present(self, unit: int, params: Collection[int], scale: float) -> None:
+        """Says which parameters of the unit have a gradient in this step, to be multiplied by
+        ``scale`` and by their own scales."""
+        self._present[unit] = {
+            index: (self.steps[index] + 1, scale * self.scales.get(index, 1.0)) for index in params
+        }
+
+    def forget_gradients(self) -> None:
+        """The step has taken its gradients: norms and scales are those of the next ones."""
+        self.squares.clear()
+        self.scales.clear()
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the hyper-parameters, once per step, before its first update."""
         if self._snapshot is None:
-            self._snapshot = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+            self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
 
     def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         """The name of a hyper-parameter that was changed after the step's first update."""
@@ -120,8 +130,6 @@ class Updater:
         self._snapshot = None
         self._scalars.clear()
         self._present.clear()
-        self.squares.clear()
-        self.grad_scale = 1.0
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class Updater:
         else:
             with self._lock:
                 self._arrived.get(task.unit, []).clear()
-        if self._norms:
+        if self.measures:
             for number, chunk in enumerate(unit.chunks):
                 if chunk.group is not None:
                     self._measure(task, number, chunk)
@@ -192,7 +200,7 @@ class Updater:
                 grads[run.start : run.stop],
                 weights[run.start : run.stop],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
-                self._scalars_for(chunk.group, run.step),
+                self._scalars_for(chunk.group, run.step, run.scale),
                 run.position,
             )
             if not finite:
@@ -214,27 +222,29 @@ class Updater:
             low, high = max(spec.offset, subgroup.start), min(stop, end)
             if low >= high or spec.index not in present:
                 continue
-            step = self.steps[spec.index] + 1
+            turn = present[spec.index]
             last = runs[-1] if runs else None
-            if last and last.stop == low and last.step == step and not apart:
+            if last and last.stop == low and (last.step, last.scale) == turn and not apart:
                 runs[-1] = replace(last, stop=high)
             else:
-                runs.append(Run(low, high, step, low - spec.offset))
+                runs.append(Run(low, high, *turn, low - spec.offset))
         return runs
 
-    def _scalars_for(self, group: int, step: int) -> StepScalars:
-        scalars = self._scalars.get((group, step))
+    def _scalars_for(self, group: int, step: int, scale: float) -> StepScalars:
+        scalars = self._scalars.get((group, step, scale))
         if scalars is None:
             assert self._snapshot is not None
-            scalars = self.rule.scalars(self._snapshot[group], step, self.grad_scale)
-            self._scalars[group, step] = scalars
+            scalars = self.rule.scalars(self._snapshot[group], step, scale)
+            self._scalars[group, step, scale] = scalars
         return scalars
 
     # -- the norm -------------------------------------------------------------------------------
 
     def total_norm(self, params: Sequence[int]) -> float:
         """The global L2 norm of the step's gradients, summed exactly in the order of indices."""
-        return math.sqrt(math.fsum(self.squares[index] for index in sorted(params)))
+        squares = [self.squares[i] * self.scales.get(i, 1.0) ** 2 for i in sorted(params)]
+        finite = all(math.isfinite(square) for square in squares)
+        return math.sqrt(math.fsum(squares) if finite else sum(squares))
 
     def raise_nonfinite(self) -> None:
         """Raises when an update gave values that are not finite."""
@@ -245,6 +255,11 @@ class Updater:
                 f"the update gave values that are not finite in {names}; lower the learning rate, "
                 "clip with max_grad_norm, or look for the first loss that is not finite"
             )
+
+
+def _kept(value: Any) -> Any:
+    """A hyper-parameter as it is now: one in a tensor may be changed in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -288,7 +288,8 @@ class Residency:
         """After a failure: the tickets of all who still wait, each once."""
         tickets = [need.ticket for need in self._demands]
         tickets += [wish.ticket for wish in self.gradients.room_wanted]
-        tickets += [signal.ticket for signal in (*self._settled, *self._landed)]
+        tickets += [signal.ticket for signal in self._settled]
+        tickets += [signal.ticket for signal in self._landed]
         for unit in self.gradients.units:
             if isinstance(unit.arrival, GradRoom):
                 tickets.append(unit.arrival.ticket)

@@ -66,7 +66,7 @@ def save_masters(model: nn.Module, path: Path) -> int:
     engine = engine_of(model)
     assert engine is not None, "only a wrapped model has masters"
     engine.raise_if_unusable()
-    engine.direct.settle()
+    engine.settle()
     names = {id(p): name for name, p in model.named_parameters()}
     params = engine.parts.parameters
     trained = [

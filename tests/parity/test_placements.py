@@ -59,7 +59,7 @@ def reference(kind: str, steps: int = STEPS, **more: Any) -> tuple[list[float], 
         return train(model, opt, steps, micro_steps=micro), weights(model)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_bits_do_not_depend_on_placement(
@@ -78,7 +78,7 @@ def test_bits_do_not_depend_on_placement(
 def test_accumulation_in_fp32(precision: str, placement: str, tmp_path: Path) -> None:
     more = {"precision": precision, "accumulate": 3}
     losses, final = reference("tied", 4, micro_steps=3, **more)
-    for update in ("step", "backward"):
+    for update in ("step", "backward", "next_forward"):
         model = make("tied")
         with wrapped(model, tmp_path, PLACEMENTS[placement], update=update, **more) as optimizer:
             assert train(model, optimizer, 4, micro_steps=3) == losses

@@ -1,0 +1,124 @@
+"""The gradients that the engine holds between backward and step, as ``p.grad`` shows them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .config import OffloadConfig
+from .optim import sum_of_squares
+from .runtime.accelerators.base import Accelerator
+from .runtime.direct import DirectAccess
+from .runtime.gradients import GradientCollector
+from .runtime.pools import Arenas
+from .runtime.updates import Updater
+from .schedule.messages import Item, Kind, Settled
+from .schedule.partition import ParamSpec, Partition
+from .stepping import Stepping
+
+log = logging.getLogger("overspill")
+
+
+class HeldGradients:
+    """Reads and writes one gradient at a time; norms and scales touch no gradient at all.
+
+    A norm is known from arrival (sums of squares in fp64), and a scale is applied by the update
+    in the pass that it makes anyway, in fp32 before any rounding to a narrower gradient.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        parts: Partition,
+        accelerator: Accelerator,
+        direct: DirectAccess,
+        arenas: Arenas,
+        updater: Updater,
+        collector: GradientCollector,
+        stepping: Stepping,
+    ) -> None:
+        self._config, self._parts, self._accelerator = config, parts, accelerator
+        self._direct, self._arenas, self._updater = direct, arenas, updater
+        self._collector, self._stepping = collector, stepping
+        self._warned = False
+
+    # -- one gradient ---------------------------------------------------------------------------
+
+    def add(self, number: int, grad: torch.Tensor) -> None:
+        """Autograd adds to a gradient of an earlier backward."""
+        self._stepping.refuse_consumed(self._parts.unit_of[number])
+        if number in self._updater.scales:
+            self.write(number, self.read(number))
+        low = self._parts.parameters[number].dtype == torch.bfloat16
+        again = self._collector.awaits(number)  # used twice in one backward
+        if low and self._config.accumulate == 1 and not self._warned and not again:
+            self._warned = True
+            log.warning(
+                "overspill: gradients are accumulated in bfloat16, as torch does; pass "
+                "accumulate=N (micro-steps per step) to wrap to accumulate in fp32"
+            )
+        self._collector.add(number, grad)
+
+    def read(self, number: int) -> torch.Tensor:
+        flat, spec = self._flat(number)
+        shaped = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+        copy = shaped.to(self._accelerator.device, copy=True)
+        scale = self._updater.scales.get(number, 1.0)
+        return copy if scale == 1.0 else copy.mul_(scale)
+
+    def write(self, number: int, value: torch.Tensor) -> None:
+        flat, spec = self._flat(number)
+        flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
+        self._updater.scales.pop(number, None)
+        self._updater.squares[number] = sum_of_squares(flat.cpu())
+        self._direct.store(Item(Kind.GRADS, self._parts.unit_of[number]))
+
+    def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
+        """The parameter's gradient at its place, flat, after everything has arrived."""
+        unit = self._parts.unit_of[number]
+        self._stepping.refuse_consumed(unit)
+        self._collector.deliver_all()
+        self._collector.executor.request(Settled)
+        self._direct.settle()
+        place = self._direct.load(Item(Kind.GRADS, unit))
+        grads = self._updater.grads
+        for chunk_number, chunk in enumerate(self._parts.units[unit].chunks):
+            for spec in chunk.params:
+                if spec.index == number:
+                    whole = self._arenas.typed(
+                        place, grads.offsets[unit][chunk_number], grads.dtypes[unit][chunk_number],
+                        chunk.numel,
+                    )  # fmt: skip
+                    return whole[spec.offset : spec.offset + spec.numel], spec
+        raise KeyError(number)
+
+    # -- norms and scales -----------------------------------------------------------------------
+
+    def norms(self, numbers: Sequence[int]) -> list[float]:
+        """The L2 norm of each gradient, as it is now.
+
+        The first call reads the gradients; from then on norms are taken as gradients arrive.
+        """
+        self._updater.measures = True
+        self._collector.deliver_all()
+        self._collector.executor.request(Settled)
+        found: list[float] = []
+        for number in numbers:
+            self._stepping.refuse_consumed(self._parts.unit_of[number])
+            if number not in self._updater.squares:
+                self._updater.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
+            scale = self._updater.scales.get(number, 1.0)
+            found.append(math.sqrt(self._updater.squares[number]) * abs(scale))
+        return found
+
+    def scale(self, numbers: Sequence[int], factor: float) -> None:
+        """Multiplies gradients by ``factor`` when the update reads them."""
+        self._collector.deliver_all()
+        for number in numbers:
+            self._stepping.refuse_consumed(self._parts.unit_of[number])
+            if factor != 1.0:
+                before = self._updater.scales.get(number, 1.0)
+                self._updater.scales[number] = before * factor

@@ -1,0 +1,214 @@
+"""The optimizer step: which units are updated when, in every update mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from .config import OffloadConfig
+from .errors import OffloadError
+from .runtime.backward import Backward
+from .runtime.executor import Executor
+from .runtime.gradients import GradientCollector
+from .runtime.residences import Residences
+from .runtime.saved import SavedTensors
+from .runtime.updates import Updater
+from .schedule.arena import Place
+from .schedule.messages import Landed, Need, Release, Settled, Step
+
+
+class Stepping:
+    """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
+    gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
+
+    collector: GradientCollector  # set when the model is hooked up
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        update: str,
+        groups: Sequence[Mapping[str, Any]],
+        executor: Executor,
+        updater: Updater,
+        residences: Residences,
+        saved: SavedTensors,
+        backward: Backward,
+        versions: list[int],
+        place_of: Callable[[int], Place],
+    ) -> None:
+        self._config, self.update, self._groups = config, update, groups
+        self._executor, self._updater, self._residences = executor, updater, residences
+        self._saved, self._backward, self._versions = saved, backward, versions
+        self._place_of = place_of
+        self.count = self.micro_steps = 0
+        self.background = update != "step"
+        self._early: set[int] = set()  # units that this step's backward has updated
+        self._late: set[int] = set()  # resident units whose update nobody has waited for yet
+        self._landing = False
+        self._final: bool | None = None
+
+    # -- during backward ------------------------------------------------------------------------
+
+    def may_update(self, unit: int) -> bool:
+        """Whether a unit may be updated now, its gradients being gathered."""
+        final = self._final
+        if final is None:
+            final = self.micro_steps == self._config.accumulate - 1
+        if self.update != "backward" or not final:
+            return False
+        if self._saved.live[unit] or self._residences.uses[unit]:
+            return False
+        self.land()
+        self._updater.begin_step(self._groups)
+        self._versions[unit] += 1
+        self._early.add(unit)
+        return True
+
+    def present(self, unit: int, params: Sequence[int]) -> None:
+        """Says which parameters of a unit have a gradient, before its update."""
+        self._updater.present(unit, params, 1.0)
+
+    def refuse_consumed(self, unit: int) -> None:
+        """Raises when backward has used up the gradients of a unit already."""
+        if unit in self._early:
+            raise OffloadError(
+                "update='backward' has applied this gradient already; for several backward() per "
+                "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
+                "update='next_forward' to use gradients between backward and step"
+            )
+
+    def refuse_unseen(self, unit: int) -> None:
+        """Raises when a resident unit was computed with while its update was under way."""
+        if unit in self._late:
+            name = self._residences.parts.units[unit].name
+            raise OffloadError(
+                f"weights of {name!r} were used without calling the module that owns them, while "
+                f"their update was under way; call the module, or set update='step'"
+            )
+
+    def backward_over(self) -> None:
+        """The outermost backward pass has ended."""
+        self.micro_steps += 1
+
+    @contextmanager
+    def declared(self, final: bool) -> Iterator[None]:
+        """Inside, every backward is (or is not) the last one of the step."""
+        if not final and self.update == "backward" and self._config.accumulate == 1:
+            raise OffloadError(
+                "update='backward' keeps no gradients between micro-steps unless it is told to; "
+                "pass accumulate=N, at least 2, to wrap"
+            )
+        before, self._final = self._final, final
+        try:
+            yield
+        finally:
+            self._final = before
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient; in the background, if so set."""
+        self._backward.abandon()
+        self.collector.take_user_grads()
+        changed = self._updater.changed_since_begin(self._groups) if self._early else None
+        if changed is not None:
+            raise OffloadError(
+                f"{changed!r} was changed after update='backward' had begun to apply it; change "
+                "hyper-parameters between step() and the next backward()"
+            )
+        if not self._early:
+            self.land()
+        units = {
+            unit.index: present
+            for unit in self._residences.parts.units
+            if (present := self.collector.present(unit.index))
+        }
+        scale = self._verdict(units)
+        self._updater.begin_step(self._groups)
+        self._announce(units, scale)
+        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background))
+        self._landing = True
+        self._after(units)
+        if not self.background:
+            self.land()
+
+    def land(self) -> None:
+        """Waits until the last step's updates are over; raises what they found."""
+        if self._landing:
+            self._executor.request(Landed)
+            self._landing = False
+            self._updater.end_step()
+            self._updater.raise_nonfinite()
+
+    def _verdict(self, units: Mapping[int, frozenset[int]]) -> float:
+        """The factor that brings the global norm down to ``max_grad_norm``.
+
+        A norm that is not finite ends the step before anything has changed: once updates run in
+        the background it would be too late to say so.
+        """
+        if not self._updater.measures:
+            return 1.0
+        self._executor.request(Settled)
+        indices = [i for present in units.values() for i in present]
+        total = self._updater.total_norm(indices)
+        if not math.isfinite(total):
+            bad = [i for i in indices if not math.isfinite(self._updater.total_norm([i]))]
+            names = {self._residences.parts.unit_of[i]: None for i in bad}
+            listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
+            raise OffloadError(
+                f"gradients are not finite in {listed}; no weight was changed; lower the learning "
+                "rate, or look for the first loss that is not finite"
+            )
+        limit = self._config.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (total + 1e-6))
+
+    def _announce(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
+        for unit, present in units.items():
+            if unit not in self._early:
+                if self._executor.accelerator.has_device_memory:
+                    self.collector.mark_resident(unit)
+                self._updater.present(unit, present, scale)
+                self._versions[unit] += 1
+        self._updater.forget_gradients()
+
+    def _after(self, units: Mapping[int, frozenset[int]]) -> None:
+        """Counts the step.  In the background, resident units are waited for one by one; until
+        then a stray read shows, as it does for units that are not there."""
+        parts = self._residences.parts
+        for unit, present in units.items():
+            for index in present:
+                self._updater.steps[index] += 1
+            if self._residences.fixed[unit]:
+                self._late.add(unit)
+                self._residences.suspend(unit)
+                if not self.background:
+                    self.catch_up(unit)
+                for _, spec in parts.units[unit].params:
+                    torch.autograd.graph.increment_version(parts.parameters[spec.index])
+        self._early.clear()
+        self.count += 1
+        self.micro_steps = 0
+
+    # -- before compute -------------------------------------------------------------------------
+
+    def catch_up(self, unit: int) -> None:
+        """Compute is about to use a unit: waits for the resident ones among its weights."""
+        for member in self._residences.groups[unit]:
+            if member in self._late:
+                name = self._residences.parts.units[member].name
+                self._executor.request(partial(Need, member), name)
+                self._executor.tell(Release(member))
+                if self._executor.accelerator.has_device_memory:
+                    self._executor.wait_for(self._place_of(member))
+                self._late.discard(member)
+                self._residences.resume(member)
+
+    def catch_up_all(self) -> None:
+        """Waits for every resident unit, so that parameters show their weights."""
+        for unit in sorted(self._late):
+            self.catch_up(unit)
