@@ -43,6 +43,7 @@ from .schedule.residency import Residency
 from .stepping import Stepping
 
 log = logging.getLogger("overspill")
+ATTRIBUTE = "_overspill_engine"
 
 
 class Removable(Protocol):
@@ -314,3 +315,10 @@ class Engine:
             "a wrapped model cannot be pickled: its weights are not all in memory; save "
             "model.state_dict() instead"
         )
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine of a wrapped model, else ``None``."""
+    engine = model.__dict__.get(ATTRIBUTE)
+    assert engine is None or isinstance(engine, Engine)
+    return engine

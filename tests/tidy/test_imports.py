@@ -14,7 +14,10 @@ LEVELS = [
     {"overspill"},  # the public names
     {"overspill.optimizer", "overspill.durable"},
     {"overspill.model_state"},
+    {"overspill.decide"},
     {"overspill.engine"},
+    {"overspill.held_gradients"},
+    {"overspill.stepping"},
     {"overspill.loading", "overspill.budgets"},
     {"overspill.runtime"},
     {"overspill.schedule"},

@@ -1,0 +1,135 @@
+"""From a model, its optimizer and the options to a blueprint; nothing is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .budgets import machine_budgets, resolve_budgets
+from .config import OffloadConfig, Tier
+from .engine import Blueprint, engine_of
+from .errors import OffloadError
+from .observe.machine import Machine
+from .observe.rates import cached
+from .optim import Master, Rule, granule_of, moments_of, rule_for
+from .runtime.accelerator import Accelerator
+from .schedule.bounds import step_bound
+from .schedule.choose import choose_plan
+from .schedule.partition import Chunk, partition
+from .schedule.plan import Needs, Plan
+from .schedule.subgroups import StateField
+
+
+def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:
+    if dtype == torch.bfloat16:
+        return "fp32" if config.master == "fp32" else "split"
+    return "fp32" if dtype == torch.float16 else None
+
+
+def _fields_of(rule: Rule, config: OffloadConfig) -> Callable[[Chunk], tuple[StateField, ...]]:
+    return lambda chunk: rule.state_fields(
+        chunk.dtype, _master_of(chunk.dtype, config), config.moments
+    )
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if engine_of(model) is not None:
+        raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
+    for name, module in model.named_modules():
+        if engine_of(module) is not None:
+            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+    own = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in own:
+                raise ValueError(
+                    f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
+                    "not in the model; build the optimizer from model.parameters()"
+                )
+
+
+def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
+    allowed = {"cpu", "meta", accelerator.device.type}
+    for name, p in model.named_parameters():
+        if p.device.type not in allowed:
+            raise ValueError(
+                f"parameter {name!r} is on {p.device}; move the model to the CPU or to "
+                f"{accelerator.device} before wrap"
+            )
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
+    own = moments_of(optimizer)
+    if own not in ("fp32", config.moments):
+        raise ValueError(
+            f"the optimizer stores its moments as {own!r}, but wrap was told {config.moments!r}; "
+            f"pass moments={own!r} to wrap, or leave it out of the optimizer"
+        )
+
+
+def decide(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
+    accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
+) -> Blueprint:  # fmt: skip
+    rule = rule_for(optimizer)
+    _check_model(model, optimizer)
+    _check_devices(model, accelerator)
+    _check_moments(optimizer, config)
+    groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    granule = granule_of(rule.state_fields(torch.float32, None, config.moments))
+    parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
+    if machine is None or machine.host_memory is None:
+        budgets = resolve_budgets(config, accelerator)
+    else:
+        budgets = machine_budgets(config, machine)
+    update = "next_forward" if config.update == "auto" else config.update
+    backward = update == "backward"
+    needs = Needs(_fields_of(rule, config), config.accumulate, backward, config.durable)
+    trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
+    if config.master == "split" and torch.bfloat16 not in trained:
+        raise ValueError(
+            f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
+            "precision='bf16' or leave master out"
+        )
+    chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, tokens)
+    layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
+    links, bound = chosen.link_bytes, None
+    if config.rates is not None and not shortfalls:
+        bound = step_bound(
+            layout, links, config.rates, update=update, micro_steps=config.accumulate,
+            tokens=tokens,
+        )  # fmt: skip
+    plan = Plan(
+        fits=not shortfalls,
+        shortfalls=shortfalls,
+        placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
+        tier_bytes={
+            Tier.DEVICE: layout.regions.device_bytes,
+            Tier.HOST: layout.regions.host_bytes,
+            Tier.NVME: disk,
+        },
+        link_bytes=links,
+        disk_bytes=disk,
+        step_s=chosen.step_s if config.rates is not None else None,
+        bound_s=None if bound is None else bound.seconds,
+        bottleneck=None if bound is None else bound.bottleneck,
+        layout=layout,
+        simulated=chosen.simulated,
+        budgets=budgets,
+    )
+    return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:
+    if config.rates is not None:
+        return config
+    from dataclasses import replace
+
+    return replace(config, rates=cached(config.nvme or (), accelerator.kind))
