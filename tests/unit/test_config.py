@@ -76,7 +76,6 @@ def test_shares_and_auto_resolve() -> None:
         ({"commit_every": 5}, ValueError, "this version lacks"),
         ({"extra": dict}, ValueError, "this version lacks"),
         ({"moments": "int4"}, ValueError, "moments must be one of"),
-        ({"update": "next_forward"}, ValueError, "not available"),
     ],
 )
 def test_refusals(options: dict[str, object], kind: type[Exception], words: str) -> None:
