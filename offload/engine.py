@@ -153,9 +153,8 @@ class Engine:
             set_threads(config.threads)
         self.extents = Extents(layout, self.io)
         self.updater = Updater(
-            layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate,
-            norms=config.max_grad_norm is not None or self.blueprint.update == "next_forward",
-        )  # fmt: skip
+            layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate
+        )
         machine = Residency(layout)
         self.executor = Executor(
             machine, self._held.arenas, self.accelerator, self._disk(), self.extents, self.trace,
@@ -174,6 +173,7 @@ class Engine:
             config, self.blueprint.update, self.groups, self.executor, self.updater,
             self.residences, self.saved, self.backward, self.versions, self._compute_place,
         )  # fmt: skip
+        self.updater.measures = self.stepping.judges
         for unit in self.parts.units:
             for place, (_, spec) in enumerate(unit.params):
                 self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)

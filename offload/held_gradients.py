@@ -102,12 +102,13 @@ class HeldGradients:
 
         The first call reads the gradients; from then on norms are taken as gradients arrive.
         """
+        for number in numbers:
+            self._stepping.refuse_consumed(self._parts.unit_of[number])
         self._updater.measures = True
         self._collector.deliver_all()
         self._collector.executor.request(Settled)
         found: list[float] = []
         for number in numbers:
-            self._stepping.refuse_consumed(self._parts.unit_of[number])
             if number not in self._updater.squares:
                 self._updater.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
             scale = self._updater.scales.get(number, 1.0)

@@ -47,6 +47,7 @@ class Stepping:
         self._place_of = place_of
         self.count = self.micro_steps = 0
         self.background = update != "step"
+        self.judges = update == "next_forward" or config.max_grad_norm is not None
         self._early: set[int] = set()  # units that this step's backward has updated
         self._late: set[int] = set()  # resident units whose update nobody has waited for yet
         self._landing = False
@@ -151,7 +152,7 @@ class Stepping:
         A norm that is not finite ends the step before anything has changed: once updates run in
         the background it would be too late to say so.
         """
-        if not self._updater.measures:
+        if not self.judges:
             return 1.0
         self._executor.request(Settled)
         indices = [i for present in units.values() for i in present]

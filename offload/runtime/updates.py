@@ -75,12 +75,11 @@ class Updater:
         rule: Rule,
         groups: Sequence[Mapping[str, Any]],
         accumulated: int,
-        *,
-        norms: bool,
     ) -> None:
         self.layout, self.arenas, self.rule = layout, arenas, rule
         self.grads = GradLayout(layout.units, accumulated)
-        self._groups, self.measures = groups, norms
+        self._groups = groups
+        self.measures = False  # whether norms are taken as gradients arrive
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         count = 1 + max((p.index for u in layout.units for _, p in u.params), default=-1)
         self.steps = [0] * count
