@@ -152,6 +152,6 @@ def _seen(
         {tier.value: memory.peak_bytes for tier, memory in optimizer.memory.items()},
         simulate(
             plan.layout, Costs.from_flops(plan.layout, rates, tokens), micro_steps=1,
-            update_in_backward=machine.update == "backward",
+            update=machine.update,
         ),
     )  # fmt: skip

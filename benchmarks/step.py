@@ -58,7 +58,7 @@ class Plan:
     warmup: int
     lead_in: int = 1
     host_memory: int = 1 << 30
-    modes: tuple[str, ...] = ("step", "backward")
+    modes: tuple[str, ...] = ("step", "backward", "next_forward")
 
 
 QUICK = Plan(SMALL, "bf16", rounds=3, steps=2, warmup=2, host_memory=64 << 20)

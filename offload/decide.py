@@ -90,8 +90,7 @@ def decide(
     else:
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
-    backward = update == "backward"
-    needs = Needs(_fields_of(rule, config), config.accumulate, backward, config.durable)
+    needs = Needs(_fields_of(rule, config), config.accumulate, update, config.durable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(

@@ -78,10 +78,9 @@ def step_bound(
 ) -> Bound:
     """No schedule of this placement is faster.
 
-    Any lane's own time is a bound.  What must come after the last backward has begun, or after it
-    has ended (``update="step"``), adds to all before it: the update, its writes and, less what
-    staging room lets come early, its reads.  With ``"next_forward"`` all that lies under any
-    compute.
+    Any lane's own time is a bound.  With ``update="step"``, what must come after the last backward
+    has ended adds to all before it: the update, its writes and, less what staging room lets come
+    early, its reads.  In the other modes all that lies under any compute.
 
     Args:
         links: bytes of a step by lane.
@@ -90,21 +89,20 @@ def step_bound(
     flops = step_flops(layout.units, tokens)
     seconds = lane_seconds(links, rates, update_params=trained_params(layout), flops=flops)
     floors = dict(seconds)
-    if update != "next_forward":
+    if update == "step":
         compute = seconds.get("compute", 0.0)
         last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
         before = max(compute - last, _first_forward(layout, rates))
         out = seconds.get("copy_out", 0.0) if micro_steps == 1 else 0.0
         gradients = before + max(last, out)  # when the last of them has come
-        begin = before if update == "backward" else gradients
         read, write = _state_seconds(layout, rates)
         late = {"update": seconds.get("update", 0.0), "write": write, "read": read}
         floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
         floors["compute"] = max(compute, before + last)
         for lane, time in late.items():
-            floors[lane] = max(floors.get(lane, 0.0), begin + time if time else 0.0)
+            floors[lane] = max(floors.get(lane, 0.0), gradients + time if time else 0.0)
         if write and rates.disk_both_bytes_s:
-            floors["write"] = max(floors["write"], begin + _shared_seconds(layout, rates))
+            floors["write"] = max(floors["write"], gradients + _shared_seconds(layout, rates))
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)

@@ -71,7 +71,7 @@ def _foresee(
     def run(costs: Costs) -> Simulated:
         return simulate(
             coarse, costs, micro_steps=needs.accumulate,
-            update_in_backward=needs.update_in_backward,
+            update=needs.update,
         )  # fmt: skip
 
     if tokens:

@@ -50,9 +50,14 @@ class Needs:
 
     fields_of: FieldsOf
     accumulate: int
-    update_in_backward: bool
+    update: str  # "step", "backward" or "next_forward"
     durable: bool
     prefetch_depth: int | None = None
+
+    @property
+    def update_in_backward(self) -> bool:
+        """Whether a unit is updated while earlier ones still run backward."""
+        return self.update == "backward"
 
     @property
     def transient_grads(self) -> bool:

@@ -28,6 +28,7 @@ from .messages import (
     GradRoom,
     Grant,
     Kind,
+    Landed,
     Need,
     Read,
     Refuse,
@@ -110,6 +111,7 @@ class Simulation:
         self._ends: list[tuple[float, int, int, _Lane]] = []
         self._numbers = itertools.count()
         self._granted: set[int] = set()
+        self._landed = True
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
         self._record_bytes = [s.nbytes for s in subgroups]
@@ -270,6 +272,7 @@ class Simulation:
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
         group = (unit, *shares)
         streamed = not all(self.layout.homes[u].resident for u in group)
+        streamed = streamed or not self.machine.weights.updating.isdisjoint(group)
         if streamed:
             ticket = self._ticket()
             self._send(Need(unit, ticket))
@@ -292,7 +295,7 @@ class Simulation:
         self._wait(ticket, self.layout.units[unit].name)
         self._send(GradReady(unit, merge, update))
 
-    def step(self, micro_steps: int, update_in_backward: bool) -> None:
+    def step(self, micro_steps: int, update: str) -> None:
         """One optimizer step over all units in their order."""
         units, costs = self.layout.units, self.costs
         self.link_bytes = dict.fromkeys(LINKS, 0)
@@ -302,19 +305,36 @@ class Simulation:
             for unit in reversed(units):
                 self._compute(unit.index, costs.backward_s[unit.index])
                 if unit.trainable:
-                    final = update_in_backward and micro == micro_steps - 1
+                    final = update == "backward" and micro == micro_steps - 1
+                    if final:
+                        self._land()
                     self._deliver(unit.index, merge=micro > 0, update=final)
-        self._send(Settled(ticket := self._ticket()))
-        self._wait(ticket, "")
+        self._finish_step(update)
+        index = len(self.trace.steps) + 1
+        self.trace.mark_step(index, _ns(self.now_s))
+
+    def _finish_step(self, update: str) -> None:
+        """What ``optimizer.step()`` does."""
+        units = self.layout.units
+        if update != "backward":
+            self._send(Settled(ticket := self._ticket()))
+            self._wait(ticket, "")
+        self._land()
         trained = tuple(u.index for u in units if u.trainable)
-        self._send(Step(trained, ticket := self._ticket()))
+        self._send(Step(trained, ticket := self._ticket(), update != "step"))
         self._wait(ticket, "")
-        if self.layout.has_device:
+        self._landed = update == "step"
+        if self._landed and self.layout.has_device:
             for unit in units:
                 if self.layout.homes[unit.index].resident:
                     self._arrive(unit.index, "")
-        index = len(self.trace.steps) + 1
-        self.trace.mark_step(index, _ns(self.now_s))
+
+    def _land(self) -> None:
+        """Waits until the last step's updates are over."""
+        if not self._landed:
+            self._send(Landed(ticket := self._ticket()))
+            self._wait(ticket, "")
+            self._landed = True
 
 
 def _inverse(rate: float | None) -> float:
@@ -332,12 +352,10 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def simulate(
-    layout: Layout, costs: Costs, *, micro_steps: int, update_in_backward: bool
-) -> Simulated:
+def simulate(layout: Layout, costs: Costs, *, micro_steps: int, update: str) -> Simulated:
     """The steady state: what a step takes, moves and holds."""
     run = Simulation(layout, costs)
     for _ in range(WARM_STEPS + 1):
-        run.step(micro_steps, update_in_backward)
+        run.step(micro_steps, update)
     stats = step_stats(run.trace, run.trace.steps[-1], {})
     return Simulated(stats, run.link_bytes, run.peak_bytes, run.trace)

@@ -27,9 +27,10 @@ RATES = Rates(1e9, 1e9, 1e-5, 5e8, 4e8, 6e8, 1e8, 1e10, 1e11)
 def draw(seed: int) -> tuple[Partition, Budgets, Needs]:
     rng = random.Random(seed)
     parts = random_parts(rng)
-    backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
+    update = rng.choice(["step", "backward", "backward", "next_forward"])
+    accumulate = rng.choice([1, 1, 3])
     needs = Needs(
-        lambda chunk: [Field("exp_avg", torch.float32)], accumulate, backward,
+        lambda chunk: [Field("exp_avg", torch.float32)], accumulate, update,
         rng.random() < 0.5, rng.randint(0, 6),
     )  # fmt: skip
     device = None if rng.random() < 0.4 else rng.randint(1, 30) * 100_000
@@ -59,7 +60,7 @@ def runs(parts: Partition, budgets: Budgets, needs: Needs) -> None:
 
     run.machine.handle = checked  # type: ignore[method-assign,assignment]
     for _ in range(2):
-        run.step(needs.accumulate, needs.update_in_backward)
+        run.step(needs.accumulate, needs.update)
     assert run.peak_bytes[Tier.HOST] <= layout.regions.host_bytes <= budgets.host
     assert run.peak_bytes[Tier.DEVICE] <= layout.regions.device_bytes
 
@@ -97,11 +98,11 @@ def test_a_simulated_step_is_not_below_its_bound(seed: int) -> None:
         pytest.skip("does not fit")
     seen = simulate(
         layout, Costs.from_flops(layout, RATES, 64), micro_steps=needs.accumulate,
-        update_in_backward=needs.update_in_backward,
+        update=needs.update,
     )  # fmt: skip
     bound = step_bound(
         layout, seen.link_bytes, RATES, tokens=64 * needs.accumulate,
-        update="backward" if needs.update_in_backward else "step", micro_steps=needs.accumulate,
+        update=needs.update, micro_steps=needs.accumulate,
     )  # fmt: skip
     assert seen.stats.step_s >= bound.seconds * 0.9999, (seen.stats, bound)
 

@@ -102,7 +102,14 @@ def run(seed: int, steps: int) -> int:
     parts = random_parts(rng)
     fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
     backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
-    needs = Needs(fields, accumulate, backward, rng.random() < 0.5, rng.randint(0, 8))
+    mode = "backward" if backward else "step"
+    needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8))
+        fields,
+        accumulate,
+        "backward" if backward else "step",
+        rng.random() < 0.5,
+        rng.randint(0, 8),
+    )
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
     layout, _, shortfalls = make_layout(parts, budgets, needs)
@@ -168,7 +175,7 @@ def test_many_more() -> None:
 
 def streamed_machine(count: int) -> tuple[Residency, list[int]]:
     """A machine with at least ``count`` units that are not resident, and those units."""
-    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, False, True, 3)
+    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, "step", True, 3)
     for seed in range(100):
         parts = random_parts(random.Random(seed))
         for budget in (1_000_000, 2_000_000, 4_000_000):
