@@ -104,12 +104,6 @@ def run(seed: int, steps: int) -> int:
     backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
     mode = "backward" if backward else "step"
     needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8))
-        fields,
-        accumulate,
-        "backward" if backward else "step",
-        rng.random() < 0.5,
-        rng.randint(0, 8),
-    )
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
     layout, _, shortfalls = make_layout(parts, budgets, needs)
