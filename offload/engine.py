@@ -190,10 +190,11 @@ class Engine:
             return engine.held
 
         self._gradients = alive
+        transient = self.blueprint.update == "backward" and self.config.accumulate == 1
         self.collector = GradientCollector(
             self.parts, self.executor, self.accelerator, self.updater, self.backward,
             self.stepping.may_update, self.stepping.present, self.stepping.refuse_unseen,
-            self._make_grad,
+            transient, self._make_grad,
         )  # fmt: skip
         self.stepping.collector = self.collector
         self.held = HeldGradients(

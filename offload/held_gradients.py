@@ -49,11 +49,11 @@ class HeldGradients:
 
     def add(self, number: int, grad: torch.Tensor) -> None:
         """Autograd adds to a gradient of an earlier backward."""
-        self._stepping.refuse_consumed(self._parts.unit_of[number])
+        self._stepping.refuse_consumed([number])
         if number in self._updater.scales:
             self.write(number, self.read(number))
         low = self._parts.parameters[number].dtype == torch.bfloat16
-        again = self._collector.awaits(number)  # used twice in one backward
+        again = self._collector.awaits(number) or number in self._collector.zeroed
         if low and self._config.accumulate == 1 and not self._warned and not again:
             self._warned = True
             log.warning(
@@ -62,7 +62,13 @@ class HeldGradients:
             )
         self._collector.add(number, grad)
 
+    def zero(self, number: int) -> None:
+        """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
+        self._collector.zero(number)
+
     def read(self, number: int) -> torch.Tensor:
+        if number in self._collector.zeroed:
+            return torch.zeros_like(self._parts.parameters[number])
         flat, spec = self._flat(number)
         shaped = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
         copy = shaped.to(self._accelerator.device, copy=True)
@@ -70,6 +76,9 @@ class HeldGradients:
         return copy if scale == 1.0 else copy.mul_(scale)
 
     def write(self, number: int, value: torch.Tensor) -> None:
+        if number in self._collector.zeroed:
+            self._collector.replace(number, value)
+            return
         flat, spec = self._flat(number)
         flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
         self._updater.scales.pop(number, None)
@@ -79,7 +88,7 @@ class HeldGradients:
     def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
         """The parameter's gradient at its place, flat, after everything has arrived."""
         unit = self._parts.unit_of[number]
-        self._stepping.refuse_consumed(unit)
+        self._stepping.refuse_consumed([number])
         self._collector.deliver_all()
         self._collector.executor.request(Settled)
         self._direct.settle()
@@ -102,13 +111,15 @@ class HeldGradients:
 
         The first call reads the gradients; from then on norms are taken as gradients arrive.
         """
-        for number in numbers:
-            self._stepping.refuse_consumed(self._parts.unit_of[number])
+        self._stepping.refuse_consumed(numbers)
         self._updater.measures = True
         self._collector.deliver_all()
         self._collector.executor.request(Settled)
         found: list[float] = []
         for number in numbers:
+            if number in self._collector.zeroed:
+                found.append(0.0)
+                continue
             if number not in self._updater.squares:
                 self._updater.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
             scale = self._updater.scales.get(number, 1.0)
@@ -117,9 +128,9 @@ class HeldGradients:
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
         """Multiplies gradients by ``factor`` when the update reads them."""
+        self._stepping.refuse_consumed(numbers)
         self._collector.deliver_all()
         for number in numbers:
-            self._stepping.refuse_consumed(self._parts.unit_of[number])
-            if factor != 1.0:
+            if factor != 1.0 and number not in self._collector.zeroed:
                 before = self._updater.scales.get(number, 1.0)
                 self._updater.scales[number] = before * factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -55,14 +55,15 @@ class Stepping:
 
     # -- during backward ------------------------------------------------------------------------
 
-    def may_update(self, unit: int) -> bool:
-        """Whether a unit may be updated now, its gradients being gathered."""
+    def may_update(self, unit: int, over: bool) -> bool:
+        """Whether a unit may be updated now, its gradients being gathered; ``over``: no backward
+        runs any more, so that a graph that is still there is in nobody's way."""
         final = self._final
         if final is None:
             final = self.micro_steps == self._config.accumulate - 1
         if self.update != "backward" or not final:
             return False
-        if self._saved.live[unit] or self._residences.uses[unit]:
+        if not over and (self._saved.live[unit] or self._residences.uses[unit]):
             return False
         self.land()
         self._updater.begin_step(self._groups)
@@ -71,12 +72,13 @@ class Stepping:
         return True
 
     def present(self, unit: int, params: Sequence[int]) -> None:
-        """Says which parameters of a unit have a gradient, before its update."""
+        """Says which parameters of a unit have a gradient, before its update in backward."""
         self._updater.present(unit, params, 1.0)
+        self.collector.consumed.update(params)
 
-    def refuse_consumed(self, unit: int) -> None:
-        """Raises when backward has used up the gradients of a unit already."""
-        if unit in self._early:
+    def refuse_consumed(self, params: Collection[int]) -> None:
+        """Raises when backward has used up the gradient of one of the parameters."""
+        if not self.collector.consumed.isdisjoint(params):
             raise OffloadError(
                 "update='backward' has applied this gradient already; for several backward() per "
                 "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
@@ -104,6 +106,11 @@ class Stepping:
                 "update='backward' keeps no gradients between micro-steps unless it is told to; "
                 "pass accumulate=N, at least 2, to wrap"
             )
+        with self._all_final(final):
+            yield
+
+    @contextmanager
+    def _all_final(self, final: bool = True) -> Iterator[None]:
         before, self._final = self._final, final
         try:
             yield
@@ -115,7 +122,8 @@ class Stepping:
     def step(self) -> None:
         """Updates every parameter that has a gradient; in the background, if so set."""
         self._backward.abandon()
-        self.collector.take_user_grads()
+        with self._all_final():
+            self.collector.take_user_grads()
         changed = self._updater.changed_since_begin(self._groups) if self._early else None
         if changed is not None:
             raise OffloadError(
@@ -129,6 +137,9 @@ class Stepping:
             for unit in self._residences.parts.units
             if (present := self.collector.present(unit.index))
         }
+        for unit, present in units.items():
+            if unit not in self._early:
+                self.refuse_consumed(present)
         scale = self._verdict(units)
         self._updater.begin_step(self._groups)
         self._announce(units, scale)

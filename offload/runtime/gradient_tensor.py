@@ -18,6 +18,7 @@ class GradientAccess(Protocol):
     def add(self, number: int, grad: torch.Tensor) -> None: ...
     def read(self, number: int) -> torch.Tensor: ...
     def write(self, number: int, value: torch.Tensor) -> None: ...
+    def zero(self, number: int) -> None: ...
     def norms(self, numbers: Sequence[int]) -> list[float]: ...
     def scale(self, numbers: Sequence[int], factor: float) -> None: ...
 
@@ -133,12 +134,23 @@ def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
     return True, None
 
 
+def _zero(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+    grads = _wrappers(args[0])
+    if grads is None:
+        return _NOT_DONE
+    for grad in grads:
+        grad.access().zero(grad.number)
+    return True, args[0] if isinstance(args[0], OffloadedGradient) else None
+
+
 _KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Outcome]] = MappingProxyType(
     {
         "aten::_foreach_norm": _norm,
         "aten::linalg_vector_norm": _norm,
         "aten::_foreach_mul_": _multiply,
         "aten::mul_": _multiply,
+        "aten::zero_": _zero,
+        "aten::_foreach_zero_": _zero,
         "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
     }
 )

@@ -45,22 +45,24 @@ class GradientCollector:
         accelerator: Accelerator,
         updater: Updater,
         backward: Backward,
-        may_update: Callable[[int], bool],
+        may_update: Callable[[int, bool], bool],
         announce: Callable[[int, Sequence[int]], None],
         refuse_unseen: Callable[[int], None],
+        transient: bool,
         make_grad: Callable[[int], OffloadedGradient],
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._updater, self._backward = updater, backward
         self._may_update, self._announce, self._make_grad = may_update, announce, make_grad
-        self._refuse_unseen = refuse_unseen
+        self._refuse_unseen, self._transient = refuse_unseen, transient
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
         self.trained: list[tuple[int, ...]] = [
             tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
             for unit in parts.units
         ]
-        self.accumulated: set[int] = set()  # parameters that got more than one gradient
+        self.zeroed: set[int] = set()  # parameters whose gradient was set to zero in place
+        self.consumed: set[int] = set()  # parameters whose gradient an update in backward used up
         self._handles: list[Any] = []
         me = weakref.ref(self)
         for indices in self.trained:
@@ -87,6 +89,7 @@ class GradientCollector:
         """Autograd has accumulated into ``p.grad``."""
         grad = p.grad
         self._backward.opened()
+        self._refuse_unseen(self.parts.unit_of[index])
         if grad is None:
             return
         if not isinstance(grad, OffloadedGradient):
@@ -97,7 +100,7 @@ class GradientCollector:
             self.trained[unit]
         ):
             self._backward.leave(unit)
-            self.deliver(unit)
+            self.deliver(unit, over=False)
 
     def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
         """Replaces a fresh gradient by the wrapper, and keeps it until the unit is gathered."""
@@ -109,13 +112,44 @@ class GradientCollector:
         unit = self.parts.unit_of[index]
         pending = self.pending.setdefault(unit, _Pending())
         pending.fresh[index] = grad.detach()
-        self._updater.scales.pop(index, None)
+        self._renew(index)
         if index not in self._wrappers:
             self._wrappers[index] = self._make_grad(index)
         p.grad = self._wrappers[index]
 
+    def _renew(self, index: int) -> None:
+        """A parameter's earlier gradient is of no more account."""
+        self._updater.scales.pop(index, None)
+        self.zeroed.discard(index)
+        self.consumed.discard(index)
+
+    def zero(self, index: int) -> None:
+        """``p.grad.zero_()``: nothing is written before somebody wants the zeroes."""
+        pending = self.pending.get(self.parts.unit_of[index])
+        if pending is not None:
+            pending.fresh.pop(index, None)
+            pending.added.pop(index, None)
+        self._renew(index)
+        self.zeroed.add(index)
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """Another gradient takes the place of a parameter's zeroes."""
+        self._renew(index)
+        unit = self.parts.unit_of[index]
+        self.pending.setdefault(unit, _Pending()).fresh[index] = value.detach().clone()
+
+    def _zeroes(self, unit: int) -> None:
+        """The unit is about to be gathered: zeroes that nothing was added to are gradients too."""
+        for index in self.zeroed.intersection(self.trained[unit]):
+            if self.live(index):
+                self.replace(index, torch.zeros_like(self.parts.parameters[index]))
+            self.zeroed.discard(index)
+
     def add(self, index: int, grad: torch.Tensor) -> None:
         """``p.grad.add_(grad)``: autograd accumulates into the wrapper."""
+        if index in self.zeroed:
+            self.replace(index, grad)
+            return
         unit = self.parts.unit_of[index]
         pending = self.pending.setdefault(unit, _Pending())
         if index in pending.fresh:
@@ -123,7 +157,6 @@ class GradientCollector:
         elif index in pending.added:
             pending.added[index] = pending.added[index] + grad
         else:
-            self.accumulated.add(index)
             pending.added[index] = grad.detach().clone()
 
     def awaits(self, index: int) -> bool:
@@ -143,23 +176,30 @@ class GradientCollector:
     # -- delivery -------------------------------------------------------------------------------
 
     def deliver_all(self) -> None:
-        """Gathers whatever has appeared."""
+        """Gathers whatever has appeared: backward is over."""
         for unit in list(self.pending):
-            self.deliver(unit)
+            self.deliver(unit, over=True)
 
-    def deliver(self, unit: int, *, final: bool = True) -> None:
-        """Gathers one unit's gradients into its slot and hands them over."""
-        pending = self.pending.pop(unit)
-        self._refuse_unseen(unit)
+    def deliver(self, unit: int, *, over: bool) -> None:
+        """Gathers one unit's gradients into its slot and hands them over.
+
+        ``over``: backward has ended.  Where gradients have no home, they stay pending until the
+        update may consume them.
+        """
+        self._zeroes(unit)
+        pending = self.pending[unit]
         others = [
             i
             for i in self.trained[unit]
             if i not in pending.fresh and i not in pending.added and self.live(i)
         ]
         merge = bool(others or pending.added)
-        update = final and not others and self._may_update(unit)
+        update = not others and self._may_update(unit, over)
         if update:
             self._announce(unit, (*pending.fresh, *pending.added))
+        elif self._transient:
+            return
+        del self.pending[unit]
         with torch.no_grad():
             place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
             assert place is not None
@@ -230,14 +270,16 @@ class GradientCollector:
     # -- at the step ----------------------------------------------------------------------------
 
     def take_user_grads(self) -> None:
-        """Copies in gradients that the user has put into ``p.grad`` himself."""
+        """Copies in gradients that the user has put into ``p.grad`` himself, zeroes among them."""
         for indices in self.trained:
             for index in indices:
                 p: nn.Parameter = self.parts.parameters[index]
                 if p.grad is not None and not isinstance(p.grad, OffloadedGradient):
                     self._take(index, p, p.grad)
-        for unit in list(self.pending):
-            self.deliver(unit, final=False)
+        for index in self.zeroed:
+            if self.live(index):
+                self.pending.setdefault(self.parts.unit_of[index], _Pending())
+        self.deliver_all()
 
     def present(self, unit: int) -> frozenset[int]:
         """The unit's parameters that have a gradient."""

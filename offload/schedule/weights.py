@@ -87,7 +87,7 @@ class Weights:
             for u in layout.units
         ]
         for unit, home in zip(layout.units, layout.homes, strict=True):
-            item = _Unit(unit.weight_bytes, layout.durable)
+            item = _Unit(unit.weight_bytes, layout.durable and unit.trainable)
             if home.host_place is not None:
                 item.host = Copy(home.host_place, valid=True, fixed=True)
             if home.device_place is not None:

@@ -439,3 +439,14 @@ def test_buffers_stay_and_integers_too(tmp_path: Path) -> None:
         for name in ("0.bias", "1.running_mean"):  # the gradient is zero but for rounding
             del got[name], expected[name]
         close(got, expected)
+
+
+def test_frozen_weights_on_disk_can_be_loaded(tmp_path: Path) -> None:
+    model = make()
+    model.blocks.requires_grad_(False)
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, update="backward", **NVME) as ours:
+        train(model, ours, 1)
+        twice = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(twice)
+        assert all(torch.equal(v, twice[k]) for k, v in model.state_dict().items())
+        train(model, ours, 1)
