@@ -103,8 +103,12 @@ class Updates:
         return sorted(units, reverse=not self._forwards)
 
     def promote(self, unit: int) -> None:
-        """Compute waits for the unit: its update goes before those that have not begun."""
-        if unit not in self.weights.updating:
+        """Compute waits for the unit: its update goes before those that have not begun.
+
+        Not while its gradients are on their way: those before it may hold the room they need.
+        """
+        arrived = self.gradients.held(unit) or self.gradients.stored(unit)
+        if unit not in self.weights.updating or not arrived:
             return
         at = next((i for i, task in enumerate(self.queue) if task.unit == unit), 0)
         first = next((i for i, task in enumerate(self.queue) if not task.begun), at)
