@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -102,15 +103,23 @@ class _Running:
             self._try(self._sample)
 
 
-def run_interleaved(arms: Sequence[Arm], rounds: int) -> list[Row]:
-    """Starts all arms, then samples each once a round; returns a row for each, in order."""
+def run_interleaved(arms: Sequence[Arm], rounds: int, budget_s: float = float("inf")) -> list[Row]:
+    """Starts all arms, then samples each once a round; returns a row for each, in order.
+
+    After the first, a round is left out that would end more than ``budget_s`` after the start.
+    """
     running: list[_Running] = []
+    started, longest_s = time.monotonic(), 0.0
     try:
         for arm in arms:
             running.append(_Running(arm))
-        for _ in range(rounds):
+        for done in range(rounds):
+            begun = time.monotonic()
+            if done and begun - started + longest_s > budget_s:
+                break
             for each in running:
                 each.round()
+            longest_s = max(longest_s, time.monotonic() - begun)
     finally:
         for each in running:
             each.arm.close()

@@ -47,6 +47,11 @@ def test_arms_take_turns() -> None:
     assert log == ["start a", "start b", "a", "b", "a", "b", "close a", "close b"]
 
 
+def test_rounds_over_the_budget_are_left_out_but_the_first() -> None:
+    (row,) = run_interleaved([Scripted("a", [], [1.0, 2.0])], rounds=2, budget_s=0.0)
+    assert [sample.seconds for sample in row.samples] == [1.0]
+
+
 def test_ratios_are_taken_round_by_round() -> None:
     log: list[str] = []
     first, second = run_interleaved(
