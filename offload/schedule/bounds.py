@@ -78,9 +78,10 @@ def step_bound(
 ) -> Bound:
     """No schedule of this placement is faster.
 
-    Any lane's own time is a bound.  With ``update="step"``, what must come after the last backward
-    has ended adds to all before it: the update, its writes and, less what staging room lets come
-    early, its reads.  In the other modes all that lies under any compute.
+    Any lane's own time is a bound.  Updates, and what staging room does not let come early of their
+    reads, can lie under a part of a step only, so that the rest adds to them: with ``"step"`` all
+    of it, and the writes as well; with ``"backward"`` the forward, which begins with what was
+    updated last; with ``"next_forward"`` the last backward, which ends with the norm.
 
     Args:
         links: bytes of a step by lane.
@@ -89,20 +90,22 @@ def step_bound(
     flops = step_flops(layout.units, tokens)
     seconds = lane_seconds(links, rates, update_params=trained_params(layout), flops=flops)
     floors = dict(seconds)
+    compute = seconds.get("compute", 0.0)
+    last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
+    before = max(compute - last, _first_forward(layout, rates))
+    out = seconds.get("copy_out", 0.0) if micro_steps == 1 else 0.0
+    gradients = max(last, out)  # from the begin of the last backward to the end of the last copy
+    floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
+    floors["compute"] = max(compute, before + last)
+    aside = {"step": before + gradients, "backward": before, "next_forward": gradients}[update]
+    read, write = _state_seconds(layout, rates)
+    late = {"update": seconds.get("update", 0.0), "read": read}
     if update == "step":
-        compute = seconds.get("compute", 0.0)
-        last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
-        before = max(compute - last, _first_forward(layout, rates))
-        out = seconds.get("copy_out", 0.0) if micro_steps == 1 else 0.0
-        gradients = before + max(last, out)  # when the last of them has come
-        read, write = _state_seconds(layout, rates)
-        late = {"update": seconds.get("update", 0.0), "write": write, "read": read}
-        floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
-        floors["compute"] = max(compute, before + last)
-        for lane, time in late.items():
-            floors[lane] = max(floors.get(lane, 0.0), gradients + time if time else 0.0)
+        late["write"] = write
         if write and rates.disk_both_bytes_s:
-            floors["write"] = max(floors["write"], gradients + _shared_seconds(layout, rates))
+            late["write"] = max(write, _shared_seconds(layout, rates))
+    for lane, time in late.items():
+        floors[lane] = max(floors.get(lane, 0.0), aside + time if time else 0.0)
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)

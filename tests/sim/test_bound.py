@@ -53,8 +53,10 @@ def test_what_waits_for_the_last_gradients_adds_to_the_bound() -> None:
             layout, plan.link_bytes, rates, update=update, micro_steps=micro_steps, tokens=16
         ).seconds
 
-    assert bound("next_forward") == pytest.approx(max(update_s, compute_s))
-    assert bound("backward") == bound("next_forward")
+    assert bound("next_forward") == pytest.approx(compute_s * 2 / 3 + update_s, rel=1e-3)
+    assert bound("next_forward", 2) == pytest.approx(compute_s / 3 + update_s, rel=1e-3)
+    assert bound("backward") == pytest.approx(compute_s / 3 + update_s)
+    assert bound("backward", 2) == pytest.approx(compute_s * 2 / 3 + update_s)
     assert bound("step") == pytest.approx(compute_s + update_s, rel=1e-3)
     none = step_bound(layout, {}, overspill.Rates(), update="step")
     assert none.seconds == 0.0 and none.bottleneck is None
