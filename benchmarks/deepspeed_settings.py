@@ -14,8 +14,8 @@ def settings(kind: str, *, batch: int, rate: float, bf16: bool, nvme: str | None
     one piece of the whole model, with buffers of that size and nothing to overlap.
     ``buffer_count``: four buffers serve one piece at a time (weight, gradient, two moments); with
     both pipelines three pieces are on their way, and the default of 4 dies with "Not enough
-    buffers".  Tried at 319 M parameters, 2 x 256 tokens: pieces of 50 million 7.4-8.5 s a step and
-    9.7 GiB, of 100 million 7.6-7.9 s and 11.6 GiB, 50 million without pipelines 11.0-12.4 s and
+    buffers".  Tried at 319 M parameters, 2 x 256 tokens: pieces of 50 million 7.4-10.5 s a step and
+    9.7 GiB, of 100 million 7.6-15.2 s and 11.6 GiB, 50 million without pipelines 11.0-13.1 s and
     6.3 GiB.  I/O of 1 MiB at depth 32 by four threads is the fastest of its handle here.
     """
     zero: dict[str, Any] = {
