@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import overspill
+from overspill.observe.trace import Span
 from overspill.schedule.bounds import step_bound, step_flops, trained_params
 from overspill.schedule.simulate import Costs, Simulated, simulate
 
@@ -83,14 +84,14 @@ class Measured:
     """What was measured on a machine, and what the simulator says of it.
 
     ``covered``: share of moves and updates under compute.  ``stalls``: seconds a step by lane.
-    ``peaks``: bytes in use by (device, host) memory, at most.
+    ``links``: bytes a step by lane.  ``held``: the most bytes in use by tier.
     """
 
     all_s: tuple[float, ...]
     bound_s: float
     covered: float
     stalls: Mapping[str, float]
-    links: Mapping[str, int]
+    links: Mapping[str, float]
     held: Mapping[str, int]
     simulated: Simulated = field(repr=False)
 
@@ -133,6 +134,15 @@ def measure(machine: SimMachine, *, steps: int = 3, warmup: int = 2) -> Measured
             return _seen(machine, model, optimizer, rates, steps)
 
 
+def _moved(spans: Iterable[Span], steps: int) -> dict[str, float]:
+    """Bytes a step that each link has moved."""
+    moved = dict.fromkeys(HIDDEN[:-1], 0.0)
+    for span in spans:
+        if span.lane in moved:
+            moved[span.lane] += span.nbytes / steps
+    return moved
+
+
 def _seen(
     machine: SimMachine, model: Gpt, optimizer: Any, rates: overspill.Rates, steps: int
 ) -> Measured:
@@ -148,7 +158,7 @@ def _seen(
         bound.seconds,
         trace.covered_share(HIDDEN, *window),
         stalls,
-        {lane: optimizer.stats.lanes[lane].bytes for lane in HIDDEN[:-1]},
+        _moved(trace.spans(*window), steps),
         {tier.value: memory.peak_bytes for tier, memory in optimizer.memory.items()},
         simulate(
             plan.layout, Costs.from_flops(plan.layout, rates, tokens), micro_steps=1,

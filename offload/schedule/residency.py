@@ -235,7 +235,7 @@ class Residency:
         self._emit(Refuse(need.ticket, unit, tier.value, nbytes, free))
 
     def _prefetch(self) -> None:
-        room = True
+        room, updating = True, self.weights.updating
         queued = self.weights.queued
         if self._step is not None and queued > UNITS_AHEAD:
             return  # what room there is will be wanted by the updates first
@@ -244,11 +244,11 @@ class Residency:
             if use is Use.COMPUTE:
                 for member in self._groups[unit]:
                     if room:
-                        room = self.weights.toward_compute(member, distance)
+                        room = self.weights.toward_compute(member, distance, updating)
                     elif self.layout.has_device:
-                        self.weights.toward_host(member, distance)
+                        self.weights.toward_host(member, distance, updating)
             elif self.layout.homes[unit].weights is not Tier.DEVICE:
-                self.weights.toward_host(unit, distance)
+                self.weights.toward_host(unit, distance, updating)
 
     @property
     def idle(self) -> bool:

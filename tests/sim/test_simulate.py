@@ -12,8 +12,8 @@ from benchmarks.simulated import measure_drawn
 
 def check(seed: int, seen: Measured) -> None:
     simulated = seen.simulated
-    for lane, nbytes in simulated.link_bytes.items():  # what runs late may be read once more
-        assert nbytes == pytest.approx(seen.links[lane], rel=0.25), (seed, lane)
+    for lane, nbytes in simulated.link_bytes.items():  # which steps end amid a move may differ
+        assert nbytes == pytest.approx(seen.links[lane], rel=0.05), (seed, lane)
     for tier, nbytes in simulated.peak_bytes.items():
         assert nbytes <= seen.held[tier.value], seed
     assert simulated.stats.step_s >= seen.bound_s * 0.999, seed
