@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from .budgets import machine_budgets, resolve_budgets
 from .config import OffloadConfig, Tier
 from .engine import Blueprint, engine_of
 from .errors import OffloadError
+from .observe.calibration import Calibration, Task, calibrate
 from .observe.machine import Machine
-from .observe.rates import cached
 from .optim import Master, Rule, granule_of, moments_of, rule_for
+from .optim.bench import case_of
 from .runtime.accelerator import Accelerator
 from .schedule.bounds import step_bound
 from .schedule.choose import choose_plan
@@ -126,9 +129,23 @@ def decide(
     return Blueprint(config, parts, plan, budgets, rule, update)
 
 
-def with_rates(config: OffloadConfig, accelerator: Accelerator) -> OffloadConfig:
-    if config.rates is not None:
-        return config
-    from dataclasses import replace
+def calibrated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
+    accelerator: Accelerator, *, anew: bool = False,
+) -> tuple[OffloadConfig, Calibration | None]:  # fmt: skip
+    """The options with rates: the user's own, else those of this machine, measured once.
 
-    return replace(config, rates=cached(config.nvme or (), accelerator.kind))
+    Raises:
+        TypeError: no rule for the optimizer.
+        IoError: a directory is missing or cannot be written.
+    """
+    if config.rates is not None:
+        return config, None
+    _check_model(model, optimizer)
+    sizes = Counter[torch.dtype]()
+    for p in model.parameters():
+        sizes[config.weight_dtype or p.dtype] += p.numel()
+    dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
+    update = case_of(rule_for(optimizer), dtype, _master_of(dtype, config), config.moments)
+    kept = calibrate(config.nvme or (), accelerator.kind, Task(update, dtype), anew=anew)
+    return replace(config, rates=kept.for_task(Task(update, dtype))), kept

@@ -17,6 +17,8 @@ from .config import OffloadConfig, Tier
 from .errors import OffloadError
 from .held_gradients import HeldGradients
 from .io_engine import IoEngine, Lease, allocate_host
+from .observe.calibration import Calibration
+from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
 from .observe.trace import Trace
 from .optim import Rule, set_threads
@@ -73,6 +75,7 @@ class Engine:
         groups: Sequence[Mapping[str, Any]],
         blueprint: Blueprint,
         accelerator: Accelerator,
+        calibration: Calibration | None = None,
     ) -> None:
         assert blueprint.plan.layout is not None
         self.model, self.groups, self.blueprint = model, groups, blueprint
@@ -85,6 +88,8 @@ class Engine:
         self.versions = [0] * len(self.parts.units)
         self._unit_place: dict[int, tuple[int, int]] = {}
         self.stats = Stats(0.0, 0.0)
+        self._calibration = calibration  # None where the user gave rates
+        self._drift = None if calibration is None else Drift(calibration.rates)
         self.budgets = {
             Tier.DEVICE: Budget(Tier.DEVICE, blueprint.budgets.device or 0),
             Tier.HOST: Budget(Tier.HOST, blueprint.budgets.host),
@@ -267,6 +272,10 @@ class Engine:
         links = self.blueprint.plan.link_bytes
         needed = {} if rates is None else lane_seconds(links, rates)
         self.stats = step_stats(self.trace, mark, needed)
+        wrong = None if self._drift is None else self._drift.see(self.stats)
+        if wrong is not None and self._calibration is not None:
+            self._drift = None
+            self._calibration.doubted(wrong)
 
     # -- state of the whole ---------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .config import OffloadConfig, Tier
-from .decide import decide, with_rates
+from .decide import calibrated, decide
 from .engine import ATTRIBUTE, Blueprint, Engine, engine_of
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
@@ -36,6 +36,7 @@ def plan(
     *,
     tokens: int = 0,
     machine: Machine | None = None,
+    measure: bool = False,
     **options: Any,
 ) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
@@ -46,6 +47,7 @@ def plan(
         tokens: of one micro-step.  They let compute count; without them, time is that of moves and
             updates alone.
         machine: plan for that one; with sizes in it, its memory and disks count, not those here.
+        measure: measure this machine anew instead of using the rates kept from before.
         options: see ``OffloadConfig``.
 
     Raises:
@@ -59,7 +61,7 @@ def plan(
     config = OffloadConfig.from_options(options)
     accelerator = make_accelerator(config.device, config.rates)
     try:
-        config = with_rates(config, accelerator)
+        config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
         return decide(model, optimizer, config, accelerator, tokens, machine).plan
     finally:
         accelerator.close()
@@ -129,12 +131,12 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     config = OffloadConfig.from_options(options)
     accelerator = make_accelerator(config.device, config.rates)
     try:
-        config = with_rates(config, accelerator)
+        config, calibration = calibrated(model, optimizer, config, accelerator)
         blueprint = decide(model, optimizer, config, accelerator)
         _raise_shortfall(blueprint.plan, blueprint)
         if config.weights is not None:
             match_files(WeightFiles(config.weights), model, blueprint.parts)
-        engine = Engine(model, optimizer.param_groups, blueprint, accelerator)
+        engine = Engine(model, optimizer.param_groups, blueprint, accelerator, calibration)
     except BaseException:
         accelerator.close()
         raise

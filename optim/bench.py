@@ -93,6 +93,7 @@ class UpdateCosts:
 
 RULES: Mapping[str, Callable[[], Rule]] = {
     "adamw": lambda: AdamRule(decoupled=True, amsgrad=False),
+    "amsgrad": lambda: AdamRule(decoupled=True, amsgrad=True),
     "lion": LionRule,
     "momentum": lambda: SgdRule(momentum=True),
     "adagrad": AdagradRule,
@@ -108,6 +109,18 @@ CASES = (
     Case("adagrad", _HALF, "split", "fp32"),
     Case("sgd", _HALF, "split", "fp32"),
 )
+
+
+def case_of(rule: Rule, weights: torch.dtype, master: Master, moments: Moments) -> Case | None:
+    """The case that a rule with formats is measured as, or ``None`` for a rule of somebody's own.
+
+    How weights decay changes nothing in what an update costs, so Adam counts as AdamW.
+    """
+    for name, make in RULES.items():
+        known = make()
+        if (known.name, known.moments) == (rule.name, rule.moments):
+            return Case(name, weights, master, moments)
+    return None
 
 
 def state_bytes(fields: Sequence[Field], numel: int) -> int:

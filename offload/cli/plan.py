@@ -52,6 +52,9 @@ def plan(
     rates: MachineFile = None,
     tokens: Tokens = 4096,
     durable: opt.NotDurable = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure this machine anew; takes a few seconds.")
+    ] = False,
     every_unit: Annotated[
         bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")
     ] = False,
@@ -74,7 +77,7 @@ def plan(
             prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
         make = _planner(plan_model(model), options)
-        made = make(machine, tokens, {})
+        made = make(machine, tokens, {"measure": measure})
         gains = _gains(make, made, machine, tokens)
         if trace is not None and made.simulated is not None:
             save_trace(made.simulated.trace, trace)

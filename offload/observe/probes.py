@@ -9,45 +9,56 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..io_engine import Extent, IoEngine, Lease, Ticket
-from ..optim import rule_for
+from ..io_engine import Extent, IoEngine, IoStats, Lease, Ticket
 
 MIB = 1 << 20
 DISK_BYTES = 96 * MIB
 DISK_PIECE_BYTES = 16 * MIB
 LINK_BYTES = 64 * MIB
 DRAM_BYTES = 48 * MIB  # twice this, source and target, is beyond most caches
-UPDATE_PARAMS = 8 << 20  # 14 bytes each
+SMALL_PIECE_BYTES = MIB // 4
+FAST_S, SLOW_S = 0.01, 0.2  # for a small piece: 25 MB/s, 1.3 MB/s
 MATRIX = 1024
 
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of the link between host and device."""
+    """Rates of the link between host and device, from page-locked host memory and from any."""
 
     in_bytes_s: float
     out_bytes_s: float
+    in_pageable_bytes_s: float
+    out_pageable_bytes_s: float
     latency_s: float
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second read, written, and both added up while both go on."""
+    """Bytes per second read, written, and both added up while both go on; and bytes per second
+    that all processors together could move if they did nothing else."""
 
     read_bytes_s: float
     write_bytes_s: float
     both_bytes_s: float
+    cpu_bytes_s: float
 
 
 def best_s(run: Callable[[], object], limit_s: float) -> float:
     """The least time of ``run`` in seconds, over as many runs as fit into ``limit_s``, at least 2.
 
-    The first run is not counted.  The least, since whatever else the machine does only adds.
+    The first run is not counted, unless it alone took all the time there is.  The least, since
+    whatever else the machine does only adds.
     """
-    deadline = time.perf_counter() + limit_s
+    started = time.perf_counter()
+    deadline = started + limit_s
     run()
+    first_s = time.perf_counter() - started
+    if first_s >= limit_s:
+        return first_s
     times: list[float] = []
     while not times or time.perf_counter() < deadline:
         started = time.perf_counter()
@@ -60,35 +71,69 @@ def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> Disk 
     """Rates of the I/O engine, in a store that vanishes.
 
     Writes over blocks that have been written before, as training does: the first write of a block
-    costs more on most file systems.  A slow disk is given fewer bytes, not more time, and a full
-    one is not measured: ``None``.
+    costs more on most file systems.  A slow disk is given fewer and smaller pieces, not more time
+    (one that moves 0.2 MB/s still takes less than ten seconds), and a full one is not measured:
+    ``None``.
     """
     pieces = min(DISK_BYTES, _free_bytes(directories) // 2) // DISK_PIECE_BYTES
     if pieces < 2:
         return None
     total = pieces * DISK_PIECE_BYTES
     with (
-        IoEngine([Path(d) for d in directories], total, ephemeral=True) as io,
+        IoEngine([Path(d) for d in directories], total + MIB, ephemeral=True) as io,
         io.buffer(total) as memory,
     ):
         memory.array[:] = 1
-        extents = [io.allocate(DISK_PIECE_BYTES) for _ in range(pieces)]
+        piece = _piece_bytes(io, memory)
+        extents = [io.allocate(piece) for _ in range(pieces)]
         extents = extents[: _first_writes(io, extents, memory, limit_s / 9)]
         io.flush()
+        busy_before, moved_before = time.process_time(), io.stats
         written_s = best_s(lambda: _all(io.write, extents, memory), limit_s / 4)
         read_s = best_s(lambda: _all(io.read, extents, memory), limit_s / 4)
-        both_s = best_s(lambda: _both(io, extents, memory), limit_s / 4)
-    nbytes = len(extents) * DISK_PIECE_BYTES
-    return Disk(nbytes / read_s, nbytes / written_s, nbytes / both_s)
+        busy_s, moved = time.process_time() - busy_before, io.stats
+        both_s = written_s / 2 + read_s / 2
+        if len(extents) > 1:
+            both_s = best_s(lambda: _both(io, extents, memory), limit_s / 4)
+    nbytes = len(extents) * piece
+    return Disk(
+        nbytes / read_s,
+        nbytes / written_s,
+        nbytes / both_s,
+        _moved_bytes(moved, moved_before) * len(os.sched_getaffinity(0)) / max(busy_s, 1e-6),
+    )
+
+
+def _piece_bytes(io: IoEngine, memory: Lease) -> int:
+    """How much to move at a time, from how long the second write of a small extent takes."""
+    extent = io.allocate(SMALL_PIECE_BYTES)
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        io.write(extent, memory.array[:SMALL_PIECE_BYTES]).wait()
+        times.append(time.perf_counter() - started)
+        if times[0] > SLOW_S:
+            break
+    io.free(extent)
+    if min(times) < FAST_S:
+        return DISK_PIECE_BYTES
+    return MIB if min(times) < SLOW_S else SMALL_PIECE_BYTES
+
+
+def _moved_bytes(after: IoStats, before: IoStats) -> int:
+    return after.bytes_read + after.bytes_written - before.bytes_read - before.bytes_written
+
+
+def _part(memory: Lease, number: int, extent: Extent) -> NDArray[np.uint8]:
+    return memory.array[number * extent.nbytes : (number + 1) * extent.nbytes]
 
 
 def _both(io: IoEngine, extents: Sequence[Extent], memory: Lease) -> None:
     """Reads the one half of the extents while it writes the other."""
     tickets = []
     for number, extent in enumerate(extents):
-        begin = number * DISK_PIECE_BYTES
         start = io.read if number % 2 else io.write
-        tickets.append(start(extent, memory.array[begin : begin + DISK_PIECE_BYTES]))
+        tickets.append(start(extent, _part(memory, number, extent)))
     for ticket in tickets:
         ticket.wait()
 
@@ -105,7 +150,7 @@ def _first_writes(io: IoEngine, extents: Sequence[Extent], memory: Lease, limit_
     """Writes extents one by one; returns how many were written within the limit, at least 1."""
     deadline = time.perf_counter() + limit_s
     for count, extent in enumerate(extents, start=1):
-        io.write(extent, memory.array[:DISK_PIECE_BYTES]).wait()
+        io.write(extent, _part(memory, 0, extent)).wait()
         if time.perf_counter() > deadline:
             return count
     return len(extents)
@@ -114,8 +159,7 @@ def _first_writes(io: IoEngine, extents: Sequence[Extent], memory: Lease, limit_
 def _all(start: Callable[..., Ticket], extents: Sequence[Extent], memory: Lease) -> None:
     tickets = []
     for number, extent in enumerate(extents):
-        begin = number * DISK_PIECE_BYTES
-        tickets.append(start(extent, memory.array[begin : begin + DISK_PIECE_BYTES]))
+        tickets.append(start(extent, _part(memory, number, extent)))
     for ticket in tickets:
         ticket.wait()
 
@@ -128,26 +172,18 @@ def link(device: torch.device, limit_s: float) -> Link:
             dst.copy_(src, non_blocking=True)
             torch.cuda.synchronize(device)
 
-        return best_s(run, limit_s / 3)
+        return best_s(run, limit_s / 5)
 
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    loose = torch.ones(LINK_BYTES, dtype=torch.uint8)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     latency_s = copied_s(there[:64], host[:64])
-    in_s, out_s = copied_s(there, host), copied_s(host, there)
-    return Link(LINK_BYTES / in_s, LINK_BYTES / out_s, latency_s)
-
-
-def update(limit_s: float) -> float:
-    """Parameters per second that AdamW updates: bf16 gradients and weights, split master."""
-    rule = rule_for(torch.optim.AdamW([torch.zeros(1)]))
-    grad = torch.full((UPDATE_PARAMS,), 1e-3, dtype=torch.bfloat16)
-    weight = torch.ones(UPDATE_PARAMS, dtype=torch.bfloat16)
-    state = {
-        field.name: torch.zeros(UPDATE_PARAMS, dtype=field.dtype)
-        for field in rule.state_fields(torch.bfloat16, "split", "fp32")
-    }
-    scalars = rule.scalars(torch.optim.AdamW([torch.zeros(1)]).param_groups[0], 1, 1.0)
-    return UPDATE_PARAMS / best_s(lambda: rule.update(grad, weight, state, scalars), limit_s)
+    pairs = ((there, host), (host, there), (there, loose), (loose, there))
+    in_s, out_s, loose_in_s, loose_out_s = (copied_s(dst, src) for dst, src in pairs)
+    return Link(
+        LINK_BYTES / in_s, LINK_BYTES / out_s, LINK_BYTES / loose_in_s, LINK_BYTES / loose_out_s,
+        latency_s,
+    )  # fmt: skip
 
 
 def dram(limit_s: float) -> float:
@@ -157,11 +193,11 @@ def dram(limit_s: float) -> float:
     return 2 * DRAM_BYTES / best_s(lambda: dst.copy_(src), limit_s)
 
 
-def flops(device: torch.device, limit_s: float) -> float:
-    """Floating-point operations per second of a matrix product: bf16 on a GPU, fp32 on a CPU."""
+def flops(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
+    """Floating-point operations per second of a matrix product."""
     gpu = device.type != "cpu"
     side = 8 * MATRIX if gpu else MATRIX
-    left = torch.ones(side, side, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
+    left = torch.ones(side, side, dtype=dtype, device=device)
 
     def run() -> None:
         torch.mm(left, left)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import math
 import os
-import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
+from ..optim.bench import Case, update_costs
 from . import probes
 
-__all__ = ["Rates", "cached", "measure"]
-
-log = logging.getLogger("overspill")
+__all__ = ["Rates", "UpdateRate", "compute_device", "measure", "measure_flops", "measure_update"]
 
 MEASURE_S = 2.0  # all probes together take about this long
+UPDATE_PARAMS, UPDATE_ROUNDS = 6_000_000, 3
+
+
+@dataclass(frozen=True)
+class UpdateRate:
+    """Parameters per second that a rule updates with all threads: alone, and beside a thread that
+    copies memory without pause."""
+
+    alone_params_s: float
+    beside_params_s: float
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Rates:
         update_params_s: parameters per second that the optimizer updates on the CPU.
         dram_bytes_s: host memory, reads and writes added up.
         device_flops_s: matrix products on the compute device.
+        h2d_pageable_bytes_s, d2h_pageable_bytes_s: as ``h2d_bytes_s`` and ``d2h_bytes_s``, with
+            host memory that is not page-locked.
+        update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
+        disk_cpu_bytes_s: what all processors together could move to and from the disks if they did
+            nothing else (checksums included); with ``device="cpu"`` moves take this from compute.
     """
 
     h2d_bytes_s: float | None = None
@@ -47,6 +57,10 @@ class Rates:
     update_params_s: float | None = None
     dram_bytes_s: float | None = None
     device_flops_s: float | None = None
+    h2d_pageable_bytes_s: float | None = None
+    d2h_pageable_bytes_s: float | None = None
+    update_beside_params_s: float | None = None
+    disk_cpu_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -89,7 +103,9 @@ class Rates:
 
 
 def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
-    """Measures this machine for about two seconds, leaving nothing behind.
+    """Measures links, disks and memory for about two seconds, leaving nothing behind.
+
+    What processors do is measured by ``measure_update`` and ``measure_flops``.
 
     Args:
         directories: where the store will be.  Without any, or where less than 32 MiB is free, the
@@ -100,80 +116,34 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
     Raises:
         IoError: a directory is missing or cannot be written.
     """
-    compute = torch.device("cpu" if str(device) == "sim" else device)
+    compute = compute_device(device)
     disk = probes.disk(directories, MEASURE_S / 2) if directories else None
-    link = probes.link(compute, MEASURE_S / 8) if compute.type != "cpu" else None
+    link = probes.link(compute, MEASURE_S / 4) if compute.type != "cpu" else None
     return Rates(
         h2d_bytes_s=link.in_bytes_s if link else None,
         d2h_bytes_s=link.out_bytes_s if link else None,
+        h2d_pageable_bytes_s=link.in_pageable_bytes_s if link else None,
+        d2h_pageable_bytes_s=link.out_pageable_bytes_s if link else None,
         link_latency_s=link.latency_s if link else None,
         disk_read_bytes_s=disk.read_bytes_s if disk else None,
         disk_write_bytes_s=disk.write_bytes_s if disk else None,
         disk_both_bytes_s=disk.both_bytes_s if disk else None,
-        update_params_s=probes.update(MEASURE_S / 8),
+        disk_cpu_bytes_s=disk.cpu_bytes_s if disk else None,
         dram_bytes_s=probes.dram(MEASURE_S / 8),
-        device_flops_s=probes.flops(compute, MEASURE_S / 8),
     )
 
 
-def cached(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
-    """``measure``, or what it gave before on this machine for these file systems and this device.
-
-    Kept under ``$OVERSPILL_CACHE``, else ``~/.cache/overspill``; delete the file to measure anew.
-    A cache that cannot be read or written is said in a warning and does no other harm.
-    """
-    about = _about(directories, device)
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("OVERSPILL_CACHE") or Path.home() / ".cache" / "overspill")
-    path = folder / f"rates-{digest}.json"
-    if path.exists():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(kept, dict) and kept.get("about") == about:
-                return Rates.from_values(kept.get("rates"))
-            log.warning("%s holds something else than its rates; measuring again", path)
-        except (OSError, ValueError) as error:
-            log.warning("could not read the rates in %s (%s); measuring again", path, error)
-    rates = measure(directories, device)
-    try:
-        _keep(path, {"about": about, "rates": asdict(rates)})
-    except OSError as error:
-        log.warning("could not keep the measured rates in %s (%s)", path, error)
-    return rates
+def measure_update(case: Case) -> UpdateRate:
+    """Measures one rule with its formats, for less than a second."""
+    cost = update_costs(cases=[case], numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS).of(case)
+    return UpdateRate(cost.all_threads, cost.beside_traffic)
 
 
-def _about(
-    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
-) -> dict[str, object]:
-    """What must be the same for rates to be the same."""
-    name = str(device)
-    if name.startswith("cuda"):
-        name = f"{name} {torch.cuda.get_device_name(device)}"
-    return {
-        "machine": platform.node(),
-        "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
-        "torch": torch.__version__,
-        "device": name,
-        "file_systems": [_file_system(Path(folder)) for folder in directories],
-    }
+def measure_flops(device: str | torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of matrix products in ``dtype``."""
+    return probes.flops(compute_device(device), dtype, MEASURE_S / 8)
 
 
-def _file_system(folder: Path) -> str:
-    """The mount point that ``folder`` is, or would be, below: one disk has one rate."""
-    folder = folder.resolve()
-    while not folder.is_mount():
-        folder = folder.parent
-    return str(folder)
-
-
-def _keep(path: Path, content: dict[str, object]) -> None:
-    """Writes beside and renames, so that two processes never read half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
+def compute_device(device: str | torch.device) -> torch.device:
+    """Where products run: ``sim`` computes on the CPU."""
+    return torch.device("cpu" if str(device) == "sim" else device)

@@ -1,17 +1,21 @@
-"""Rates as values and files, their cache, and that measuring is short and sane."""
+"""Rates as values and files, and that measuring is short and sane."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from overspill.io_engine import Extent, IoEngine, Ticket
 from overspill.observe import probes, rates
-from overspill.observe.rates import Rates, cached, measure
+from overspill.observe.calibration import Task, calibrate
+from overspill.observe.rates import Rates, measure
+from overspill.optim.bench import Case
 
 
 def test_files_keep_every_rate(tmp_path: Path) -> None:
@@ -53,69 +57,6 @@ def test_nan_does_not_get_in_by_the_constructor() -> None:
         Rates(dram_bytes_s=math.nan)
 
 
-# -- the cache ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Counts measurements, each of which gives another rate, and sends the cache to tmp_path."""
-    calls: list[int] = []
-
-    def fake(directories: object, device: object) -> Rates:
-        calls.append(len(calls) + 1)
-        return Rates(dram_bytes_s=float(len(calls)))
-
-    monkeypatch.setattr(rates, "measure", fake)
-    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
-    return calls
-
-
-def test_the_second_call_measures_nothing(counted: list[int], tmp_path: Path) -> None:
-    assert cached([tmp_path], "cpu") == cached([tmp_path], "cpu") == Rates(dram_bytes_s=1.0)
-    assert counted == [1]
-
-
-def test_disks_and_devices_are_kept_apart(counted: list[int], tmp_path: Path) -> None:
-    given = [
-        cached([tmp_path], "cpu"),
-        cached([tmp_path], "sim"),
-        cached([tmp_path, tmp_path], "cpu"),
-        cached(["/proc"], "cpu"),
-        cached([], "cpu"),
-    ]
-    assert [value.dram_bytes_s for value in given] == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_folders_of_one_disk_share_its_rate(counted: list[int], tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    assert cached([tmp_path / "there"], "cpu") == cached([tmp_path / "not" / "yet"], "cpu")
-    assert counted == [1]
-
-
-@pytest.mark.parametrize("damage", ["{", "[]", '{"about": 1}', '{"rates": {"x": 1}}'])
-def test_a_damaged_cache_is_said_and_replaced(
-    counted: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    cached([tmp_path], "cpu")
-    (kept,) = (tmp_path / "cache").iterdir()
-    kept.write_text(damage)
-    assert cached([tmp_path], "cpu") == Rates(dram_bytes_s=2.0)
-    assert "measuring again" in caplog.text
-    assert json.loads(kept.read_text())["rates"]["dram_bytes_s"] == 2.0
-
-
-def test_without_a_place_to_keep_them_rates_are_given_all_the_same(
-    counted: list[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "file" / "below"))
-    assert cached([], "cpu") == Rates(dram_bytes_s=1.0)
-    assert "could not keep the measured rates" in caplog.text
-
-
 # -- measuring ----------------------------------------------------------------------------------
 
 
@@ -125,18 +66,54 @@ def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
     assert time.perf_counter() - started < 6.0
     assert list(tmp_path.iterdir()) == []
     unknown = {name for name, value in asdict(measured).items() if value is None}
-    assert unknown == {"h2d_bytes_s", "d2h_bytes_s", "link_latency_s"}
+    assert unknown == {
+        "h2d_bytes_s", "d2h_bytes_s", "h2d_pageable_bytes_s", "d2h_pageable_bytes_s",
+        "link_latency_s", "update_params_s", "update_beside_params_s", "device_flops_s",
+    }  # fmt: skip
     assert measured.disk_both_bytes_s is not None and measured.disk_both_bytes_s > 1e6
     assert measured.disk_read_bytes_s is not None and measured.disk_read_bytes_s > 1e6
     assert measured.dram_bytes_s is not None and 1e8 < measured.dram_bytes_s < 1e13
-    assert measured.update_params_s is not None and measured.update_params_s > 1e5
+    assert measured.disk_cpu_bytes_s is not None and measured.disk_cpu_bytes_s > 1e6
 
 
 def test_without_a_store_disk_rates_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "MEASURE_S", 0.05)
     measured = measure([], "sim")
     assert measured.disk_read_bytes_s is None and measured.disk_write_bytes_s is None
-    assert measured.device_flops_s is not None
+    assert measured.dram_bytes_s is not None
+
+
+def test_products_and_updates_are_measured() -> None:
+    assert rates.measure_flops("sim", torch.bfloat16) > 1e8
+    found = rates.measure_update(Case("adamw", torch.bfloat16, "split", "int8"))
+    assert found.alone_params_s > 1e5 and found.beside_params_s > 1e5
+
+
+class SlowDisk(IoEngine):
+    """Moves 0.5 MB/s."""
+
+    def _slowly(self, extent: Extent) -> None:
+        time.sleep(extent.nbytes / 5e5)
+
+    def read(self, extent: Extent, *args: Any, **more: Any) -> Ticket:
+        self._slowly(extent)
+        return super().read(extent, *args, **more)
+
+    def write(self, extent: Extent, *args: Any, **more: Any) -> Ticket:
+        self._slowly(extent)
+        return super().write(extent, *args, **more)
+
+
+def test_a_slow_disk_is_measured_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole calibration ends within 20 s, and tells the disk's rate."""
+    monkeypatch.setattr(probes, "IoEngine", SlowDisk)
+    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
+    started = time.perf_counter()
+    task = Task(Case("adamw", torch.bfloat16, "split", "fp32"), torch.bfloat16)
+    found = calibrate([tmp_path], "cpu", task).rates
+    assert time.perf_counter() - started < 20.0
+    assert found.disk_read_bytes_s == pytest.approx(5e5, rel=0.1)
+    assert found.disk_write_bytes_s == pytest.approx(5e5, rel=0.1)
 
 
 def test_a_full_disk_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
