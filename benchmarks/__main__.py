@@ -12,6 +12,7 @@ SUITES = (
     "copy",
     "io",
     "optim",
+    "plan",
     "scale",
     "simulated",
     "step",

@@ -13,7 +13,8 @@ import torch
 import overspill
 from overspill.observe.trace import Span
 from overspill.schedule.bounds import step_bound, step_flops, trained_params
-from overspill.schedule.simulate import Costs, Simulated, simulate
+from overspill.schedule.costs import Costs
+from overspill.schedule.simulate import Simulated, simulate
 
 from .model import Gpt, Shape, batch_of
 

@@ -18,10 +18,11 @@ from .observe.machine import Machine
 from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .optim.bench import case_of
 from .runtime.accelerator import Accelerator
+from .runtime.profiling import profile_step
 from .schedule.bounds import step_bound
 from .schedule.choose import choose_plan
 from .schedule.partition import Chunk, partition
-from .schedule.plan import Needs, Plan
+from .schedule.plan import Needs, Plan, Preference
 from .schedule.subgroups import StateField
 
 
@@ -80,6 +81,7 @@ def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> N
 def decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
+    example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
 ) -> Blueprint:  # fmt: skip
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
@@ -100,13 +102,17 @@ def decide(
             f"master='split' is for bf16 weights; these are {', '.join(map(str, trained))}; pass "
             "precision='bf16' or leave master out"
         )
-    chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, tokens)
+    profile = None if example is None else profile_step(model, parts, example)
+    chosen = choose_plan(
+        parts, budgets, needs, config.prefetch_depth, config.rates, tokens, profile, prefer
+    )  # fmt: skip
     layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
     links, bound = chosen.link_bytes, None
     if config.rates is not None and not shortfalls:
         bound = step_bound(
             layout, links, config.rates, update=update, micro_steps=config.accumulate,
-            tokens=tokens,
+            tokens=tokens * config.accumulate,
+            compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
     plan = Plan(
         fits=not shortfalls,
@@ -124,6 +130,7 @@ def decide(
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
         simulated=chosen.simulated,
+        profile=profile,
         budgets=budgets,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)

@@ -37,6 +37,7 @@ def plan(
     tokens: int = 0,
     machine: Machine | None = None,
     measure: bool = False,
+    example: Callable[[], torch.Tensor] | None = None,
     **options: Any,
 ) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
@@ -47,6 +48,10 @@ def plan(
         tokens: of one micro-step.  They let compute count; without them, time is that of moves and
             updates alone.
         machine: plan for that one; with sizes in it, its memory and disks count, not those here.
+        example: runs one micro-batch forward and returns its loss, as in
+            ``lambda: model(**batch).loss``.  It and its backward run once or twice, in memory, and
+            what each unit computes and keeps counts instead of what its FLOPs suggest; a model on
+            ``meta`` tells its activations only.  Gradients that were there stay.
         measure: measure this machine anew instead of using the rates kept from before.
         options: see ``OffloadConfig``.
 
@@ -62,7 +67,7 @@ def plan(
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
-        return decide(model, optimizer, config, accelerator, tokens, machine).plan
+        return decide(model, optimizer, config, accelerator, tokens, machine, example).plan
     finally:
         accelerator.close()
 

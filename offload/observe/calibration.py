@@ -27,6 +27,7 @@ from .rates import Rates, UpdateRate
 __all__ = ["Calibration", "Task", "calibrate"]
 
 log = logging.getLogger("overspill")
+FORMAT = 2  # of the file; those of another format are left alone
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def _about(
     if name.startswith("cuda"):
         name = f"{name} {torch.cuda.get_device_name(device)}"
     return {
+        "format": FORMAT,
         "machine": platform.node(),
         "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
         "torch": torch.__version__,

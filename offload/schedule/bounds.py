@@ -75,6 +75,7 @@ def step_bound(
     update: str,
     micro_steps: int = 1,
     tokens: int = 0,
+    compute_s: float | None = None,
 ) -> Bound:
     """No schedule of this placement is faster.
 
@@ -82,13 +83,17 @@ def step_bound(
     reads, can lie under a part of a step only, so that the rest adds to them: with ``"step"`` all
     of it, and the writes as well; with ``"backward"`` the forward, which begins with what was
     updated last; with ``"next_forward"`` the last backward, which ends with the norm.
+    Without a device, updates take the processors from compute, so that the two add up.
 
     Args:
         links: bytes of a step by lane.
         tokens: of a step, over all micro-steps; 0 leaves compute out.
+        compute_s: seconds of compute of a step, where they were measured.
     """
     flops = step_flops(layout.units, tokens)
     seconds = lane_seconds(links, rates, update_params=trained_params(layout), flops=flops)
+    if compute_s:
+        seconds["compute"] = compute_s
     floors = dict(seconds)
     compute = seconds.get("compute", 0.0)
     last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
@@ -97,6 +102,8 @@ def step_bound(
     gradients = max(last, out)  # from the begin of the last backward to the end of the last copy
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
+    if compute and not layout.has_device:
+        floors["compute"] = max(floors["compute"], compute + seconds.get("update", 0.0))
     aside = {"step": before + gradients, "backward": before, "next_forward": gradients}[update]
     read, write = _state_seconds(layout, rates)
     late = {"update": seconds.get("update", 0.0), "read": read}

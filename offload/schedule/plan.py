@@ -9,6 +9,7 @@ import torch
 
 from ..config import Tier
 from ..errors import format_bytes
+from .costs import Profile
 from .layout import Layout, UnitHome
 from .partition import Unit, align
 from .simulate import Simulated
@@ -45,6 +46,21 @@ class Budgets:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """What stays where there is room: any choice is legal, not every one is fast.
+
+    Attributes:
+        kinds: what moves up from disk to host memory, first what is first.
+        order: of units, by index; ``None`` lets those that stay lie evenly over the model.
+        share: of the room that is left for what stays; the rest goes to staging and prefetch.
+    """
+
+    kinds: tuple[str, ...] = ("weights", "gradients", "state")
+    order: tuple[int, ...] | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class Needs:
     """What the planner must know about the run besides the model."""
 
@@ -53,6 +69,7 @@ class Needs:
     update: str  # "step", "backward" or "next_forward"
     durable: bool
     prefetch_depth: int | None = None
+    prefer: Preference = Preference()
 
     @property
     def update_in_backward(self) -> bool:
@@ -80,6 +97,8 @@ class Plan:
         disk_bytes: size of the store.
         budgets: that it was made for.
         simulated: the step as the simulator runs it: stalls, peaks, and its trace.
+        preference: which of the legal placements was chosen.
+        profile: compute and activations by unit, where an example step was given.
     """
 
     fits: bool
@@ -93,6 +112,8 @@ class Plan:
     bottleneck: str | None = None
     layout: Layout | None = field(default=None, repr=False)
     simulated: Simulated | None = field(default=None, repr=False)
+    preference: Preference = field(default=Preference(), repr=False)
+    profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """Gives out budgets: homes and regions for a model, or what falls short.  Allocates nothing.
 
 The demand path is reserved first (the largest unit's weights and gradients, one subgroup's
-record), so that there is always progress.  What is left goes to room for prefetch, then to homes
-in the order of bytes saved per byte kept: weights (read twice and written once a step), gradients,
-optimizer state.
+record), so that there is always progress.  What is left goes to room for prefetch, then to homes,
+if nothing else is preferred in the order of bytes saved per byte kept: weights (read twice and
+written once a step), gradients, optimizer state.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class _Planner:
     def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
         self.units, self.budgets, self.needs = parts.units, budgets, needs
         self.has_device = budgets.device is not None
+        order = needs.prefer.order
+        self.order = spread(self.units) if order is None else [self.units[i] for i in order]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
@@ -145,8 +147,9 @@ class _Planner:
             self._move_to_device(_Spend(self.budgets.device - everything))
             return 0, gather
         ahead = self._ahead(self.budgets.device - fixed - gather, self._device_weights)
-        spend = _Spend(self.budgets.device - fixed - gather - self._device_weights(ahead))
-        for unit in spread(self.units):
+        room = self.budgets.device - fixed - gather - self._device_weights(ahead)
+        spend = _Spend(int(room * self.needs.prefer.share))
+        for unit in self.order:
             if not self.resident[unit.index] and spend.take(unit.weight_bytes):
                 self.resident[unit.index] = True
         return self._device_weights(ahead), gather
@@ -209,39 +212,44 @@ class _Planner:
         return total
 
     def _fill(self) -> None:
-        """Moves homes up from disk: weights, then gradients, then state, while there is room."""
+        """Moves homes up from disk while there is room, one kind after the other."""
         if self.lower is Tier.HOST:
             return
         slots = STATE_SLOTS
-        for lift in (self._lift_weights, self._lift_grads, self._lift_state):
+        kinds = {
+            "weights": self._lift_weights, "gradients": self._lift_grads, "state": self._lift_state,
+        }  # fmt: skip
+        least = self._homes() + self._regions(min(1, self.depth), slots)
+        budget = least + int((self.budgets.host - least) * self.needs.prefer.share)
+        for lift in (kinds[kind] for kind in self.needs.prefer.kinds):
             saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
             lift(_Spend(1 << 62))
             # All of a kind at once also saves the region that its last one would need.
-            if self._homes() + self._regions(min(1, self.depth), slots) <= self.budgets.host:
+            if self._homes() + self._regions(min(1, self.depth), slots) <= budget:
                 continue
             self.weights, self.grads, self.state = saved
             room = -1
             while True:  # what was lifted may have made the regions smaller
                 before = room
                 used = self._homes() + self._regions(min(1, self.depth), slots)
-                room = self.budgets.host - used
+                room = budget - used
                 if room <= 0 or room == before:
                     break
                 lift(_Spend(room))
 
     def _lift_weights(self, spend: _Spend) -> None:
-        for unit in spread(self.units):
+        for unit in self.order:
             paged = self.weights[unit.index] is Tier.NVME
             if paged and spend.take(unit.weight_bytes):
                 self.weights[unit.index] = Tier.HOST
 
     def _lift_grads(self, spend: _Spend) -> None:
-        for unit in spread(self.units):
+        for unit in self.order:
             if self.grads[unit.index] is Tier.NVME and spend.take(self.grad_bytes[unit.index]):
                 self.grads[unit.index] = Tier.HOST
 
     def _lift_state(self, spend: _Spend) -> None:
-        for unit in spread(self.units):
+        for unit in self.order:
             tiers = self.state[unit.index]
             for i, subgroup in enumerate(self.subgroups[unit.index]):
                 if tiers[i] is Tier.NVME and spend.take(subgroup.nbytes):

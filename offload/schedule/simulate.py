@@ -2,7 +2,9 @@
 
 Each lane does one piece of work at a time at its rate, in the order that the runtime's lanes keep:
 urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
-lets go as the hooks do.  What comes out has the form of a real run's trace.
+lets go as the hooks do.  Without a device, compute shares the processors with updates (half each)
+and with what moving to and from disk takes of them.  What comes out has the form of a real run's
+trace.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Tier
 from ..observe.rates import Rates
 from ..observe.stats import Stats, step_stats
 from ..observe.trace import Trace
-from .bounds import FORWARD_SHARE, least_seconds
+from .costs import Costs
 from .layout import Layout
 from .messages import (
     Clear,
@@ -44,32 +45,9 @@ from .messages import (
 from .residency import Residency
 
 LINKS = ("read", "write", "copy_in", "copy_out")
+DISK = ("read", "write")
+LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
 WARM_STEPS = 2  # the first records the order of uses, the second fills what is prefetched by it
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What work costs: the machine's rates, and seconds of compute by unit (one micro-step)."""
-
-    rates: Rates
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-
-    @classmethod
-    def from_flops(cls, layout: Layout, rates: Rates, tokens: int) -> Costs:
-        """Compute from FLOPs: ``tokens`` of one micro-step; free where the rate is not known."""
-        per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
-        forward = [unit.flops * per_flop for unit in layout.units]
-        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
-
-    @classmethod
-    def balanced(cls, layout: Layout, rates: Rates) -> Costs:
-        """Where tokens are not known: compute lasts about as long as the slowest of the moves, as
-        with a batch chosen for it."""
-        total_s = least_seconds(layout, rates) or 1.0
-        sizes = [max(unit.flops, 1) for unit in layout.units]
-        forward = [total_s * FORWARD_SHARE * size / sum(sizes) for size in sizes]
-        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
 
 
 @dataclass(frozen=True)
@@ -80,6 +58,13 @@ class Simulated:
     link_bytes: dict[str, int]
     peak_bytes: dict[Tier, int]
     trace: Trace
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """What the compute lane does: one unit's forward or backward."""
+
+    unit: int
 
 
 class _Lane:
@@ -93,7 +78,7 @@ class _Lane:
         self.name = name
         self.line: deque[Work] = deque()
         self.urgent: deque[Work] = deque()
-        self.current: Work | None = None
+        self.current: Work | _Compute | None = None
         self.started_s = 0.0
         self.left_s = self.seen_s = 0.0  # of the piece, at full speed, when last looked at
         self.speed, self.turn = 1.0, 0  # an end foreseen in an earlier turn does not come
@@ -107,7 +92,7 @@ class Simulation:
         self.now_s = 0.0
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
-        self._lanes = {name: _Lane(name) for name in (*LINKS, "update")}
+        self._lanes = {name: _Lane(name) for name in (*LINKS, "update", "compute")}
         self._ends: list[tuple[float, int, int, _Lane]] = []
         self._numbers = itertools.count()
         self._granted: set[int] = set()
@@ -125,6 +110,20 @@ class Simulation:
             "copy_out": _inverse(rates.d2h_bytes_s),
         }
         self._both = _slowdown(rates)
+        # By lane, those that are slower or faster once it begins or ends a piece of work.
+        self._rivals: dict[str, tuple[str, ...]] = dict.fromkeys(self._lanes, ())
+        if self._both != 1.0:
+            self._rivals.update(read=("write",), write=("read",))
+        self._takes = dict.fromkeys(DISK, 0.0)  # the share of all processors
+        if not layout.has_device:
+            moved_s = _inverse(rates.disk_cpu_bytes_s)
+            self._takes = {
+                name: moved_s / self._per_byte[name] if self._per_byte[name] else 0.0
+                for name in DISK
+            }
+            for name in DISK:
+                self._rivals[name] += ("update", "compute")
+            self._rivals.update(update=("compute",), compute=("update",))
 
     # -- moves ----------------------------------------------------------------------------------
 
@@ -156,31 +155,41 @@ class Simulation:
     def _start(self, lane: _Lane) -> None:
         line = lane.urgent or lane.line
         if line:
-            lane.current = line.popleft()
+            lane.current = work = line.popleft()
             lane.started_s = lane.seen_s = self.now_s
-            lane.left_s = self._seconds(lane, lane.current)
+            lane.left_s = self._seconds(lane, work)
             self._foresee(lane)
-            self._disk_changed(lane)
+            self._changed(lane)
 
     def _foresee(self, lane: _Lane) -> None:
         """Says when the lane's piece will end, if nothing changes."""
         lane.turn += 1
-        lane.speed = 1.0
-        if lane.name in ("read", "write"):
-            other = self._lanes["write" if lane.name == "read" else "read"]
-            lane.speed = 1 / self._both if other.current is not None else 1.0
+        lane.speed = self._speed(lane.name)
         end_s = self.now_s + lane.left_s / lane.speed
         heapq.heappush(self._ends, (end_s, next(self._numbers), lane.turn, lane))
 
-    def _disk_changed(self, lane: _Lane) -> None:
-        """The disk began or ended work in one direction: the other is slower or faster now."""
-        if self._both == 1.0 or lane.name not in ("read", "write"):
-            return
-        other = self._lanes["write" if lane.name == "read" else "read"]
-        if other.current is not None:
-            other.left_s -= (self.now_s - other.seen_s) * other.speed
-            other.seen_s = self.now_s
-            self._foresee(other)
+    def _busy(self, name: str) -> bool:
+        return self._lanes[name].current is not None
+
+    def _speed(self, name: str) -> float:
+        """How fast a lane works, beside what the others do now."""
+        if name in DISK:
+            other = "write" if name == "read" else "read"
+            return 1 / self._both if self._busy(other) else 1.0
+        if not self._rivals[name]:
+            return 1.0
+        free = 1.0 - sum(self._takes[d] * self._lanes[d].speed for d in DISK if self._busy(d))
+        halved = self._busy("compute") and self._busy("update")
+        return max(LEAST_SPEED, free / (2 if halved else 1))
+
+    def _changed(self, lane: _Lane) -> None:
+        """The lane began or ended a piece of work: its rivals are slower or faster now."""
+        for name in self._rivals[lane.name]:
+            other = self._lanes[name]
+            if other.current is not None:
+                other.left_s -= (self.now_s - other.seen_s) * other.speed
+                other.seen_s = self.now_s
+                self._foresee(other)
 
     def _seconds(self, lane: _Lane, work: Work) -> float:
         rates = self.costs.rates
@@ -219,12 +228,17 @@ class Simulation:
 
     def _end_next(self) -> None:
         """The next piece of work ends."""
-        self.now_s, _, turn, lane = heapq.heappop(self._ends)
+        end_s, _, turn, lane = heapq.heappop(self._ends)
         work = lane.current
         if turn != lane.turn:
             return
+        self.now_s = end_s
         assert work is not None
-        lane.current, self._lane = None, lane.name
+        lane.current = None
+        if isinstance(work, _Compute):
+            self._changed(lane)
+            return
+        self._lane = lane.name
         if not isinstance(work, (Settle, Clear)):
             self.trace.add(
                 lane.name, self._name(work), _ns(lane.started_s), _ns(self.now_s),
@@ -234,7 +248,7 @@ class Simulation:
                 self.link_bytes[lane.name] += self._nbytes(work)
         self._start(lane)
         if lane.current is None:
-            self._disk_changed(lane)
+            self._changed(lane)
         self._send(Done(work))
 
     def _note_peaks(self) -> None:
@@ -279,12 +293,14 @@ class Simulation:
             self._wait(ticket, name)
             for member in group:
                 self._arrive(member, name)
-        end_s = self.now_s + seconds
-        while self._ends and self._ends[0][0] <= end_s:
-            self._end_next()
+        started_s, lane = self.now_s, self._lanes["compute"]
         if seconds:
-            self.trace.add("compute", name, _ns(end_s - seconds), _ns(end_s))
-        self.now_s = end_s
+            lane.current, lane.left_s, lane.seen_s = _Compute(unit), seconds, started_s
+            self._foresee(lane)
+            self._changed(lane)
+            while lane.current is not None:
+                self._end_next()
+            self.trace.add("compute", name, _ns(started_s), _ns(self.now_s))
         if streamed:
             self._send(Release(unit))
 

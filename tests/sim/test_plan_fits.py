@@ -13,11 +13,12 @@ from overspill.observe.rates import Rates
 from overspill.schedule.bounds import step_bound
 from overspill.schedule.choose import Chosen, choose_plan
 from overspill.schedule.coarse import coarsen
+from overspill.schedule.costs import Costs
 from overspill.schedule.invariants import validate
 from overspill.schedule.partition import Partition
 from overspill.schedule.plan import Budgets, Needs
 from overspill.schedule.planner import make_layout
-from overspill.schedule.simulate import Costs, Simulation, simulate
+from overspill.schedule.simulate import Simulation, simulate
 from tests.random_parts import Field, random_parts
 
 CASES = 200
