@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open: list[str] = [REST]
         self._since_s = self._now_s()
 
@@ -54,7 +54,9 @@ class _Clock:
     def take(self) -> dict[str, float]:
         """The seconds so far; the count starts again."""
         self._turn()
-        taken, self.seconds, self._open = dict(self.seconds), Counter(), [REST]
+        taken = dict(self.seconds)
+        self.seconds.clear()
+        self._open = [REST]
         return taken
 
 
