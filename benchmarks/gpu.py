@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .arms import GIB, PEERS, Plan, Worker, parameters, peer
 from .machine import ROOT
 from .model import Shape
 from .results import Comparison, outcome
 from .runner import Row, run_interleaved
-from .step import PEERS, Plan, Worker, columns, parameters, peer
+from .step import columns
 
-GIB = 1 << 30
 TINY = Shape(layers=3, width=64, heads=4, vocabulary=256, batch=2, tokens=32)
 # Widths, layers and vocabulary of Llama models of these sizes.
 B1 = Shape(layers=16, width=2048, heads=16, vocabulary=32000, batch=8, tokens=2048)
@@ -72,7 +72,7 @@ def alone(arm: Worker, rounds: int, until: float) -> Row:
     left = until - time.monotonic()
     if left <= 0:
         return Row(arm.name, {}, (), error="not run: the time was up")
-    timer = threading.Timer(left, arm.kill)
+    timer = threading.Timer(left, arm.kill, ["the time was up"])
     timer.start()
     try:
         (row,) = run_interleaved([arm], rounds)

@@ -18,13 +18,14 @@ import psutil
 from overspill.io_engine import Extent, IoEngine, Lease
 
 from .machine import OtherWork
-from .peers import environment_of, python_of
+from .process import Process
 from .runner import Sample
 
 MIB = 1 << 20
 # What an optimizer moves at a time, in turn.
 EXTENT_BYTES = (16 * MIB, 32 * MIB, 64 * MIB, 16 * MIB)
 HUGE_PAGES = 72  # of 2 MiB: 64 transfers of 128 KiB, 32 of 1 MiB or 8 of 4 MiB, and what fio adds
+SAMPLE_LIMIT_S = 60.0  # DeepSpeed's handle; a lost request would be waited for without end
 RESERVED = Path("/proc/sys/vm/nr_hugepages")
 
 
@@ -256,41 +257,21 @@ class DeepSpeed:
         Raises:
             RuntimeError: it is not installed, or does not start; why, and what to do.
         """
-        python = python_of("deepspeed")
-        self._process = subprocess.Popen(
-            # Isolated: the names of our suites would hide modules of the standard library.
-            [str(python), "-I", str(Path(__file__).with_name("io_deepspeed.py")), str(file),
-             *map(str, sizes)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment_of(python),
-        )  # fmt: skip
-        self.facts = self._answer()
+        self._process = Process("io_deepspeed", peer="deepspeed")
+        try:
+            self.facts = self._process.ask({"file": str(file), "sizes": list(sizes)})
+        except RuntimeError:
+            self._process.close()
+            raise
 
     def move(self, work: Work, threads: int, block_bytes: int) -> dict[str, Any]:
         """``seconds`` and ``cpu_s`` of one sample of ``work``."""
-        assert self._process.stdin is not None
-        asked = {
-            "steps": list(work.steps(self.facts["extents"])), "threads": threads,
-            "block_bytes": block_bytes,
-        }  # fmt: skip
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        steps = list(work.steps(self.facts["extents"]))
+        asked = {"steps": steps, "threads": threads, "block_bytes": block_bytes}
+        return self._process.ask(asked, SAMPLE_LIMIT_S)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # its libraries print as they like
-                answer: dict[str, Any] = json.loads(line)
-                if "error" in answer:
-                    raise RuntimeError(f"DeepSpeed: {answer['error']}")
-                return answer
-        raise RuntimeError(f"DeepSpeed's process ended with {self._process.wait()}")
+        self._process.close()
 
 
 @dataclass

@@ -1,16 +1,16 @@
 """The side of the disk suite that runs in DeepSpeed's own environment; knows nothing of overspill.
 
-``python io_deepspeed.py FILE SIZE...``: extents of these sizes lie one behind the other in FILE.
-Every line of JSON on stdin is one sample; its answer is a line of JSON on stdout.
+The first order names a file and the sizes of extents that lie one behind the other in it; every
+other one is a sample.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .serving import serve
 
 QUEUE_DEPTH = 32
 
@@ -55,30 +55,24 @@ class Handles:
         return time.perf_counter() - started
 
 
-def main() -> None:
-    """Answers samples until stdin ends."""
-    try:
-        import deepspeed
-        import torch
+def begin(order: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+    """Makes the handles for ``order["file"]`` and ``order["sizes"]``."""
+    import deepspeed
+    import torch
 
-        handles = Handles(sys.argv[1], [int(size) for size in sys.argv[2:]])
-        tell({
-            "deepspeed": deepspeed.__version__, "torch": torch.__version__,
-            "queue_depth": QUEUE_DEPTH, "extents": len(sys.argv) - 2,
-        })  # fmt: skip
-        for line in sys.stdin:
-            asked = json.loads(line)
-            cpu_s = time.process_time()
-            seconds = handles.move(asked["steps"], asked["threads"], asked["block_bytes"])
-            tell({"seconds": seconds, "cpu_s": time.process_time() - cpu_s})
-    except Exception as error:  # the suite shows it as a row
-        tell({"error": f"{type(error).__name__}: {error}"})
+    handles = Handles(order["file"], order["sizes"])
 
+    def sample(asked: dict[str, Any]) -> dict[str, Any]:
+        cpu_s = time.process_time()
+        seconds = handles.move(asked["steps"], asked["threads"], asked["block_bytes"])
+        return {"seconds": seconds, "cpu_s": time.process_time() - cpu_s}
 
-def tell(content: dict[str, Any]) -> None:
-    """One line, at once."""
-    print(json.dumps(content), flush=True)
+    facts = {
+        "deepspeed": deepspeed.__version__, "torch": torch.__version__,
+        "queue_depth": QUEUE_DEPTH, "extents": len(order["sizes"]),
+    }  # fmt: skip
+    return facts, sample
 
 
 if __name__ == "__main__":
-    main()
+    serve(begin)

@@ -1,4 +1,4 @@
-"""The model that every arm of the step suite trains: a GPT in plain PyTorch."""
+"""The models that every training arm trains, in plain PyTorch: a GPT, and a Llama."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT, and of its batches in sequences and tokens."""
+    """Sizes of a model, and of its batches in sequences and tokens.
+
+    ``kv_heads`` and ``inner``, the width of the feed-forward layer, make it a Llama; ``recompute``
+    keeps no more of a block for the backward pass than its input.
+    """
 
     layers: int
     width: int
@@ -19,6 +24,9 @@ class Shape:
     vocabulary: int
     batch: int
     tokens: int
+    kv_heads: int = 0
+    inner: int = 0
+    recompute: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -52,6 +60,7 @@ class Gpt(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.recompute = shape.recompute
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.tokens, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -63,9 +72,99 @@ class Gpt(nn.Module):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
-        return functional.cross_entropy(logits, targets.flatten())
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return _loss(self.head(self.norm(x)), targets)
+
+
+class LlamaBlock(nn.Module):
+    """Grouped-query attention with rotated places, and a gated feed-forward layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, self.size = shape.width, shape.width // shape.heads
+        kv = shape.kv_heads * self.size
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(*sizes, bias=False)
+            for sizes in ((width, width), (width, kv), (width, kv), (width, width))
+        )
+        self.gate, self.up = (nn.Linear(width, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """``x``: (batch, tokens, width); ``turns``: cosines and sines (2, tokens, head size)."""
+        batch, tokens, width = x.shape
+        seen = self.norm1(x)
+        q, k, v = (
+            project(seen).view(batch, tokens, -1, self.size).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            _turned(q, turns), _turned(k, turns), v, is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        seen = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(seen)) * self.up(seen))
+
+
+class Llama(nn.Module):
+    """Returns the loss of predicting each token from those before it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.recompute, self.size = shape.recompute, shape.width // shape.heads
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, 1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``tokens``: (batch, tokens + 1), int64."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.tokens(inputs)
+        half = torch.arange(0, self.size, 2, device=x.device) / self.size
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e4**-half)
+        turns = torch.stack((angles.cos(), angles.sin())).repeat(1, 1, 2).to(x.dtype)
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, turns, use_reentrant=False)
+                if self.recompute
+                else block(x, turns)
+            )
+        return _loss(self.head(self.norm(x)), targets)
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Pairs of ``x`` (batch, heads, tokens, size), halves apart, turned by their places."""
+    first, second = x.chunk(2, -1)
+    return x * turns[0] + torch.cat((-second, first), -1) * turns[1]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def build(shape: Shape, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model without memory; ``fill`` gives each module's parameters their first values."""
+    with torch.device("meta"):
+        model = (Llama(shape) if shape.inner else Gpt(shape)).to(dtype)
+    for number, module in enumerate(model.modules()):
+        module.__dict__["seed"] = number
+    return model
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """First values of the parameters that are the module's own: the same in every arm, whichever
+    part comes first and wherever it lies."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as arms differ in where they build
+    for p in module.parameters(recurse=False):
+        if p.ndim == 1:
+            p.fill_(float(not isinstance(module, nn.Linear) and p is module.weight))
+            continue
+        generator = torch.Generator(device).manual_seed(module.__dict__["seed"])
+        values = torch.empty(p.shape, device=device).normal_(0.0, 0.02, generator=generator)
+        p.copy_(values)
 
 
 def batch_of(shape: Shape, step: int) -> torch.Tensor:

@@ -8,9 +8,7 @@ its own (``python -m benchmarks.peers install deepspeed``).
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ from overspill.optim.bench import Case, moved_bytes
 
 from .machine import OtherWork
 from .optim_picture import draw_updates
-from .peers import environment_of, python_of
+from .process import Process
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
 from .runner import Arm, Call, Row, Sample, run_interleaved
 
@@ -77,52 +75,29 @@ class DeepSpeed:
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Process | None = None
 
     def start(self) -> Mapping[str, Any]:
         """Starts it and takes two steps; the first time, DeepSpeed builds its extension."""
-        python = python_of("deepspeed")
-        script = Path(__file__).with_name("optim_deepspeed.py")
-        arguments = (self._numel, optim.threads(), COEFFICIENT, json.dumps(OPTIONS))
-        self._process = subprocess.Popen(
-            # Isolated: the names of our suites would hide modules of the standard library.
-            [str(python), "-I", str(script), *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment_of(python),
-        )  # fmt: skip
-        told = self._answer()
+        self._process = Process("optim_deepspeed", peer="deepspeed")
+        asked = {"threads": optim.threads(), "coefficient": COEFFICIENT, "options": OPTIONS}
+        told = self._process.ask({"numel": self._numel, **asked})
         for _ in range(2):
-            self._step()
+            self._process.ask({})
         return {"bytes": AROUND_BYTES * self._numel, **told}
 
     def sample(self) -> Sample:
+        assert self._process is not None
         with OtherWork() as other:
             started = time.perf_counter()
-            seconds = self._step()
+            seconds = float(self._process.ask({})["seconds"])
             wall_s = time.perf_counter() - started
         # Its own work looks like another process's.
         return Sample(seconds, {"others": max(0.0, other.share - seconds / wall_s)})
 
     def close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait(30)
-
-    def _step(self) -> float:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # its libraries print as they like
-                answer: dict[str, Any] = json.loads(line)
-                if "error" in answer:
-                    raise RuntimeError(str(answer["error"]))
-                return answer
-        raise RuntimeError(f"its process ended with {self._process.wait()}")
+        if self._process is not None:
+            self._process.close()
 
 
 def _ours(name: str, grad: torch.Tensor, master: Master, moments: Moments) -> Call:

@@ -1,15 +1,16 @@
 """The side of the optimizer suite that runs in DeepSpeed's own environment, without overspill.
 
-``python optim_deepspeed.py NUMEL THREADS COEFFICIENT OPTIONS``: every line on stdin is one step of
-DeepSpeedCPUAdam with the passes that bf16 training needs around it; the answer is a line of JSON.
+Every order but the first is one step of DeepSpeedCPUAdam with the passes that bf16 training needs
+around it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
+
+from .serving import serve
 
 
 class Step:
@@ -38,25 +39,16 @@ class Step:
         return time.perf_counter() - started
 
 
-def main() -> None:
-    """Answers until stdin ends."""
-    try:
-        import deepspeed
-        import torch
+def begin(order: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+    """Makes the optimizer for ``order["numel"]`` parameters."""
+    import deepspeed
+    import torch
 
-        torch.set_num_threads(int(sys.argv[2]))
-        step = Step(int(sys.argv[1]), float(sys.argv[3]), json.loads(sys.argv[4]))
-        tell({"deepspeed": deepspeed.__version__, "torch": torch.__version__})
-        for _ in sys.stdin:
-            tell({"seconds": step.run()})
-    except Exception as error:  # the suite shows it as a row
-        tell({"error": f"{type(error).__name__}: {error}"})
-
-
-def tell(content: dict[str, Any]) -> None:
-    """One line, at once."""
-    print(json.dumps(content), flush=True)
+    torch.set_num_threads(order["threads"])
+    step = Step(order["numel"], order["coefficient"], order["options"])
+    facts = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    return facts, lambda _: {"seconds": step.run()}
 
 
 if __name__ == "__main__":
-    main()
+    serve(begin)

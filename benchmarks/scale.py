@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from .arms import GIB, Plan, Worker, parameters
 from .model import Shape
 from .results import Column, Comparison, Outcome, number, others, outcome
 from .runner import Row, run_interleaved
-from .step import GIB, Plan, Worker, parameters
 
 # 30 M to 1.3 B parameters.
 SHAPES = (
@@ -77,7 +77,6 @@ def run(*, quick: bool, folder: Path) -> Outcome:
         with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as store:
             options = {
                 "nvme": store, "durable": False, "host_memory": host, "update": "backward",
-                "empty_init": True,
             }  # fmt: skip
             arm = Worker(f"{parameters(shape) / 1e6:.0f} M", plan, device, options)
             (row,) = run_interleaved([arm], plan.rounds)

@@ -1,8 +1,8 @@
 """What trains the model in an arm of the step suite: plain torch, overspill, or a peer.
 
 Runs in the peers' own environments too, so it imports a library only for the arm that it is.
-All get the same model with the same weights, AdamW with torch's defaults and a rate of 1e-4, and
-no clipping.
+All get the same model, still without memory, and fill it with the same weights; AdamW with torch's
+defaults and a rate of 1e-4, and no clipping.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from .deepspeed_settings import settings
-from .model import Gpt
+from .model import fill
 
 LEARNING_RATE = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -24,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Trainee:
     """A model with what trains it.  ``step`` is one training step and returns its loss."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
         self.model, self.optimizer, self._device = model, optimizer, device
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -57,13 +58,20 @@ class DeepSpeedTrainee(Trainee):
 Options = Mapping[str, Any]
 
 
-def _torch(model: Gpt, device: torch.device, options: Options) -> Trainee:
-    model.to(device)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def filled(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Gives the model memory on the device, and its first weights."""
+    model.to_empty(device=device)
+    for module in model.modules():
+        fill(module)
+    return model
+
+
+def _torch(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    adamw = torch.optim.AdamW(filled(model, device).parameters(), lr=LEARNING_RATE, fused=True)
     return Trainee(model, adamw, device)
 
 
-def _overspill(model: Gpt, device: torch.device, options: Options) -> Trainee:
+def _overspill(model: nn.Module, device: torch.device, options: Options) -> Trainee:
     import overspill
 
     given = dict(options)
@@ -71,10 +79,10 @@ def _overspill(model: Gpt, device: torch.device, options: Options) -> Trainee:
         given["rates"] = overspill.Rates(**given["rates"])
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     given.setdefault("device", str(device))
-    return Trainee(model, overspill.wrap(model, adamw, **given), device)
+    return Trainee(model, overspill.wrap(model, adamw, init=fill, **given), device)
 
 
-def _deepspeed(model: Gpt, device: torch.device, options: Options) -> Trainee:
+def _deepspeed(model: nn.Module, device: torch.device, options: Options) -> Trainee:
     import deepspeed
 
     _alone()
@@ -82,22 +90,23 @@ def _deepspeed(model: Gpt, device: torch.device, options: Options) -> Trainee:
         options["kind"], batch=options["batch"], rate=LEARNING_RATE,
         bf16=next(model.parameters()).dtype == torch.bfloat16, nvme=options.get("nvme"),
     )  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=True)
+    engine, *_ = deepspeed.initialize(
+        model=filled(model, "cpu"), config=config, dist_init_required=True
+    )
     return DeepSpeedTrainee(engine, None, device)
 
 
-def _torchao(model: Gpt, device: torch.device, options: Options) -> Trainee:
+def _torchao(model: nn.Module, device: torch.device, options: Options) -> Trainee:
     from torchao.optim import CPUOffloadOptimizer
 
-    model.to(device)
     made = CPUOffloadOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True,
+        filled(model, device).parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True,
         offload_gradients=options.get("offload_gradients", False),
     )  # fmt: skip
     return Trainee(model, made, device)
 
 
-def _fsdp2(model: Gpt, device: torch.device, options: Options) -> Trainee:
+def _fsdp2(model: nn.Module, device: torch.device, options: Options) -> Trainee:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -105,20 +114,21 @@ def _fsdp2(model: Gpt, device: torch.device, options: Options) -> Trainee:
     torch.distributed.init_process_group("nccl,gloo" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (1,))
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in model.blocks:
+    filled(model, "cpu")
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return Trainee(model, adamw, device)
 
 
-def _bitsandbytes(model: Gpt, device: torch.device, options: Options) -> Trainee:
+def _bitsandbytes(model: nn.Module, device: torch.device, options: Options) -> Trainee:
     import bitsandbytes
 
     if device.type != "cuda":
         raise RuntimeError("bitsandbytes' paged optimizers need a CUDA device")
-    model.to(device)
-    return Trainee(model, bitsandbytes.optim.PagedAdamW(model.parameters(), LEARNING_RATE), device)
+    weights = filled(model, device).parameters()
+    return Trainee(model, bitsandbytes.optim.PagedAdamW(weights, LEARNING_RATE), device)
 
 
 def _alone() -> None:
@@ -131,7 +141,7 @@ def _alone() -> None:
     )
 
 
-ENGINES: Mapping[str, Callable[[Gpt, torch.device, Options], Trainee]] = {
+ENGINES: Mapping[str, Callable[[nn.Module, torch.device, Options], Trainee]] = {
     "torch": _torch,
     "overspill": _overspill,
     "deepspeed": _deepspeed,
@@ -141,7 +151,7 @@ ENGINES: Mapping[str, Callable[[Gpt, torch.device, Options], Trainee]] = {
 }
 
 
-def make(engine: str, model: Gpt, device: str, options: Options) -> Trainee:
+def make(engine: str, model: nn.Module, device: str, options: Options) -> Trainee:
     """The trainee of an engine.  ``device``: of torch, or ``"sim"`` for overspill's."""
     if device == "sim":
         return ENGINES[engine](model, torch.device("cpu"), {**options, "device": "sim"})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import step
+from benchmarks import arms, step
 from benchmarks.deepspeed_settings import KINDS, settings
 from benchmarks.machine import facts
 from benchmarks.model import Shape
@@ -102,16 +102,16 @@ def test_numbers(value: float | None, text: str) -> None:
 
 
 @pytest.fixture
-def worker() -> Iterator[step.Worker]:
-    plan = step.Plan(TINY, "fp32", rounds=1, steps=2, warmup=2)
-    worker = step.Worker("plain", plan, "cpu", None)
+def worker() -> Iterator[arms.Worker]:
+    plan = arms.Plan(TINY, "fp32", rounds=1, steps=2, warmup=2)
+    worker = arms.Worker("plain", plan, "cpu", None)
     yield worker
     worker.close()
 
 
-def test_a_worker_trains_in_its_own_process(worker: step.Worker) -> None:
+def test_a_worker_trains_in_its_own_process(worker: arms.Worker) -> None:
     known = worker.start()
-    assert known["parameters"] == step.parameters(TINY)
+    assert known["parameters"] == arms.parameters(TINY)
     assert known["shape"] == dataclasses.asdict(TINY)
     sample = worker.sample()
     assert sample.seconds > 0 and 0 < sample.seen["loss"] < 10
@@ -119,8 +119,8 @@ def test_a_worker_trains_in_its_own_process(worker: step.Worker) -> None:
 
 
 def test_what_a_worker_cannot_do_is_its_error() -> None:
-    plan = step.Plan(TINY, "fp32", rounds=1, steps=1, warmup=1)
-    arm = step.Worker("refused", plan, "cpu", {"no_such_option": 1})
+    plan = arms.Plan(TINY, "fp32", rounds=1, steps=1, warmup=1)
+    arm = arms.Worker("refused", plan, "cpu", {"no_such_option": 1})
     (row,) = run_interleaved([arm], rounds=1)
     assert row.error is not None and "no_such_option" in row.error
 
@@ -129,8 +129,8 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
-    plan = step.Plan(TINY, "bf16", rounds=1, steps=1, warmup=2)
-    (row,) = run_interleaved([step.peer("deepspeed-nvme", plan, tmp_path, "cpu")], rounds=1)
+    plan = arms.Plan(TINY, "bf16", rounds=1, steps=1, warmup=2)
+    (row,) = run_interleaved([arms.peer("deepspeed-nvme", plan, tmp_path, "cpu")], rounds=1)
     assert row.error is not None and "benchmarks.peers install deepspeed" in row.error
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import optim as suite
+from benchmarks import process
 from benchmarks.optim import DEEPSPEED, FP32, INT8, SWEEP, TORCH, DeepSpeed, goals
 from benchmarks.results import outcome
 from benchmarks.runner import Row, Sample
@@ -59,7 +60,7 @@ def test_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
 def test_worker_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without DeepSpeed its process answers with the reason."""
-    monkeypatch.setattr(suite, "python_of", lambda name: Path(sys.executable))
+    monkeypatch.setattr(process, "python_of", lambda name: Path(sys.executable))
     arm = DeepSpeed(100)
     with pytest.raises(RuntimeError, match="deepspeed"):
         arm.start()

@@ -1,0 +1,72 @@
+"""Arms in processes of their own: none of them can hang a suite, and all of it ends with them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import process
+from benchmarks.process import Process
+
+# Answers once, then starts a process and never answers again.
+STUCK = """
+import json, subprocess, sys, time
+sys.stdin.readline()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(json.dumps({"child": child.pid}), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "stuck.py").write_text(STUCK)
+    monkeypatch.setattr(process, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    return Process("stuck")
+
+
+def test_a_process_that_does_not_answer_is_ended_with_all_it_started(stuck: Process) -> None:
+    child = psutil.Process(stuck.ask({}, 20)["child"])
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"its process was ended: no answer after 0 s"):
+        stuck.ask({}, 0.3)
+    assert time.monotonic() - started < 5
+    gone, alive = psutil.wait_procs([child], timeout=5)
+    assert gone or alive[0].status() == psutil.STATUS_ZOMBIE
+    stuck.close()
+
+
+def test_whoever_waits_is_told_why_it_was_ended(stuck: Process) -> None:
+    stuck.ask({}, 20)
+    stuck.kill("the time was up")
+    with pytest.raises(RuntimeError, match="the time was up"):
+        stuck.ask({}, 20)
+    stuck.close()
+
+
+def test_an_error_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = Process("worker")
+    with pytest.raises(RuntimeError, match="KeyError: 'shape'"):
+        arm.ask({}, 60)
+    arm.close()
+
+
+def test_a_peer_runs_in_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "python_of", lambda name: Path(sys.executable))
+    monkeypatch.setattr(
+        process, "environment_of", lambda python: {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+    )
+    arm = Process("worker", peer="torchao")
+    assert psutil.Process(arm._process.pid).environ()["PATH"] == str(tmp_path)
+    arm.kill("done")
+    arm.close()
