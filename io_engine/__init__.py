@@ -13,18 +13,26 @@ Usable alone::
 from __future__ import annotations
 
 from .buffers import Lease, allocate_host
+from .committed import FoundStore, find_store
 from .engine import IoEngine
 from .errors import CorruptionError, IoError, OffloadError
+from .manifest import Generation, Item, Manifest, StoreLayout
 from .types import Extent, IoStats, Ticket
 
 __all__ = [
     "CorruptionError",
     "Extent",
+    "FoundStore",
+    "Generation",
     "IoEngine",
     "IoError",
     "IoStats",
+    "Item",
     "Lease",
+    "Manifest",
     "OffloadError",
+    "StoreLayout",
     "Ticket",
     "allocate_host",
+    "find_store",
 ]

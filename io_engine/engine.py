@@ -5,19 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .backend import Backend, BackendFactory
 from .buffers import Lease, allocate_host
-from .contents import Contents
+from .committed import FoundStore
+from .contents import Contents, Fill
 from .dispatch import Dispatcher, Flight
-from .errors import IoError, OffloadError
+from .errors import CorruptionError, IoError, OffloadError
+from .manifest import Generation, Item, Manifest, StoreLayout
 from .opening import open_backend
 from .probe import measured_rates
 from .settings import settle
@@ -80,14 +85,84 @@ class IoEngine:
         sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
         self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
         self._space = Space(sizes, rates, tuning.block_bytes)
+        self._open(_open_files(paths, sizes, ephemeral), start, buffer_bytes, slow_after_s)
+
+    @classmethod
+    def reopen(
+        cls,
+        store: FoundStore,
+        generation: Generation,
+        *,
+        extra_bytes: int = 0,
+        buffer_bytes: int | None = None,
+        backend: str | BackendFactory = "auto",
+        queue_depth: int | None = None,
+        read_only: bool = False,
+        slow_after_s: float = 30.0,
+    ) -> IoEngine:
+        """Opens a durable store with what ``generation`` says is in its extents.
+
+        Reads are checked against the checksums of the commit.  ``extra_bytes``: room beyond the
+        store's items.  Close leaves the store where it is.
+
+        Raises:
+            IoError: as on opening a new one.
+            CorruptionError: the layout's extents overlap.
+        """
+        layout, paths = store.layout, store.directories
+        tuning = settle(paths, backend, layout.block_bytes, queue_depth)
+        start = open_backend if isinstance(backend, str) else backend
+        engine = cls.__new__(cls)
+        taken = [0] * len(paths)
+        for piece in (p for item in layout.items for e in item.extents for p in e.pieces):
+            taken[piece.file] += piece.nbytes
+        spare = sum(layout.file_bytes) - sum(taken)
+        rates = [float(max(nbytes, 1)) for nbytes in layout.file_bytes]
+        more = [0] * len(paths)
+        if extra_bytes > spare:
+            more = file_shares(extra_bytes - spare, rates, tuning.block_bytes)
+        sizes = [have + add for have, add in zip(layout.file_bytes, more, strict=True)]
+        engine.capacity_bytes, engine.checksum = sum(sizes), layout.checksum
+        engine.tuning, engine._space = tuning, Space(sizes, rates, tuning.block_bytes)
+        files = _open_files(paths, sizes, False, reopen=True, read_only=read_only)
+        engine._open(files, start, buffer_bytes, slow_after_s)
+        try:
+            engine._adopt(layout, generation)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _adopt(self, layout: StoreLayout, generation: Generation) -> None:
+        """Takes the extents of a store over, each with what a commit says about it."""
+        for item, role, sums in zip(
+            layout.items, generation.roles, generation.checksums, strict=True
+        ):
+            for number, extent in enumerate(item.extents):
+                if not self._space.claim(extent.pieces):
+                    raise CorruptionError(
+                        f"{self._where()}: the extents of {item.key!r} overlap others; the "
+                        "manifest is not that of this store", path=self._where(),
+                    )  # fmt: skip
+                count = layout.sums_of(extent)
+                kept = sums if number == role else None
+                whole = np.zeros(count, np.uint32) if kept is None else kept
+                fill = Fill.WHOLE if number == role else Fill.EMPTY
+                self._contents[extent] = Contents(extent, whole if self.checksum else None, fill)
+                self._next_extent = max(self._next_extent, extent.id + 1)
+
+    def _open(
+        self, files: list[StoreFile], start: BackendFactory, buffer_bytes: int | None,
+        slow_after_s: float,
+    ) -> None:  # fmt: skip
+        self._files = files
         self._lock = threading.Lock()  # guards the space and the maps below
         self._contents: dict[Extent, Contents] = {}
         self._next_extent = 0
         self._buffer_limit, self._buffer_held = buffer_bytes, 0
         self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
-        self._files = _open_files(paths, sizes, ephemeral)
         try:
-            mover = start([file.fd for file in self._files], tuning)
+            mover = start([file.fd for file in self._files], self.tuning)
         except BaseException:
             for file in self._files:
                 file.close()
@@ -250,6 +325,36 @@ class IoEngine:
         for file in self._files:
             file.flush()
 
+    def make_durable(
+        self, items: Sequence[tuple[str, Sequence[Extent]]], description: Mapping[str, Any]
+    ) -> Manifest:
+        """Begins a manifest for extents of this engine; from now on the files stay after close.
+
+        Args:
+            items: name and alternating extents of each.
+            description: what they mean, for whoever reads the store; JSON.
+
+        Raises:
+            IoError: the manifest cannot be written.
+        """
+        layout = StoreLayout(
+            uuid.uuid4().hex, tuple(str(file.directory) for file in self._files),
+            tuple(file.nbytes for file in self._files), self.tuning.block_bytes, self.checksum,
+            tuple(Item(key, extents[0].nbytes, tuple(extents)) for key, extents in items),
+            description,
+        )  # fmt: skip
+        self.flush()
+        manifest = Manifest.create(layout)
+        for file in self._files:
+            file.keep = True
+        return manifest
+
+    def checksums(self, extent: Extent) -> NDArray[np.uint32] | None:
+        """A copy of the CRC-32 of each block, as last written; ``None`` where checking is off."""
+        with self._lock:
+            kept = self._contents_of(extent).checksums
+        return None if kept is None else kept.copy()
+
     def wait_all(self) -> None:
         """Waits until nothing is on its way.
 
@@ -296,7 +401,7 @@ class IoEngine:
         return self._backend.latencies()
 
     def close(self) -> None:
-        """Lets everything on its way end, joins the threads, removes the files.
+        """Lets everything on its way end, joins the threads, removes files that are not to stay.
 
         A second call does nothing.  Transfers stuck in the kernel are given up after a time in
         which nothing moves: their tickets then end with an error.
@@ -347,11 +452,16 @@ def _paths(
     return paths
 
 
-def _open_files(paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool) -> list[StoreFile]:
+def _open_files(
+    paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool, *, reopen: bool = False,
+    read_only: bool = False,
+) -> list[StoreFile]:  # fmt: skip
     files: list[StoreFile] = []
     try:
         for path, nbytes in zip(paths, sizes, strict=True):
-            files.append(StoreFile(path, nbytes, ephemeral=ephemeral))
+            files.append(
+                StoreFile(path, nbytes, ephemeral=ephemeral, reopen=reopen, read_only=read_only)
+            )
     except BaseException:
         for file in files:
             file.close()

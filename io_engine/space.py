@@ -37,6 +37,17 @@ class FreeList:
             self.free_bytes -= mine
         return taken
 
+    def claim(self, offset: int, nbytes: int) -> bool:
+        """Takes these very bytes; ``False`` if not all of them are free."""
+        for index, (start, length) in enumerate(self._runs):
+            if start <= offset and offset + nbytes <= start + length:
+                end = offset + nbytes
+                rest = [(start, offset - start), (end, start + length - end)]
+                self._runs[index : index + 1] = [run for run in rest if run[1]]
+                self.free_bytes -= nbytes
+                return True
+        return False
+
     def give(self, offset: int, nbytes: int) -> None:
         """Takes a run back, and joins it to its neighbours."""
         index = bisect.bisect(self._runs, (offset, nbytes))
@@ -83,6 +94,13 @@ class Space:
             for offset, length in self._free[file].take(mine):
                 pieces.append(Piece(file, offset, length))
         return tuple(pieces)
+
+    def claim(self, pieces: Sequence[Piece]) -> bool:
+        """Takes these very pieces; ``False`` if they overlap what is taken, or leave the files."""
+        return all(
+            p.file < len(self._free) and self._free[p.file].claim(p.offset, p.nbytes)
+            for p in pieces
+        )
 
     def give(self, pieces: Sequence[Piece]) -> None:
         """Takes pieces back."""

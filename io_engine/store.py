@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from .errors import IoError, remedy_for
+from .manifest import read_manifest
 from .types import SECTOR_BYTES
 
 STORE_NAME = "overspill.store"
@@ -113,14 +114,20 @@ class DirectoryLock:
 class StoreFile:
     """An open store file; ``path`` names it in messages, ``fd`` is its descriptor."""
 
-    def __init__(self, directory: Path, nbytes: int, *, ephemeral: bool) -> None:
+    def __init__(
+        self, directory: Path, nbytes: int, *, ephemeral: bool = False, reopen: bool = False,
+        read_only: bool = False,
+    ) -> None:  # fmt: skip
         """Creates and preallocates it.
+
+        ``reopen``: it is there already, keeps what it holds, and stays when it is closed.
 
         Raises:
             IoError: the directory is missing, not writable, locked by another process, or has no
                 room; nothing is left behind then.
         """
         self.directory, self.nbytes, self.ephemeral = directory, nbytes, ephemeral
+        self.keep, self._reopen, self._read_only = reopen, reopen, read_only
         self.path = directory / STORE_NAME
         self.direct = True
         self.fd = -1
@@ -129,16 +136,31 @@ class StoreFile:
         try:
             if not ephemeral:
                 self._lock = DirectoryLock(directory)
-                self._reclaim(self._lock.previous)
-            _require_room(directory, nbytes)
+                if not reopen:
+                    self._reclaim(self._lock.previous)
+            if not reopen:
+                _require_room(directory, nbytes)
             self.fd = self._open()
-            self._preallocate()
+            if not read_only:
+                self._preallocate()
             self._probe_direct()
         except BaseException:
             self.close()
             raise
 
     def _reclaim(self, owner: str) -> None:
+        found = read_manifest(self.directory)
+        if found is not None:
+            if found.damage or any(each.step for each in found.generations):
+                last = found.generations[-1].step if found.generations else 0
+                raise IoError(
+                    f"{self.directory}: holds a store committed at step {last}; continue it with "
+                    f"overspill.resume(model, {str(self.directory)!r}), delete {self.path.name} "
+                    f"and {found.path.name} there, or choose another directory",
+                    path=str(self.directory),
+                    errno=errno.EEXIST,
+                )
+            found.path.unlink()
         if self.path.exists():
             log.warning(
                 "%s: removing a store that %s left behind when it died (%d bytes)",
@@ -147,7 +169,7 @@ class StoreFile:
             self.path.unlink()
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC
+        flags = (os.O_RDONLY if self._read_only else os.O_RDWR) | os.O_CLOEXEC
         try:
             return self._open_with(flags | os.O_DIRECT)
         except OSError as error:
@@ -160,6 +182,8 @@ class StoreFile:
             raise _fail(self.directory, "cannot create a store here", error) from error
 
     def _open_with(self, flags: int) -> int:
+        if self._reopen:
+            return os.open(self.path, flags)
         if not self.ephemeral:
             return os.open(self.path, flags | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -229,13 +253,14 @@ class StoreFile:
             )
 
     def close(self, *, keep_descriptor: bool = False) -> None:
-        """Removes the file and gives the directory up.  A second call does nothing.
+        """Removes the file, unless it is to stay, and gives the directory up.  A second call does
+        nothing.
 
         ``keep_descriptor``: threads are stuck in it; closed, its number might name another file.
         """
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            if not self.ephemeral:
+            if not self.ephemeral and not self.keep:
                 _remove(self.path, fd)
             if not keep_descriptor:
                 os.close(fd)

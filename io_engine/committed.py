@@ -1,0 +1,130 @@
+"""Finds a durable store by its directories, and says what is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import CorruptionError, IoError
+from .manifest import MANIFEST_NAME, Found, Generation, StoreLayout, read_manifest
+from .store import STORE_NAME
+
+Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class FoundStore:
+    """A store with all its directories, in the order of its stripes.  Nothing is open or locked."""
+
+    directories: tuple[Path, ...]
+    manifests: tuple[Found, ...]
+
+    @property
+    def layout(self) -> StoreLayout:
+        return self.manifests[0].layout
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """Every whole commit in the log, oldest first.  Only the last one's data is sure to be
+        there; that of the one before it is until the next write."""
+        return self.manifests[0].generations
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """What is damaged in the manifests, in words."""
+        return tuple(line for found in self.manifests for line in found.damage)
+
+    def last(self) -> Generation:
+        """The last commit.
+
+        Raises:
+            CorruptionError: a later record is damaged; the last whole commit is named, not taken.
+            IoError: the store has no commit.
+        """
+        where = str(self.directories[0])
+        if self.damage:
+            whole = self.generations
+            offer = (
+                f"the last whole commit is generation {whole[-1].number}, step {whole[-1].step}: "
+                "`overspill inspect --repair` drops what is damaged, and goes back to it"
+                if whole
+                else "no commit is whole; start from an export"
+            )
+            raise CorruptionError(f"{'; '.join(self.damage)}; {offer}", path=where)
+        if not self.generations:
+            raise IoError(
+                f"{where}: the store here was never committed, so there is nothing to resume; "
+                "wrap the model to begin anew",
+                path=where,
+            )
+        return self.generations[-1]
+
+
+def find_store(paths: Paths) -> FoundStore:
+    """The store of which one or more directories are given; the others are looked for where they
+    were when it was made.
+
+    Raises:
+        IoError: there is no store, one of its directories is missing, or they are of several.
+        CorruptionError: its layout is damaged.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    found = [_require(Path(path).absolute()) for path in given]
+    layout, members = found[0].layout, {}
+    for each in found:
+        if each.layout.store != layout.store:
+            raise IoError(
+                f"{each.path.parent} and {found[0].path.parent} hold parts of different stores; "
+                "give the directories of one",
+                path=str(each.path.parent),
+            )
+        members[each.member] = each
+    for number, place in enumerate(layout.directories):
+        if number not in members:
+            members[number] = _missing(Path(place), number, layout)
+    ordered = tuple(members[number] for number in range(len(layout.directories)))
+    directories = tuple(each.path.parent for each in ordered)
+    for directory, nbytes in zip(directories, layout.file_bytes, strict=True):
+        _require_file(directory / STORE_NAME, nbytes)
+    return FoundStore(directories, ordered)
+
+
+def _require(directory: Path) -> Found:
+    found = read_manifest(directory)
+    if found is None:
+        raise IoError(
+            f"{directory}: there is no store here ({MANIFEST_NAME} is missing); give the "
+            "directory that a run with nvme= and durable=True has used",
+            path=str(directory),
+        )
+    return found
+
+
+def _missing(directory: Path, number: int, layout: StoreLayout) -> Found:
+    try:
+        found = read_manifest(directory)
+    except IoError:
+        found = None
+    if found is None or found.layout.store != layout.store or found.member != number:
+        raise IoError(
+            f"the store is striped over {len(layout.directories)} directories, and number "
+            f"{number + 1}, which was {directory}, is missing; mount it there, or give all "
+            "directories where they are now",
+            path=str(directory),
+        )
+    return found
+
+
+def _require_file(path: Path, nbytes: int) -> None:
+    try:
+        have = path.stat().st_size
+    except FileNotFoundError:
+        have = -1
+    if have < nbytes:
+        state = "is missing" if have < 0 else f"has {have} bytes, and should have {nbytes}"
+        raise IoError(
+            f"{path}: the store file {state}; put it back from a copy, or start from an export",
+            path=str(path),
+        )

@@ -1,0 +1,365 @@
+"""The manifest of a durable store: which extents hold which item, and what each commit says.
+
+One file beside each store file.  All begin with the layout; that of the first directory goes on
+with commits.  A commit is one record, written after the data it speaks of has been flushed, and
+then flushed itself: from that instant it holds.  A seal follows it, so that a commit that is
+damaged later can be told from one that was never finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CorruptionError, IoError, remedy_for
+from .records import Log, encode, scan
+from .transfer import block_count
+from .types import Extent, Piece
+
+MANIFEST_NAME = "overspill.manifest"
+FORMAT = 1
+LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written anew
+
+Sums = NDArray[np.uint32]
+
+
+class Kind(enum.IntEnum):
+    """What a record says."""
+
+    LAYOUT = 1
+    COMMIT = 2
+    SEAL = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that is kept: its name, its bytes, and the extents that hold it in turn."""
+
+    key: str
+    nbytes: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """All about a store that never changes.
+
+    ``description`` is the caller's: what the items mean.  ``checksum``: whether commits carry the
+    CRC-32 of every block of ``block_bytes``.
+    """
+
+    store: str  # a name no other store has
+    directories: tuple[str, ...]
+    file_bytes: tuple[int, ...]
+    block_bytes: int
+    checksum: bool
+    items: tuple[Item, ...]
+    description: Mapping[str, Any]
+
+    def sums_of(self, extent: Extent) -> int:
+        """How many checksums an extent has."""
+        return block_count(extent, self.block_bytes) if self.checksum else 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One commit.
+
+    ``roles`` says by item which of its extents holds it, -1 for one that was never written and
+    reads as zeroes; ``checksums`` are the extents' as they were written.  ``meta`` is the caller's.
+    """
+
+    number: int
+    step: int
+    roles: tuple[int, ...]
+    checksums: tuple[Sums | None, ...] = field(repr=False)
+    meta: bytes = field(repr=False)
+    when_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A manifest as it was read: ``member`` is the directory's number in the store."""
+
+    path: Path
+    member: int
+    layout: StoreLayout
+    generations: tuple[Generation, ...]
+    log: Log
+
+    @property
+    def damage(self) -> tuple[str, ...]:
+        """What is damaged, in words; none if all is whole."""
+        return tuple(f"{self.path}: a record at offset {at} is damaged" for at in self.log.damage)
+
+
+# -- encoding ------------------------------------------------------------------------------------
+
+
+def _layout_payload(layout: StoreLayout, member: int) -> bytes:
+    items = [
+        [i.key, i.nbytes, [[[p.file, p.offset, p.nbytes] for p in e.pieces] for e in i.extents]]
+        for i in layout.items
+    ]
+    content = {
+        "format": FORMAT, "store": layout.store, "member": member,
+        "directories": layout.directories, "file_bytes": layout.file_bytes,
+        "block_bytes": layout.block_bytes, "checksum": layout.checksum,
+        "description": layout.description, "items": items,
+    }  # fmt: skip
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _read_layout(path: Path, payload: bytes) -> tuple[StoreLayout, int]:
+    content = json.loads(payload)
+    if content["format"] != FORMAT:
+        raise IoError(
+            f"{path}: the store has format {content['format']}, this version reads {FORMAT}; "
+            "export it with the version that wrote it, and import it here",
+            path=str(path),
+        )
+    items, number = [], 0
+    for key, nbytes, listed in content["items"]:
+        extents = []
+        for pieces in listed:
+            extents.append(Extent(number, nbytes, tuple(Piece(*piece) for piece in pieces)))
+            number += 1
+        items.append(Item(key, nbytes, tuple(extents)))
+    layout = StoreLayout(
+        content["store"], tuple(content["directories"]), tuple(content["file_bytes"]),
+        content["block_bytes"], content["checksum"], tuple(items), content["description"],
+    )  # fmt: skip
+    return layout, content["member"]
+
+
+_COMMIT = struct.Struct("<QQdIQ")  # generation, step, time, items, bytes of meta
+
+
+def _commit_payload(layout: StoreLayout, generation: Generation) -> bytes:
+    roles = np.array(generation.roles, np.int8)
+    sums = [part for part in generation.checksums if part is not None]
+    body = np.concatenate(sums) if sums else np.zeros(0, np.uint32)
+    head = _COMMIT.pack(
+        generation.number, generation.step, generation.when_s, len(roles), len(generation.meta)
+    )
+    return head + roles.tobytes() + generation.meta + body.astype("<u4").tobytes()
+
+
+def _read_commit(layout: StoreLayout, payload: bytes) -> Generation:
+    number, step, when_s, count, meta_bytes = _COMMIT.unpack_from(payload)
+    at = _COMMIT.size
+    roles = tuple(int(r) for r in np.frombuffer(payload, np.int8, count, at))
+    at += count
+    meta = payload[at : at + meta_bytes]
+    flat = np.frombuffer(payload, "<u4", offset=at + meta_bytes)
+    checksums: list[Sums | None] = []
+    start = 0
+    for item, role in zip(layout.items, roles, strict=True):
+        length = layout.sums_of(item.extents[role]) if role >= 0 else 0
+        checksums.append(flat[start : start + length].astype(np.uint32) if length else None)
+        start += length
+    if start != flat.size:
+        raise ValueError("a commit does not fit the layout")
+    return Generation(number, step, roles, tuple(checksums), meta, when_s)
+
+
+def read_manifest(directory: Path) -> Found | None:
+    """What the manifest in a directory says; ``None`` if there is none that was ever finished.
+
+    Raises:
+        IoError: it cannot be read, or is of another format version.
+        CorruptionError: its layout is damaged, so that nothing can be made of it.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _fail(path, "cannot read", error) from error
+    log = scan(data)
+    if not log.records or log.records[0].kind != Kind.LAYOUT:
+        raise CorruptionError(
+            f"{path}: the layout, its first record, is damaged; the store cannot be read without "
+            "it; restore this one file from a copy, or start from an export",
+            path=str(path),
+        )
+    layout, member = _read_layout(path, log.records[0].payload)
+    generations = tuple(
+        _read_commit(layout, record.payload) for record in log.records if record.kind == Kind.COMMIT
+    )
+    return Found(path, member, layout, generations, log)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def _fail(path: Path, what: str, error: OSError) -> IoError:
+    code = error.errno or 0
+    return IoError(
+        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
+    )
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_anew(path: Path, records: Sequence[tuple[int, int, bytes]]) -> None:
+    """Puts a log of (kind, number, payload) in the place of ``path``, whole or not at all.
+
+    Raises:
+        IoError: it cannot be written; what was there before is as it was.
+    """
+    temporary = path.with_name(path.name + ".new")
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, b"".join(encode(*record) for record in records), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _fail(path, "cannot write", error) from error
+
+
+class Manifest:
+    """The open log of a store's first directory: ``commit`` makes a generation the last one."""
+
+    def __init__(self, path: Path, layout: StoreLayout, last: int, number: int, end: int) -> None:
+        """Use ``create`` or ``reopen``."""
+        self.path, self.layout, self.last = path, layout, last
+        self._number, self._end, self._largest = number, end, 0
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _fail(path, "cannot open", error) from error
+
+    @classmethod
+    def create(cls, layout: StoreLayout) -> Manifest:
+        """Writes the layout into every directory; there is no commit yet.
+
+        Raises:
+            IoError: a file cannot be written.
+        """
+        for member in reversed(range(len(layout.directories))):
+            path = Path(layout.directories[member]) / MANIFEST_NAME
+            write_anew(path, [(Kind.LAYOUT, 1, _layout_payload(layout, member))])
+        return cls(path, layout, 0, 1, path.stat().st_size)
+
+    @classmethod
+    def reopen(cls, found: Found) -> Manifest:
+        """Goes on after the last commit of a store; an unfinished record at its end is dropped.
+
+        Raises:
+            CorruptionError: something is damaged; nothing is changed.
+            IoError: the file cannot be written.
+        """
+        if found.damage:
+            raise CorruptionError(found.damage[0], path=str(found.path))
+        last = found.generations[-1].number if found.generations else 0
+        manifest = cls(found.path, found.layout, last, found.log.records[-1].number, found.log.end)
+        try:
+            os.ftruncate(manifest._fd, found.log.end)
+        except OSError as error:
+            manifest.close()
+            raise _fail(found.path, "cannot write", error) from error
+        return manifest
+
+    def commit(
+        self, step: int, roles: Sequence[int], checksums: Sequence[Sums | None], meta: bytes
+    ) -> Generation:
+        """Makes what ``roles`` name the last generation.  Its data must have been flushed.
+
+        Raises:
+            IoError: the record cannot be written or flushed; the generation before stays the last.
+        """
+        generation = Generation(
+            self.last + 1, step, tuple(roles), tuple(checksums), meta, time.time()
+        )
+        payload = _commit_payload(self.layout, generation)
+        if self._end > max(LARGEST_LOG_BYTES, 8 * self._largest):
+            self._compact(payload)
+        else:
+            try:
+                self._append(Kind.COMMIT, payload)
+                os.fdatasync(self._fd)
+                self._require_place()
+                self._append(Kind.SEAL, struct.pack("<Q", generation.number))
+            except OSError as error:
+                raise _fail(self.path, "cannot commit", error) from error
+        self.last = generation.number
+        self._largest = max(self._largest, len(payload))
+        return generation
+
+    def _append(self, kind: Kind, payload: bytes) -> None:
+        record = encode(kind, self._number + 1, payload)
+        _write_all(self._fd, record, self._end)
+        self._number, self._end = self._number + 1, self._end + len(record)
+
+    def _require_place(self) -> None:
+        if not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+            raise FileNotFoundError(2, "")
+
+    def _compact(self, payload: bytes) -> None:
+        """The layout and this commit alone, in a new file that takes the old one's place."""
+        seal = struct.pack("<Q", self.last + 1)
+        number = self._number + 1
+        write_anew(
+            self.path,
+            [
+                (Kind.LAYOUT, number, _layout_payload(self.layout, 0)),
+                (Kind.COMMIT, number + 1, payload),
+                (Kind.SEAL, number + 2, seal),
+            ],
+        )
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            os.close(self._fd)
+            self._fd, self._number, self._end = fd, number + 2, os.fstat(fd).st_size
+        except OSError as error:
+            raise _fail(self.path, "cannot commit", error) from error
+
+    def close(self) -> None:
+        """Flushes the last seal, as far as that goes, and closes the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the commit before it was flushed
+                os.fdatasync(fd)
+            os.close(fd)
+
+
+def repair(found: Found) -> tuple[Generation, ...]:
+    """Drops what is damaged from a manifest and keeps every whole commit, which it returns."""
+    kept = [r for r in found.log.records if r.kind != Kind.SEAL]
+    records = [(r.kind, n + 1, r.payload) for n, r in enumerate(kept)]
+    if found.generations:
+        seal = struct.pack("<Q", found.generations[-1].number)
+        records.append((Kind.SEAL, len(kept) + 1, seal))
+    write_anew(found.path, records)
+    return found.generations

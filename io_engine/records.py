@@ -1,0 +1,86 @@
+"""A log of records that knows a torn end from damage.  Pure: bytes in, bytes out.
+
+Every record begins on a sector of its own with a frame: magic, kind, CRC-32 of all the rest, a
+number that grows by one, and its length; zeroes fill its last sector.  What ends the log and is not
+whole was being written when the process or the machine died: it is ignored.  What is not whole and
+has a whole record behind it was whole once: that is damage, and is said.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+SECTOR = 4096
+MAGIC = b"OVSPILL\x00"
+_FRAME = struct.Struct("<8sIIQQ")  # magic, kind, CRC, number, payload bytes
+_TAIL = struct.Struct("<IQQ")  # what the CRC covers ahead of the payload: kind, number, bytes
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole record, and where it lies in the log."""
+
+    kind: int
+    number: int
+    payload: bytes
+    offset: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a scan found: whole records in order, where the next belongs, and what is damaged.
+
+    ``damage`` lists offsets at which something that was whole once is not; ``torn`` says that
+    an unfinished record ends the log.
+    """
+
+    records: tuple[Record, ...]
+    end: int
+    torn: bool
+    damage: tuple[int, ...]
+
+
+def encode(kind: int, number: int, payload: bytes) -> bytes:
+    """A record in whole sectors."""
+    crc = zlib.crc32(payload, zlib.crc32(_TAIL.pack(kind, number, len(payload))))
+    record = _FRAME.pack(MAGIC, kind, crc, number, len(payload)) + payload
+    return record + bytes(-len(record) % SECTOR)
+
+
+def _decode(data: bytes, offset: int) -> Record | None:
+    if data[offset : offset + len(MAGIC)] != MAGIC or offset + _FRAME.size > len(data):
+        return None
+    _, kind, crc, number, nbytes = _FRAME.unpack_from(data, offset)
+    start = offset + _FRAME.size
+    end = start + nbytes + -(_FRAME.size + nbytes) % SECTOR
+    if end > len(data):
+        return None
+    payload = data[start : start + nbytes]
+    if crc != zlib.crc32(payload, zlib.crc32(_TAIL.pack(kind, number, nbytes))):
+        return None
+    if any(data[start + nbytes : end]):
+        return None
+    return Record(kind, number, payload, offset, end)
+
+
+def scan(data: bytes) -> Log:
+    """Reads a whole log."""
+    records: list[Record] = []
+    damage: list[int] = []
+    offset = end = 0
+    lost_at: int | None = None
+    while offset < len(data):
+        record = _decode(data, offset)
+        if record is None or (records and record.number <= records[-1].number):
+            lost_at = offset if lost_at is None else lost_at
+            offset += SECTOR
+            continue
+        if lost_at is not None:
+            damage.append(lost_at)
+            lost_at = None
+        records.append(record)
+        offset = end = record.end
+    return Log(tuple(records), end, lost_at is not None, tuple(damage))
