@@ -158,7 +158,7 @@ class IoEngine:
         self._files = files
         self._lock = threading.Lock()  # guards the space and the maps below
         self._contents: dict[Extent, Contents] = {}
-        self._next_extent = 0
+        self._next_extent: int = 0
         self._buffer_limit, self._buffer_held = buffer_bytes, 0
         self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
         try:
