@@ -43,6 +43,8 @@ class IoEngine:
     that is dropped or alive at interpreter exit is closed too.
     """
 
+    _next_extent: int
+
     def __init__(
         self,
         directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
@@ -158,7 +160,7 @@ class IoEngine:
         self._files = files
         self._lock = threading.Lock()  # guards the space and the maps below
         self._contents: dict[Extent, Contents] = {}
-        self._next_extent: int = 0
+        self._next_extent = 0
         self._buffer_limit, self._buffer_held = buffer_bytes, 0
         self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
         try:
