@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 import overspill
-from overspill.decide import decide
+from overspill.decide import decide, foretell
 from overspill.schedule.plan import Preference
 
 from .model import Gpt, Shape, batch_of
@@ -65,12 +65,14 @@ def _options(shape: Shape, share: float, store: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def foretold(shape: Shape, options: dict[str, Any], prefer: Preference | None) -> overspill.Plan:
+def planned(shape: Shape, options: dict[str, Any], prefer: Preference | None) -> overspill.Plan:
     """The plan with one step of the model, in memory, as the example."""
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with mock.patch("overspill.optimizer.decide", partial(decide, prefer=prefer)):
-        return overspill.plan(model, adamw, example=lambda: model(batch_of(shape, 0)), **options)
+    return foretell(
+        model, adamw, options, example=lambda: model(batch_of(shape, 0)), prefer=prefer,
+        every_update=False,
+    )  # fmt: skip
 
 
 def measured(
@@ -99,7 +101,7 @@ def _against_plan(size: Size, store: str) -> list[Row]:
     rows = []
     for share in size.budgets:
         options = _options(size.shape, share, store)
-        plan = foretold(size.shape, options, None)
+        plan = planned(size.shape, options, None)
         assert plan.fits and plan.layout is not None and plan.step_s is not None, plan.shortfalls
         options["prefetch_depth"] = plan.layout.prefetch_depth
         ran, seconds = measured(size.shape, options, None, size.steps, 2)
@@ -125,7 +127,7 @@ def draw(seed: int, units: int) -> Preference:
 
 def _against_drawn(size: Size, store: str) -> list[Row]:
     options = _options(size.short, size.drawn_budget, store)
-    plan = foretold(size.short, options, None)
+    plan = planned(size.short, options, None)
     assert plan.layout is not None
     rng = random.Random(0)
     arms: list[tuple[str, Preference | None, int]] = [
@@ -160,8 +162,8 @@ def run(*, quick: bool, folder: Path) -> Outcome:
     with tempfile.TemporaryDirectory(
         dir=folder.parent if folder.parent.is_dir() else None
     ) as store:
-        planned, drawn = _against_plan(size, store), _against_drawn(size, store)
-    worst = max(abs(row.ratio - 1) for row in planned if row.ratio is not None)
+        ours, drawn = _against_plan(size, store), _against_drawn(size, store)
+    worst = max(abs(row.ratio - 1) for row in ours if row.ratio is not None)
     best = min(row.median_s for row in drawn[1:] if row.median_s is not None)
     assert drawn[0].median_s is not None
     over = drawn[0].median_s / best
@@ -180,7 +182,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
         [
             Comparison(
                 f"Planned step time over measured, update='{MODE}': {worst:.0%} off at most",
-                {"budgets": size.budgets, "steps": size.steps}, planned, plan_columns,
+                {"budgets": size.budgets, "steps": size.steps}, ours, plan_columns,
             ),
             Comparison(
                 f"The placement chosen takes {over:.2f} times the best of {size.drawn} random ones",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +18,12 @@ from .observe.calibration import Calibration, Task, calibrate
 from .observe.machine import Machine
 from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .optim.bench import case_of
-from .runtime.accelerator import Accelerator
+from .runtime.accelerator import Accelerator, make_accelerator
 from .runtime.profiling import profile_step
-from .schedule.bounds import step_bound
-from .schedule.choose import choose_plan
-from .schedule.partition import Chunk, partition
-from .schedule.plan import Needs, Plan, Preference
+from .schedule.bounds import device_update_share, device_update_worth, step_bound
+from .schedule.choose import Chosen, Load, choose_plan, foresee
+from .schedule.partition import Chunk, Partition, partition
+from .schedule.plan import Budgets, Needs, Plan, Preference
 from .schedule.subgroups import StateField
 
 
@@ -82,7 +83,15 @@ def decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
+    every_update: bool = False,
 ) -> Blueprint:  # fmt: skip
+    """All that can be said before anything is allocated.
+
+    Args:
+        tokens, example: what a micro-step computes, see ``plan``.
+        prefer: this placement instead of the best one.
+        every_update: also foresee the other ways to update.
+    """
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
     _check_devices(model, accelerator)
@@ -103,9 +112,8 @@ def decide(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    chosen = choose_plan(
-        parts, budgets, needs, config.prefetch_depth, config.rates, tokens, profile, prefer
-    )  # fmt: skip
+    load = Load(tokens, profile)
+    chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
     links, bound = chosen.link_bytes, None
     if config.rates is not None and not shortfalls:
@@ -130,10 +138,54 @@ def decide(
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
         simulated=chosen.simulated,
+        update=update,
+        step_s_by_update=(_by_update(chosen, parts, budgets, config, load) if every_update else {}),
+        device_update_share=device_update_share(layout),
+        device_update_worth=None if config.rates is None else device_update_worth(config.rates),
+        preference=chosen.needs.prefer,
         profile=profile,
         budgets=budgets,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def foretell(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *,
+    tokens: int = 0, machine: Machine | None = None, measure: bool = False,
+    example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
+    every_update: bool = True,
+) -> Plan:  # fmt: skip
+    """What ``plan`` does; see there, and ``decide`` for the last two."""
+    if machine is not None:
+        options = {"rates": machine.rates, **options}
+        if machine.host_memory is not None:
+            options["device"] = "cpu" if machine.device_memory is None else "sim"
+    config = OffloadConfig.from_options(options)
+    accelerator = make_accelerator(config.device, config.rates)
+    try:
+        config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
+        return decide(
+            model, optimizer, config, accelerator, tokens, machine, example, prefer, every_update
+        ).plan
+    finally:
+        accelerator.close()
+
+
+def _by_update(
+    chosen: Chosen, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Load
+) -> dict[str, float]:
+    """Seconds of a step by the way to update, those that the options rule out left away."""
+    if chosen.step_s is None or config.rates is None:
+        return {}
+    found = {chosen.needs.update: chosen.step_s}
+    for other in ("step", "backward", "next_forward"):
+        if other in found or (other == "backward" and config.max_grad_norm is not None):
+            continue
+        needs = replace(chosen.needs, update=other)
+        step_s = foresee(parts, budgets, needs, config.rates, load).step_s
+        if step_s is not None:
+            found[other] = step_s
+    return found
 
 
 def calibrated(

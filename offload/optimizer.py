@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .config import OffloadConfig, Tier
-from .decide import calibrated, decide
+from .decide import calibrated, decide, foretell
 from .engine import ATTRIBUTE, Blueprint, Engine, engine_of
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
@@ -59,17 +59,9 @@ def plan(
         TypeError: an unknown option, or an optimizer that is not supported.
         ValueError: an option's value makes no sense.
     """
-    if machine is not None:
-        options = {"rates": machine.rates, **options}
-        if machine.host_memory is not None:
-            options["device"] = "cpu" if machine.device_memory is None else "sim"
-    config = OffloadConfig.from_options(options)
-    accelerator = make_accelerator(config.device, config.rates)
-    try:
-        config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
-        return decide(model, optimizer, config, accelerator, tokens, machine, example).plan
-    finally:
-        accelerator.close()
+    return foretell(
+        model, optimizer, options, tokens=tokens, machine=machine, measure=measure, example=example
+    )
 
 
 # -- wrapping -----------------------------------------------------------------------------------

@@ -90,18 +90,21 @@ def plan(
         raise typer.Exit(REFUSED)
 
 
+HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 
 
 def _planner(model: Any, options: dict[str, Any]) -> Make:
     import torch
 
-    from ..optimizer import plan as make_plan
+    from ..decide import foretell
 
     optimizer = torch.optim.AdamW(model.parameters())
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
-        return make_plan(model, optimizer, tokens=tokens, machine=machine, **{**options, **more})
+        given = {**options, **more}
+        how = {name: given.pop(name) for name in HOW if name in given}
+        return foretell(model, optimizer, given, tokens=tokens, machine=machine, **how)
 
     return make
 
@@ -110,7 +113,10 @@ def _gains(make: Make, made: Plan, machine: Machine | None, tokens: int) -> dict
     """Step times, in seconds, of the same plan with a little more of something."""
     if made.step_s is None or made.layout is None or made.budgets is None:
         return {}
-    fixed: dict[str, Any] = {"prefetch_depth": made.layout.prefetch_depth}
+    fixed: dict[str, Any] = {
+        "prefetch_depth": made.layout.prefetch_depth, "prefer": made.preference,
+        "every_update": False,
+    }  # fmt: skip
     gains: dict[str, float] = {}
 
     def keep(name: str, other: Plan) -> None:

@@ -71,6 +71,11 @@ def plan_json(
         "tokens_s": tokens / plan.step_s if plan.step_s and tokens else None,
         "bound_s": plan.bound_s,
         "bottleneck": plan.bottleneck,
+        "update": plan.update,
+        "step_s_by_update": dict(plan.step_s_by_update),
+        "device_update_share": plan.device_update_share,
+        "device_update_worth": plan.device_update_worth,
+        "resident_share": _resident_share(plan),
         "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
         "prefetch_depth": None if plan.layout is None else plan.layout.prefetch_depth,
         "step_s_with": dict(gains),
@@ -154,6 +159,7 @@ def _times(
         lanes = plan.simulated.stats.lanes.items()
         waits = [f"{name} {lane.stall_s:.2g} s" for name, lane in lanes if lane.stall_s > 0]
         lines.append(f"compute waits for: {', '.join(waits) or 'nothing'}")
+    lines.extend(_updates(plan))
     for what, step_s in gains.items():
         per_token = 2 if what == "twice the tokens" else 1
         change = step_s / per_token / plan.step_s - 1 if plan.step_s else 0.0
@@ -164,3 +170,40 @@ def _times(
         worn = "" if days is None else f"; the disks' endurance lasts {days:,.0f} days of training"
         lines.append(f"writes {format_bytes(written)} a step{worn}")
     return lines
+
+
+def _updates(plan: Plan) -> list[str]:
+    """What the ways to update take, and where updates run."""
+    if plan.step_s is None:
+        return []
+    lines = []
+    others = {k: v for k, v in plan.step_s_by_update.items() if k != plan.update}
+    if others:
+        times = ", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in others.items())
+        line = f"updates in mode {plan.update}; with other modes: {times}"
+        backward_s = others.get("backward", plan.step_s)
+        if backward_s < 0.98 * plan.step_s:
+            line += (
+                "; --update backward is for loops that leave gradients alone between backward() "
+                "and step()"
+            )
+        lines.append(line)
+    if plan.layout is not None and plan.layout.has_device:
+        line = f"on the device: {plan.device_update_share:.0%} of the update"
+        if plan.device_update_worth:
+            line += (
+                f"; up to {plan.device_update_worth:.0%} would pay if state were streamed there "
+                "for it, which is not done yet"
+            )
+        lines.append(f"{line}; {_resident_share(plan):.0%} of the weights stay")
+    return lines
+
+
+def _resident_share(plan: Plan) -> float:
+    """Share of the weights that compute finds in place, step after step."""
+    layout = plan.layout
+    total = 0 if layout is None else sum(unit.weight_bytes for unit in layout.units)
+    if layout is None or not total:
+        return 0.0
+    pairs = zip(layout.units, layout.homes, strict=True)
+    return sum(unit.weight_bytes for unit, home in pairs if home.resident) / total

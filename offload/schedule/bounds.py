@@ -53,6 +53,27 @@ def trained_params(layout: Layout) -> int:
     return sum(s.count for group in layout.subgroups for s in group)
 
 
+def device_update_share(layout: Layout) -> float:
+    """Share of the parameters that the device updates: those whose state stays there."""
+    total = trained_params(layout)
+    there = sum(
+        subgroup.count
+        for group, home in zip(layout.subgroups, layout.homes, strict=True)
+        for subgroup, tier in zip(group, home.state, strict=True)
+        if tier is Tier.DEVICE
+    )
+    return there / total if total else 0.0
+
+
+def device_update_worth(rates: Rates) -> float | None:
+    """Share of the update worth doing on the device, were state streamed there for it (DESIGN 7):
+    ``(B/U - 2) / (B/U + 10)`` with B bytes/s to the device and U parameters/s on the CPU."""
+    if not rates.h2d_bytes_s or not rates.update_params_s:
+        return None
+    ratio = rates.h2d_bytes_s / rates.update_params_s
+    return max(0.0, (ratio - 2) / (ratio + 10))
+
+
 def least_seconds(layout: Layout, rates: Rates) -> float:
     """About what the slowest lane needs for a step of one forward and one backward."""
     streamed, paged = _moved_weights(layout)

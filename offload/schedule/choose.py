@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..observe.rates import Rates
+from .bounds import least_seconds
 from .coarse import coarsen
 from .costs import Costs, Profile
 from .layout import Layout
@@ -16,14 +18,20 @@ from .simulate import Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
 AS_USUAL = Preference()
-WORTH = 0.99  # another depth must save this much: the simulator is no better than that
+OTHERS = (
+    Preference(("weights", "state", "gradients")),
+    Preference(("state", "weights", "gradients")),
+)
+SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
+CHOOSING_SUBGROUPS = 600  # fewer, and fewer steps, are simulated sooner and rank as well
+WORTH = 0.99  # another choice must save this much: the simulator is no better than that
 
 
 @dataclass(frozen=True)
 class Chosen:
     """A layout, what falls short of it, and what a step moves and takes.
 
-    ``step_s`` leaves compute out where tokens are not known.
+    ``step_s`` leaves compute out where neither tokens nor a profile are known.
     """
 
     layout: Layout
@@ -32,7 +40,21 @@ class Chosen:
     link_bytes: Mapping[str, int]
     step_s: float | None
     simulated: Simulated | None
-    preference: Preference = AS_USUAL
+    needs: Needs
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a micro-step computes: ``tokens``, or what was measured in an example step."""
+
+    tokens: int = 0
+    profile: Profile | None = None
+
+    def costs(self, layout: Layout, rates: Rates) -> Costs | None:
+        """``None``: nothing is known of it."""
+        if self.profile is not None and self.profile.forward_s:
+            return Costs.from_profile(layout, rates, self.profile)
+        return Costs.from_flops(layout, rates, self.tokens) if self.tokens else None
 
 
 def choose_plan(
@@ -41,57 +63,72 @@ def choose_plan(
     needs: Needs,
     depth: int | None,
     rates: Rates | None,
-    tokens: int = 0,
-    profile: Profile | None = None,
+    load: Load | None = None,
     prefer: Preference | None = None,
 ) -> Chosen:
-    """The layout of the least step time over a few prefetch depths, or over the one given.
+    """The layout of the least simulated time over a few prefetch depths and placements, or over
+    those given.
 
-    Compute counts as in ``profile``, else by FLOPs where ``tokens`` of a micro-step are given.
-    A deeper prefetch takes memory from what could stay, so neither more nor less is always better.
+    Neither more nor less is always better: a deeper prefetch, and more room to stage, take memory
+    from what could stay.  Compute counts as long as the slowest of the usual placement's moves
+    while choosing, so that the choice is the same before a run, where the load is known, and in
+    it, where it is not.
     """
-    best: Chosen | None = None
-    needs = needs if prefer is None else replace(needs, prefer=prefer)
-    for each in DEPTHS if depth is None and rates is not None else (depth,):
-        candidate = _foresee(
-            parts, budgets, replace(needs, prefetch_depth=each), rates, tokens, profile
-        )
-        if candidate.simulated is None:
-            return candidate
-        if best is None or _seconds(candidate) < WORTH * _seconds(best):
-            best = candidate
-    assert best is not None
-    return best
+    load = load or Load()
+    fixed = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
+    if rates is None or (depth is not None and prefer is not None):
+        return foresee(parts, budgets, fixed, rates, load)
+    usual, _, shortfalls = make_layout(parts, budgets, fixed)
+    if shortfalls:
+        return foresee(parts, budgets, fixed, rates, load)
+    compute_s = least_seconds(usual, rates)
+    best, best_s = fixed, math.inf
+
+    def try_out(tried: Needs) -> None:
+        nonlocal best, best_s
+        seconds = balanced_s(parts, budgets, tried, rates, compute_s)
+        if seconds is not None and seconds < WORTH * best_s:
+            best, best_s = tried, seconds
+
+    for each in DEPTHS if depth is None else (depth,):
+        try_out(replace(fixed, prefetch_depth=each))
+    if prefer is None and budgets.nvme is not None:
+        for other in OTHERS:
+            try_out(replace(best, prefer=other))
+        try_out(replace(best, prefer=replace(best.prefer, share=SMALLER_SHARE)))
+    return foresee(parts, budgets, best, rates, load)
 
 
-def _seconds(chosen: Chosen) -> float:
-    assert chosen.simulated is not None
-    return chosen.simulated.stats.step_s
+def balanced_s(
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates, compute_s: float
+) -> float | None:
+    """Seconds of a step that computes for ``compute_s``; ``None`` where it does not fit."""
+    layout, _, shortfalls = make_layout(parts, budgets, needs)
+    if shortfalls:
+        return None
+    coarse = coarsen(layout, CHOOSING_SUBGROUPS)
+    costs = Costs.balanced(coarse, rates, compute_s)
+    return simulate(
+        coarse, costs, micro_steps=needs.accumulate, update=needs.update, warm_steps=1
+    ).stats.step_s  # fmt: skip
 
 
-def _foresee(
-    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, tokens: int,
-    profile: Profile | None,
-) -> Chosen:  # fmt: skip
+def foresee(
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Load
+) -> Chosen:
+    """The layout as ``needs`` say, and a step of it."""
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
     if shortfalls:
-        return Chosen(layout, disk, shortfalls, {}, None, None)
+        return Chosen(layout, disk, shortfalls, {}, None, None, needs)
     coarse, known = coarsen(layout), rates or Rates()
-
-    def run(costs: Costs) -> Simulated:
-        return simulate(
-            coarse, costs, micro_steps=needs.accumulate,
-            update=needs.update,
-        )  # fmt: skip
-
-    costs = None
-    if profile is not None and profile.forward_s:
-        costs = Costs.from_profile(coarse, known, profile)
-    elif tokens:
-        costs = Costs.from_flops(coarse, known, tokens)
+    costs = load.costs(coarse, known)
     if costs is not None:
-        timed = run(costs)
-        return Chosen(layout, disk, (), timed.link_bytes, timed.stats.step_s, timed)
-    balanced = run(Costs.balanced(coarse, known))
-    bare_s = run(Costs.from_flops(coarse, known, 0)).stats.step_s
-    return Chosen(layout, disk, (), balanced.link_bytes, bare_s, balanced)
+        timed = _run(coarse, costs, needs)
+        return Chosen(layout, disk, (), timed.link_bytes, timed.stats.step_s, timed, needs)
+    balanced = _run(coarse, Costs.balanced(coarse, known), needs)
+    bare_s = _run(coarse, Costs.from_flops(coarse, known, 0), needs).stats.step_s
+    return Chosen(layout, disk, (), balanced.link_bytes, bare_s, balanced, needs)
+
+
+def _run(layout: Layout, costs: Costs, needs: Needs) -> Simulated:
+    return simulate(layout, costs, micro_steps=needs.accumulate, update=needs.update)

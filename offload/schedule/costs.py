@@ -52,10 +52,10 @@ class Costs:
         return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
 
     @classmethod
-    def balanced(cls, layout: Layout, rates: Rates) -> Costs:
-        """Where tokens are not known: compute lasts about as long as the slowest of the moves, as
-        with a batch chosen for it."""
-        total_s = least_seconds(layout, rates) or 1.0
+    def balanced(cls, layout: Layout, rates: Rates, total_s: float | None = None) -> Costs:
+        """Where tokens are not known: compute lasts ``total_s``, else about as long as the slowest
+        of the moves, as with a batch chosen for it."""
+        total_s = total_s or least_seconds(layout, rates) or 1.0
         sizes = [max(unit.flops, 1) for unit in layout.units]
         forward = [total_s * FORWARD_SHARE * size / sum(sizes) for size in sizes]
         return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])

@@ -97,6 +97,12 @@ class Plan:
         disk_bytes: size of the store.
         budgets: that it was made for.
         simulated: the step as the simulator runs it: stalls, peaks, and its trace.
+        update: when the update runs (``auto`` is ``next_forward``).
+        step_s_by_update: predicted times of the ways to update that the options allow; empty in a
+            run, which has but one.
+        device_update_share: share of the parameters updated on the device: whose state stays there.
+        device_update_worth: share worth updating there if state were streamed in for it, which is
+            not done yet; ``None`` without a link.
         preference: which of the legal placements was chosen.
         profile: compute and activations by unit, where an example step was given.
     """
@@ -112,6 +118,10 @@ class Plan:
     bottleneck: str | None = None
     layout: Layout | None = field(default=None, repr=False)
     simulated: Simulated | None = field(default=None, repr=False)
+    update: str = "next_forward"
+    step_s_by_update: Mapping[str, float] = field(default_factory=dict, repr=False)
+    device_update_share: float = 0.0
+    device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)

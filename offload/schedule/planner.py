@@ -61,6 +61,8 @@ class _Planner:
         room = budgets.host // 4 if budgets.nvme is not None else budgets.host
         numel = choose_numel(element, room, STATE_SLOTS)
         self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
+        self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
+        self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
         self.resident = [u.encloses or u.weight_bytes == 0 for u in self.units]
         self.on_device = [False] * len(self.units)
         self.weights = [
@@ -78,9 +80,6 @@ class _Planner:
     def _group_bytes(self, unit: Unit) -> int:
         members = [unit, *(self.units[i] for i in unit.shares)]
         return sum(m.weight_bytes for m in members if not self.resident[m.index])
-
-    def _state_bytes(self, unit: int) -> int:
-        return sum(s.nbytes for s in self.subgroups[unit])
 
     def _device_weights(self, ahead: int) -> int:
         """The region that streamed weights move through: the largest demand, and room ahead."""
@@ -113,13 +112,18 @@ class _Planner:
         return moving * (2 if moving else 1) + staging if moving else staging
 
     def _slot_bytes(self) -> int:
-        paged = [
-            s.nbytes
-            for unit, group in enumerate(self.subgroups)
-            for s, tier in zip(group, self.state[unit], strict=True)
-            if tier is Tier.NVME
-        ]
-        return max(paged, default=0)
+        """The largest record on disk.  There may be ten thousand: whole units are seen at once."""
+        largest = 0
+        for unit, tiers in enumerate(self.state):
+            paged = tiers.count(Tier.NVME)
+            if not paged or self.largest_state[unit] <= largest:
+                continue
+            if paged == len(tiers):
+                largest = self.largest_state[unit]
+            else:
+                pairs = zip(self.subgroups[unit], tiers, strict=True)
+                largest = max(largest, *(s.nbytes for s, tier in pairs if tier is Tier.NVME))
+        return largest
 
     # -- device ---------------------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class _Planner:
         if self.needs.update_in_backward:
             return
         for unit in self.units:
-            nbytes = self.grad_bytes[unit.index] + self._state_bytes(unit.index)
+            nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if spend.take(nbytes):
                 self.on_device[unit.index] = True
                 self.weights[unit.index] = Tier.DEVICE
@@ -207,8 +211,12 @@ class _Planner:
                 total += self.units[unit].weight_bytes
             if self.grads[unit] is Tier.HOST:
                 total += self.grad_bytes[unit]
-            for s, tier in zip(self.subgroups[unit], self.state[unit], strict=True):
-                total += s.nbytes if tier is Tier.HOST else 0
+            held = self.state[unit].count(Tier.HOST)
+            if held == len(self.state[unit]):
+                total += self.state_bytes[unit]
+            elif held:
+                pairs = zip(self.subgroups[unit], self.state[unit], strict=True)
+                total += sum(s.nbytes for s, tier in pairs if tier is Tier.HOST)
         return total
 
     def _fill(self) -> None:

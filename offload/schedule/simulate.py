@@ -368,10 +368,12 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def simulate(layout: Layout, costs: Costs, *, micro_steps: int, update: str) -> Simulated:
+def simulate(
+    layout: Layout, costs: Costs, *, micro_steps: int, update: str, warm_steps: int = WARM_STEPS
+) -> Simulated:
     """The steady state: what a step takes, moves and holds."""
     run = Simulation(layout, costs)
-    for _ in range(WARM_STEPS + 1):
+    for _ in range(warm_steps + 1):
         run.step(micro_steps, update)
     stats = step_stats(run.trace, run.trace.steps[-1], {})
     return Simulated(stats, run.link_bytes, run.peak_bytes, run.trace)

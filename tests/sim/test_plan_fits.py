@@ -11,7 +11,6 @@ import torch
 from overspill.config import Tier
 from overspill.observe.rates import Rates
 from overspill.schedule.bounds import step_bound
-from overspill.schedule.choose import Chosen, choose_plan
 from overspill.schedule.coarse import coarsen
 from overspill.schedule.costs import Costs
 from overspill.schedule.invariants import validate
@@ -117,17 +116,3 @@ def test_joined_subgroups_move_the_same_bytes() -> None:
     sums = [sum(s.nbytes for g in each.subgroups for s in g) for each in (layout, coarse)]
     assert sums[0] == sums[1]
     assert coarsen(layout, most=10**6) is layout
-
-
-def test_the_depth_with_the_least_time_is_chosen() -> None:
-    def chosen(depth: int | None) -> Chosen:
-        parts, budgets, needs = draw(1)
-        return choose_plan(
-            parts, replace(budgets, device=2_000_000, host=3_000_000, nvme=10**9),
-            needs, depth, RATES, 64,
-        )  # fmt: skip
-
-    times = [chosen(depth).step_s for depth in (1, 3, 6)]
-    best = chosen(None).step_s
-    assert best is not None and all(t is not None for t in times)
-    assert best <= min(t for t in times if t is not None) / 0.98
