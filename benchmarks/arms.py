@@ -71,6 +71,7 @@ class Worker:
             "options": dict(options or {}),
         }
         self._process: Process | None = None
+        self._facts: Mapping[str, Any] | None = None
 
     def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
         if self._process is None:
@@ -78,18 +79,21 @@ class Worker:
         return self._process.ask(order, self._plan.limit_s)
 
     def start(self) -> Mapping[str, Any]:
-        """Builds, wraps, and trains the steps of the warm-up.
+        """Builds, wraps, and trains the steps of the warm-up.  What is started is left as it is.
 
         Raises:
             RuntimeError: it is not installed, failed, or took too long.
         """
+        if self._facts is not None:
+            return self._facts
         self._process = Process("worker", peer=self._peer)
         facts = self._ask(self._spec)
         first = self._ask({"steps": 1})
         warm = self._ask({"steps": self._plan.warmup - 1})
         asked = {name: self._spec[name] for name in ("device", "engine", "options", "precision")}
         seconds = {"first_step_s": first["seconds"], "warm_step_s": warm["seconds"]}
-        return {**facts, **asked, **seconds}
+        self._facts = {**facts, **asked, **seconds}
+        return self._facts
 
     def sample(self) -> Sample:
         return self.sample_of(self._plan.shape.batch)

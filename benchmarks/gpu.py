@@ -1,13 +1,15 @@
 """``python -m benchmarks.gpu``: what matters on a GPU, by priority, within a time budget.
 
 The GPU tests, the host link, then training steps: each arm alone on the device, in a process of its
-own, ended when the time is up.  Results are written after every arm, so a run that is cut keeps
-them.  With ``--device sim`` it all runs to its end on any machine, at sizes that say nothing.
+own, ended when its time or all time is up.  Results are written after every arm, so a run that is
+cut keeps them.  With ``--device sim`` it all runs to its end on any machine, at sizes that say
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,70 +20,79 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .arms import GIB, PEERS, Plan, Worker, parameters, peer
+from .arms import GIB, Plan, Worker, parameters
+from .gpu_cases import CASES, CUDA, SIM, Case, Scale
 from .machine import ROOT
-from .model import Shape
-from .results import Comparison, outcome
-from .runner import Row, run_interleaved
+from .results import Comparison, number, outcome
+from .runner import Row, Sample, run_interleaved
 from .step import columns
 
-TINY = Shape(layers=3, width=64, heads=4, vocabulary=256, batch=2, tokens=32)
-# Widths, layers and vocabulary of Llama models of these sizes.
-B1 = Shape(layers=16, width=2048, heads=16, vocabulary=32000, batch=8, tokens=2048)
-B3 = Shape(layers=26, width=3072, heads=24, vocabulary=32000, batch=8, tokens=2048)
-B7 = Shape(layers=32, width=4096, heads=32, vocabulary=32000, batch=8, tokens=2048)
+ROUNDS = 2
+TESTS_S, COPY_S = 120.0, 40.0
 
 
-@dataclass(frozen=True)
-class Group:
-    """Arms on one shape: plain torch, ``wrap`` with these options, and peers."""
+@dataclass
+class _At:
+    """An arm with so many sequences a step; whoever made it closes the worker."""
 
-    shape: Shape
-    options: Mapping[str, Mapping[str, Any]]
-    peers: Sequence[str] = ()
+    worker: Worker
+    batch: int
 
+    @property
+    def name(self) -> str:
+        return self.worker.name
 
-def groups(device: str) -> list[Group]:
-    """What is run, the most telling first."""
-    host = {"host, step": {"update": "step"}, "host, backward": {"update": "backward"}}
-    disk = {"NVMe, backward": {"update": "backward", "nvme": True, "durable": False}}
-    if device == "sim":
-        small = {"device_memory": 4 << 20}
-        return [Group(TINY, {name: {**o, **small} for name, o in (host | disk).items()})]
-    beside = ("deepspeed-zero3", "torchao", "deepspeed-nvme")
-    return [
-        Group(B1, host | disk, beside),
-        Group(B7, {"host, backward": {**host["host, backward"], "device_memory": 40 * GIB}}),
-        Group(replace(B7, batch=32), {"host, backward": host["host, backward"]}),
-        Group(B3, disk),
-    ]
+    def start(self) -> Mapping[str, Any]:
+        return self.worker.start()
+
+    def sample(self) -> Sample:
+        return self.worker.sample_of(self.batch)
+
+    def close(self) -> None:
+        return None
 
 
-def _arms(group: Group, plan: Plan, device: str, store: Path) -> list[Worker]:
-    made = [Worker("torch, all in memory", plan, device, None)]
-    for name, options in group.options.items():
-        there = store / name.replace(", ", "-")
-        there.mkdir()
-        given = {**options, **({"nvme": str(there)} if options.get("nvme") else {})}
-        made.append(Worker(f"overspill, {name}", plan, device, given))
-    return made + [peer(name, plan, store, device) for name in group.peers if name in PEERS]
+def alone(
+    worker: Worker, batches: Sequence[int], rounds: int, until: float, limit_s: float,
+    pictures: Path | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each batch size; the arm has the device to itself.
 
-
-def alone(arm: Worker, rounds: int, until: float) -> Row:
-    """The arm with the device to itself; ended at ``until`` of the monotonic clock."""
+    It is ended at ``until`` of the monotonic clock, or after ``limit_s``.  ``pictures``: the
+    files for the lanes of its last steps, without suffix.
+    """
     left = until - time.monotonic()
     if left <= 0:
-        return Row(arm.name, {}, (), error="not run: the time was up")
-    timer = threading.Timer(left, arm.kill, ["the time was up"])
+        return [Row(worker.name, {}, (), error="not run: the time was up")] * len(batches)
+    why = "the time was up" if left < limit_s else f"over {limit_s:.0f} s"
+    timer = threading.Timer(min(left, limit_s), worker.kill, [why])
     timer.start()
+    rows: list[Row] = []
     try:
-        (row,) = run_interleaved([arm], rounds)
+        for batch in batches:
+            failed = rows[-1].error if rows else None
+            if failed:
+                rows.append(Row(worker.name, {}, (), error=failed))
+            else:
+                rows += run_interleaved([_At(worker, batch)], rounds)
+        if pictures is not None and not rows[-1].error:
+            lanes(worker, pictures)
     finally:
+        worker.close()
         timer.cancel()
-    return row
+    return rows
 
 
-def _held(rows: Sequence[Row]) -> list[Row]:
+def lanes(worker: Worker, base: Path) -> None:
+    """The lanes of the arm's last steps, as a trace and, with matplotlib, as a picture."""
+    try:
+        worker.trace(base.with_suffix(".json"))
+        worker.trace(base.with_suffix(".png"))
+    except RuntimeError as error:
+        print(f"lanes of {worker.name}: {error}", flush=True)
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """Rows with ratios of medians to the first: the arms did not take turns."""
     first = rows[0].median_s
     ratios = [r.median_s / first if r.median_s and first else None for r in rows]
@@ -91,41 +102,79 @@ def _held(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def run_steps(device: str, folder: Path, until: float) -> None:
-    """Runs the groups; ``gpu.json`` and ``gpu.md`` are written anew after every arm."""
-    done: list[Comparison] = []
-    for group in groups(device):
-        plan = Plan(group.shape, "bf16", rounds=3, steps=1, warmup=2)
-        rows: list[Row] = []
+# By tokens a step, the least share of the in-GPU rate.
+OF_TORCH: Mapping[int, float] = {16384: 0.7, 65536: 0.95}
+# By peer, where ours has its state, and how many times the peer's rate ours should reach.
+OF_PEERS: Mapping[str, tuple[str, float]] = {
+    "deepspeed-zero3": ("host", 2.0),
+    "deepspeed-nvme": ("NVMe", 3.0),
+}
+HOST_BYTES = 14  # a parameter at most, beside what Python and torch take
+
+
+def goals(row: Row, rows: Sequence[Row], tokens: int) -> str:
+    """What a row of overspill should reach, and whether it does."""
+    if not row.name.startswith("overspill") or not row.median_s:
+        return "-"
+    told = []
+
+    def tell(name: str, rate: float, least: float) -> None:
+        told.append(f"{rate:.2f} of {name}, {'met' if rate >= least else f'under {least}'}")
+
+    in_host = row.name.startswith("overspill, host")
+    if in_host and tokens in OF_TORCH and rows[0].median_s:
+        tell("torch", rows[0].median_s / row.median_s, OF_TORCH[tokens])
+    for peer in rows:
+        place, least = OF_PEERS.get(peer.name, ("", 0.0))
+        if place and f", {place}," in row.name and peer.median_s:
+            tell(peer.name, peer.median_s / row.median_s, least)
+    if in_host:
+        held = row.samples[-1].seen["peak_rss_bytes"] - row.facts["idle_rss_bytes"]
+        most, each = HOST_BYTES, held / row.facts["parameters"]
+        told.append(f"{each:.1f} bytes a parameter, {'met' if each <= most else f'over {most}'}")
+    return "; ".join(told) or "-"
+
+
+def _comparison(shape: Any, rows: Sequence[Row], plan: Plan) -> Comparison:
+    def on_device(row: Row) -> str:
+        value = row.samples[-1].seen.get("peak_device_bytes") if row.samples else None
+        return number(None if value is None else value / GIB, " GiB")
+
+    tokens, held = shape.tokens_per_step, with_ratios(rows)
+    return Comparison(
+        f"{parameters(shape) / 1e9:.2g} B parameters, {tokens} tokens a step; each alone",
+        {**asdict(plan), "shape": asdict(shape)},
+        held,
+        [
+            *columns(replace(plan, shape=shape)),
+            ("peak device", on_device),
+            ("goals", lambda row: goals(row, held, tokens)),
+        ],
+    )
+
+
+def run_steps(
+    scale: Scale, folder: Path, until: float, cases: Sequence[Case] = CASES
+) -> list[Comparison]:
+    """Runs the cases; ``gpu.json`` and ``gpu.md`` are written anew after every one."""
+    rows: dict[tuple[str, int], list[Row]] = {}
+    made: list[Comparison] = []
+    for case in cases:
+        plan = Plan(scale.shape(case), "bf16", rounds=ROUNDS, steps=1, warmup=2)
+        print(f"{case.model}: {case.name}", flush=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="store-") as store:
-            for arm in _arms(group, plan, device, Path(store)):
-                rows.append(alone(arm, plan.rounds, until))
-                title = (
-                    f"{parameters(plan.shape) / 1e9:.1f} B parameters, "
-                    f"{plan.shape.tokens_per_step} tokens a step; each alone"
-                )
-                now = Comparison(title, asdict(plan), _held(rows), columns(plan))
-                outcome("gpu", [*done, now], folder).save(folder)
-        done.append(now)
-        print(now.table(), flush=True)
-
-
-def main() -> int:
-    """Runs all; 1 if the GPU tests failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
-    parser.add_argument("--minutes", type=float, default=8.5)
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    given = parser.parse_args()
-    until = time.monotonic() + 60 * given.minutes
-    folder = given.out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    if given.device == "cuda":
-        failed = _part(["-m", "pytest", "-m", "gpu", "-q"], 150, until)
-    _part(["-m", "benchmarks", "copy", "--quick", "--out", str(folder)], 60, until)
-    run_steps(given.device, folder, until)
-    return 1 if failed else 0
+            worker = scale.worker(case, plan, Path(store))
+            about = f"gpu-lanes-{case.model}-{case.engine}-{case.update}".replace(" ", "")
+            pictures = folder / about if case.update else None
+            found = alone(worker, case.batches, ROUNDS, until, case.limit_s, pictures)
+        for batch, row in zip(case.batches, found, strict=True):
+            rows.setdefault((case.model, batch), []).append(row)
+        made = [
+            _comparison(replace(scale.shapes[model], batch=batch), mine, plan)
+            for (model, batch), mine in rows.items()
+        ]
+        outcome("gpu", made, folder).save(folder)
+    return made
 
 
 def _part(words: Sequence[str], limit_s: float, until: float) -> int:
@@ -137,6 +186,25 @@ def _part(words: Sequence[str], limit_s: float, until: float) -> int:
     except subprocess.TimeoutExpired:
         print(f"{' '.join(words)}: ended after {left:.0f} s", flush=True)
         return 1
+
+
+def main() -> int:
+    """Runs all; 1 if the GPU tests failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
+    given = parser.parse_args()
+    until = time.monotonic() + 60 * given.minutes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error, so that all is closed
+    folder = given.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    scale = CUDA if given.device == "cuda" else SIM
+    failed = _part(["-m", "pytest", "-m", "gpu", "-q"], TESTS_S, until) if scale is CUDA else 0
+    _part(["-m", "benchmarks", "copy", "--quick", "--out", str(folder)], COPY_S, until)
+    for comparison in run_steps(scale, folder, until):
+        print(f"\n{comparison.table()}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ class Outcome:
             ],
         }
         data, text = folder / f"{self.suite}.json", folder / f"{self.suite}.md"
-        data.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-        text.write_text(self.text() + "\n", encoding="utf-8")
+        _replace(data, json.dumps(content, indent=1, default=str) + "\n")
+        _replace(text, self.text() + "\n")
         return data, text
 
     def text(self) -> str:
@@ -110,6 +110,13 @@ class Outcome:
     def failed(self) -> bool:
         """Whether an arm has an error."""
         return any(row.error for c in self.comparisons for row in c.rows)
+
+
+def _replace(path: Path, text: str) -> None:
+    """At once: a suite that writes again after every arm may be cut while it does."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def outcome(suite: str, comparisons: Sequence[Comparison], folder: Path) -> Outcome:

@@ -28,6 +28,9 @@ class Training:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._shape, self._step = Shape(**spec["shape"]), 0
+        if torch.cuda.is_available():
+            torch.cuda.init()  # its share of memory belongs to no arm
+        self._idle_rss_bytes = peak_rss_bytes()
         model = build(self._shape, DTYPES[spec["precision"]])
         self.parameters = sum(p.numel() for p in model.parameters())
         self.trainee = make(spec["engine"], model, spec["device"], spec["options"])
@@ -36,6 +39,7 @@ class Training:
         packages = {name: _version(name) for name in ("torch", "deepspeed", "torchao")}
         return {
             "parameters": self.parameters,
+            "idle_rss_bytes": self._idle_rss_bytes,
             "shape": asdict(self._shape),
             "packages": {name: version for name, version in packages.items() if version},
         }
@@ -69,7 +73,7 @@ class Training:
             "loss": losses[-1],
             "read_bytes": (after[0] - read) // steps,
             "written_bytes": (after[1] - written) // steps,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_rss_bytes": peak_rss_bytes(),
         }
         stats = getattr(self.trainee.optimizer, "stats", None)
         if stats is not None:
@@ -98,6 +102,11 @@ def kernel_bytes() -> tuple[int, int]:
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     values = dict(line.split(": ") for line in lines)
     return int(values["read_bytes"]), int(values["write_bytes"])
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def begin(order: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import arms, compare, gpu, report
+from benchmarks import compare, report
 from benchmarks.machine import facts
 from benchmarks.results import Comparison, Outcome
 from benchmarks.runner import Row, Sample
@@ -48,18 +46,3 @@ def test_the_guard_finds_what_is_worse() -> None:
         "T / d: broke",
     ]
     assert compare.regressions(old, old, 1.5) == []
-
-
-def test_the_gpu_run_comes_to_its_end_on_sim(tmp_path: Path) -> None:
-    gpu.run_steps("sim", tmp_path, time.monotonic() + 50)
-    (made,) = json.loads((tmp_path / "gpu.json").read_text())["comparisons"]
-    assert [row["error"] for row in made["rows"]] == [None] * 4
-    assert len({row["samples"][-1]["seen"]["loss"] for row in made["rows"][1:]}) == 1
-
-
-def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:
-    plan = arms.Plan(gpu.TINY, "bf16", rounds=1, steps=1, warmup=2)
-    row = gpu.alone(arms.Worker("late", plan, "cpu", None), 1, time.monotonic())
-    assert row.error == "not run: the time was up"
-    row = gpu.alone(arms.Worker("cut", plan, "cpu", None), 1, time.monotonic() + 0.5)
-    assert row.error is not None and "the time was up" in row.error

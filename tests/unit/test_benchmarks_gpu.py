@@ -1,0 +1,112 @@
+"""``make gpu`` on sim: it comes to its end, and keeps what it has when cut; each case fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import arms, gpu
+from benchmarks.gpu_cases import CASES, CUDA, SIM, Case, needs
+from benchmarks.machine import ROOT
+from benchmarks.runner import Row, Sample
+
+OURS = [
+    Case("1 B", "torch", batches=(8, 32)),
+    Case("1 B", "deepspeed-nvme"),
+    Case("1 B", "NVMe", "backward", (8, 32)),
+]
+
+
+def test_it_comes_to_its_end_on_sim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 8: the suite runs to its end on sim; arms are rows, ours train alike."""
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path / "none"))
+    gpu.run_steps(SIM, tmp_path, time.monotonic() + 90, OURS)
+    small, large = json.loads((tmp_path / "gpu.json").read_text())["comparisons"]
+    assert [bool(row["error"]) for row in small["rows"]] == [False, True, False]
+    assert [bool(row["error"]) for row in large["rows"]] == [False, False]
+    assert "peers install deepspeed" in small["rows"][1]["error"]
+    plain, ours = small["rows"][0], small["rows"][2]
+    losses = [row["samples"][-1]["seen"]["loss"] for row in (plain, ours)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert (tmp_path / "gpu-lanes-1B-NVMe-backward.json").exists()
+    assert not list(tmp_path.glob("store-*"))
+
+
+def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:
+    plan = arms.Plan(SIM.shapes["1 B"], "bf16", rounds=1, steps=1, warmup=2)
+    late = arms.Worker("late", plan, "cpu", None)
+    rows = gpu.alone(late, (8, 32), 1, time.monotonic(), 60)
+    assert [row.error for row in rows] == ["not run: the time was up"] * 2
+    cut = arms.Worker("cut", plan, "cpu", None)
+    rows = gpu.alone(cut, (8, 32), 1, time.monotonic() + 0.5, 60)
+    assert all(row.error and "the time was up" in row.error for row in rows)
+    slow = arms.Worker("slow", plan, "cpu", None)
+    (row,) = gpu.alone(slow, (8,), 1, time.monotonic() + 60, 0.5)
+    assert row.error is not None and "over 0 s" in row.error
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals) -> None:
+    """Issue 8: partial results are kept if cut; after a SIGTERM nothing else is left."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--out", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OVERSPILL_PEERS": str(tmp_path / "none")},
+    )  # fmt: skip
+    until = time.monotonic() + 50
+    while not (tmp_path / "gpu.json").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    running.send_signal(how)
+    running.wait(30)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["comparisons"][0]["rows"]
+    assert rows[0]["median_s"] > 0
+    if how == signal.SIGTERM:
+        assert not list(tmp_path.glob("store-*"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model} {case.name}")
+def test_every_case_fits_the_machine(case: Case) -> None:
+    """141 GB on the device, 128 GB of memory, 64 GB of disk; a twentieth is left free."""
+    taken = needs(case, CUDA)
+    assert taken.device < 0.95 * 141e9
+    assert taken.host < 0.95 * 128e9
+    assert taken.disk < 0.95 * 64e9
+
+
+def test_what_would_not_fit_is_seen() -> None:
+    assert needs(Case("7 B", "deepspeed-zero3")).host > 128e9
+    assert needs(Case("7 B", "NVMe", "backward")).disk > 64e9
+    assert needs(Case("7 B", "torch", batches=(96,))).device > 141e9
+
+
+def test_the_priorities_hold_what_was_asked_for() -> None:
+    found = {(case.model, case.name) for case in CASES}
+    for place in ("host", "NVMe"):
+        for update in ("backward", "next_forward", "step"):
+            assert ("1 B", f"overspill, {place}, {update}") in found
+    assert all(case.batches == (8, 32) for case in CASES if case.model == "7 B")
+
+
+def test_goals_are_held_to_the_rows() -> None:
+    def row(name: str, seconds: float) -> Row:
+        seen = {"peak_rss_bytes": 13_000}
+        facts = {"idle_rss_bytes": 1000, "parameters": 1000}
+        return Row(name, facts, (Sample(seconds, seen),), median_s=seconds)
+
+    rows = [row("torch", 1.0), row("overspill, host, step", 1.25), row("deepspeed-zero3", 2.0)]
+    assert gpu.goals(rows[1], rows, 16384) == (
+        "0.80 of torch, met; 1.60 of deepspeed-zero3, under 2.0; 12.0 bytes a parameter, met"
+    )
+    assert "0.80 of torch, under 0.95" in gpu.goals(rows[1], rows, 65536)
+    assert gpu.goals(rows[0], rows, 16384) == "-"
+    disk = row("overspill, NVMe, step", 1.0)
+    assert gpu.goals(disk, [*rows, row("deepspeed-nvme", 3.5)], 16384) == (
+        "3.50 of deepspeed-nvme, met"
+    )
