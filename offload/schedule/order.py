@@ -66,8 +66,8 @@ class Order:
         """How many uses away the unit's next such use is; ``NEVER`` where none is known."""
         return self._ahead((use, unit))
 
-    def upcoming(self, count: int) -> Iterator[tuple[int, Use, int]]:
-        """The next ``count`` uses as (distance, use, unit)."""
-        for distance in range(min(count, len(self._events))):
+    def upcoming(self) -> Iterator[tuple[int, Use, int]]:
+        """The next uses, once around, as (distance, use, unit)."""
+        for distance in range(len(self._events)):
             use, unit = self._events[(self._cursor + distance) % len(self._events)]
             yield distance, use, unit

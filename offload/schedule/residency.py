@@ -52,6 +52,11 @@ class Residency:
         self.gradients = Gradients(layout, self.weights.updating, self._emit)
         self.updates = Updates(layout, self.order, self.weights, self.gradients, self._emit)
         self._groups = [(unit.index, *unit.shares) for unit in layout.units]
+        homes = layout.homes
+        self._moving = {  # whether weights may have to move for a use of the unit
+            Use.COMPUTE: [not all(homes[u].resident for u in group) for group in self._groups],
+            Use.UPDATE: [home.weights is Tier.NVME for home in homes],
+        }
         self._demands: deque[Need] = deque()
         self._step: Step | None = None
         self._settled: list[Settled] = []
@@ -239,7 +244,13 @@ class Residency:
         queued = self.weights.queued
         if self._step is not None and queued > UNITS_AHEAD:
             return  # what room there is will be wanted by the updates first
-        for ahead, use, unit in self.order.upcoming(self.layout.prefetch_depth):
+        left = self.layout.prefetch_depth
+        for ahead, use, unit in self.order.upcoming():
+            if not self._moving[use][unit]:
+                continue
+            if not left:
+                return
+            left -= 1
             distance = ahead + queued
             if use is Use.COMPUTE:
                 for member in self._groups[unit]:
@@ -247,7 +258,7 @@ class Residency:
                         room = self.weights.toward_compute(member, distance, updating)
                     elif self.layout.has_device:
                         self.weights.toward_host(member, distance, updating)
-            elif self.layout.homes[unit].weights is not Tier.DEVICE:
+            else:
                 self.weights.toward_host(unit, distance, updating)
 
     @property

@@ -52,7 +52,8 @@ WARM_STEPS = 2  # the first records the order of uses, the second fills what is 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step in the steady state: its figures, the most bytes in use by tier, and all spans."""
+    """The steady state: a step's figures, its bytes on average, the most in use by tier, and all
+    spans."""
 
     stats: Stats
     link_bytes: dict[str, int]
@@ -373,7 +374,14 @@ def simulate(
 ) -> Simulated:
     """The steady state: what a step takes, moves and holds."""
     run = Simulation(layout, costs)
-    for _ in range(warm_steps + 1):
+    for _ in range(warm_steps):
         run.step(micro_steps, update)
+    turns = 2 if update == "step" else 1  # there, every other step goes the other way round
+    moved = dict.fromkeys(LINKS, 0)
+    for _ in range(turns):
+        run.step(micro_steps, update)
+        for lane, nbytes in run.link_bytes.items():
+            moved[lane] += nbytes
     stats = step_stats(run.trace, run.trace.steps[-1], {})
-    return Simulated(stats, run.link_bytes, run.peak_bytes, run.trace)
+    links = {lane: nbytes // turns for lane, nbytes in moved.items()}
+    return Simulated(stats, links, run.peak_bytes, run.trace)
