@@ -245,7 +245,10 @@ class Residency:
         if self._step is not None and queued > UNITS_AHEAD:
             return  # what room there is will be wanted by the updates first
         left = self.layout.prefetch_depth
+        changing: set[int] = set()  # by updates before the use: a copy now would be lost
         for ahead, use, unit in self.order.upcoming():
+            if use is Use.UPDATE:
+                changing.add(unit)
             if not self._moving[use][unit]:
                 continue
             if not left:
@@ -254,6 +257,8 @@ class Residency:
             distance = ahead + queued
             if use is Use.COMPUTE:
                 for member in self._groups[unit]:
+                    if member in changing:
+                        continue
                     if room:
                         room = self.weights.toward_compute(member, distance, updating)
                     elif self.layout.has_device:
