@@ -139,12 +139,14 @@ def decide(
         layout=layout,
         simulated=chosen.simulated,
         update=update,
+        accumulate=config.accumulate,
         step_s_by_update=(_by_update(chosen, parts, budgets, config, load) if every_update else {}),
         device_update_share=device_update_share(layout),
         device_update_worth=None if config.rates is None else device_update_worth(config.rates),
         preference=chosen.needs.prefer,
         profile=profile,
         budgets=budgets,
+        rates=config.rates,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
 

@@ -20,7 +20,7 @@ from .io_engine import IoEngine, Lease, allocate_host
 from .observe.calibration import Calibration
 from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
-from .observe.trace import Trace
+from .observe.trace import TierBytes, Trace
 from .optim import Rule, set_threads
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
@@ -34,6 +34,7 @@ from .runtime.gradients import GradientCollector
 from .runtime.hooks import ModuleHooks
 from .runtime.modelled_compute import ModelledCompute
 from .runtime.pools import Budget, HeldMemory
+from .runtime.ranges import ProfilerRanges
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
 from .runtime.updates import Updater
@@ -82,7 +83,7 @@ class Engine:
         self.config, self.parts, self.layout = (
             blueprint.config, blueprint.parts, blueprint.plan.layout
         )  # fmt: skip
-        self.accelerator, self.trace = accelerator, Trace()
+        self.accelerator, self.trace = accelerator, Trace(ranges=ProfilerRanges())
         self.closed = self.materialized = False
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.versions = [0] * len(self.parts.units)
@@ -109,6 +110,11 @@ class Engine:
         try:
             self._take_memory()
             self._take_disk()
+            self.trace.tiers = {
+                tier.value: TierBytes(budget.budget_bytes, budget.held_bytes)
+                for tier, budget in self.budgets.items()
+                if budget.held_bytes
+            }
             self._start()
         except BaseException:
             self._release()

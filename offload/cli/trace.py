@@ -16,17 +16,29 @@ def trace(
     png: Annotated[
         Path | None, typer.Option(help="Where to draw the lanes; default: beside the file.")
     ] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="Also draw memory against its budgets, to this PNG file.")
+    ] = None,
+    planned: Annotated[
+        Path | None, typer.Option(help="A simulated trace (overspill plan --trace) to lay beside.")
+    ] = None,
     debug: opt.Debug = False,
 ) -> None:
     """Draw the last steps of a trace, lane by lane, and say which lane compute waited for."""
     with one_line_errors(debug):
         from ..observe.export import load_trace
+        from ..observe.memory_picture import draw_memory
         from ..observe.pictures import draw_timeline
         from ..observe.stats import step_stats
 
         loaded = load_trace(file)
         path = file.with_suffix(".png") if png is None else png
-        draw_timeline(loaded, path)
+        plan = None if planned is None else load_trace(planned)
+        draw_timeline(loaded, path, plan)
+        if memory is not None:
+            draw_memory(loaded, memory, plan)
         stats = step_stats(loaded, loaded.steps[-1], {})
     typer.echo(f"step {loaded.steps[-1].index}: {stats.step_s:.3g} s, {stats.explain()}")
     typer.echo(f"wrote {path}")
+    if memory is not None:
+        typer.echo(f"wrote {memory}")

@@ -7,6 +7,7 @@ from .stats import Stats
 
 LEAST_BYTES = 64 << 20  # a step that moves less says little of a lane
 SLOW, FAST = 0.35, 1.6  # slow, since others use the same disk, memory and processors
+LEAST_SHARE = 0.3  # of a step that a lane must be busy for its slowness to matter
 STEPS = 5  # in a row
 
 
@@ -30,7 +31,8 @@ class Drift:
                 self._seen[lane] = 0
                 continue
             measured = moved.bytes / moved.busy_s
-            way = -1 if measured < SLOW * rate else 1 if measured > FAST * rate else 0
+            matters = moved.busy_s >= LEAST_SHARE * stats.step_s
+            way = 1 if measured > FAST * rate else -1 if measured < SLOW * rate and matters else 0
             before = self._seen[lane]
             self._seen[lane] = before + way if before * way > 0 else way
             if abs(self._seen[lane]) >= STEPS:

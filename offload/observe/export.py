@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import OffloadError
 from .pictures import draw_timeline
-from .trace import LANES, Span, StepMark, Trace
+from .trace import LANES, Level, Span, StepMark, TierBytes, Trace
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -30,7 +31,10 @@ def save_trace(trace: Trace, path: Path) -> None:
         events.append(_event(origin, rows["stall"], f"{span.lane}: {span.name}", span, {}))
     for mark in trace.steps:
         events.append(_event(origin, rows["step"], f"step {mark.index}", mark, {}))
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    events += [_counter(origin, level) for level in trace.levels()]
+    tiers = {name: asdict(tier) for name, tier in trace.tiers.items()}
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"tiers": tiers}}
+    path.write_text(json.dumps(content))
 
 
 def load_trace(path: Path) -> Trace:
@@ -42,9 +46,15 @@ def load_trace(path: Path) -> Trace:
     """
     trace = Trace(origin_ns=0)
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        events = content["traceEvents"]
+        tiers = content.get("otherData", {}).get("tiers", {})
+        trace.tiers = {name: TierBytes(**tier) for name, tier in tiers.items()}
         rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
         for event in events:
+            if event["ph"] == "C":
+                used = event["args"]
+                trace.level(round(event["ts"] * 1000), used["device"], used["host"])
             if event["ph"] != "X":
                 continue
             started_ns = round(event["ts"] * 1000)
@@ -65,6 +75,16 @@ def load_trace(path: Path) -> Trace:
     if not trace.steps:
         raise OffloadError(f"{path} holds no finished step; train at least one step first")
     return trace
+
+
+def _counter(origin_ns: int, level: Level) -> dict[str, object]:
+    return {
+        "ph": "C",
+        "pid": 0,
+        "name": "bytes in use",
+        "ts": (level.at_ns - origin_ns) / 1000,
+        "args": {"device": level.device_bytes, "host": level.host_bytes},
+    }
 
 
 def _event(

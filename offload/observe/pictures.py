@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OffloadError, format_bytes
 
 if TYPE_CHECKING:
-    from .stats import MemoryStats
     from .trace import Span, StepMark, Trace
 
 LANE_COLOURS: Mapping[str, str] = {
@@ -83,20 +82,45 @@ def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     figure.savefig(path, dpi=PIXELS_PER_INCH)
 
 
-def draw_timeline(trace: Trace, path: Path) -> None:
+def draw_timeline(trace: Trace, path: Path, planned: Trace | None = None) -> None:
     """The lanes of the last steps, one row each, with what compute waited for below them.
+
+    With ``planned``, a simulated trace, its last steps stand above, on the same axis of time.
 
     Raises:
         OffloadError: no step was recorded, or matplotlib is missing.
+    """
+    panels = {"measured": trace} if planned is None else {"planned": planned, "measured": trace}
+    steps = {title: last_steps(each) for title, each in panels.items()}
+    longest = max(each[-1].finished_ns - each[0].started_ns for each in steps.values())
+    scale, unit = (1e9, "s") if longest > 5e9 else (1e6, "ms")
+    figure, axes = blank_figure(1200, 480 * len(panels), rows=len(panels))
+    for number, (title, each) in enumerate(panels.items()):
+        panel = axes[number] if len(panels) > 1 else axes
+        _lanes(panel, each, steps[title], scale, unit)
+        panel.set_xlim(0, longest / scale)
+        if len(panels) > 1:
+            panel.set_title(title, loc="left", fontsize=11)
+    below = axes[-1] if len(panels) > 1 else axes
+    below.set_xlabel(f"time, {unit}   (a wait has the colour of the lane that was waited for)")
+    figure.savefig(path, dpi=PIXELS_PER_INCH)
+
+
+def last_steps(trace: Trace) -> Sequence[StepMark]:
+    """The steps that are drawn: the last ones.
+
+    Raises:
+        OffloadError: no step was recorded.
     """
     steps = trace.steps[-STEPS_DRAWN:]
     if not steps:
         raise OffloadError("the trace holds no finished step yet; train at least one step first")
     # The first step also covers what happened before it, such as filling the tiers.
-    steps = steps[1:] if len(steps) > 1 and steps[0].index <= 1 else steps
+    return steps[1:] if len(steps) > 1 and steps[0].index <= 1 else steps
+
+
+def _lanes(axes: Any, trace: Trace, steps: Sequence[StepMark], scale: float, unit: str) -> None:
     start, end = steps[0].started_ns, steps[-1].finished_ns
-    scale, unit = (1e9, "s") if end - start > 5e9 else (1e6, "ms")
-    figure, axes = blank_figure(1200, 480)
     spans = trace.spans(start, end)
     for row, (lane, colour) in enumerate(LANE_COLOURS.items()):
         mine = [s for s in spans if s.lane == lane]
@@ -112,10 +136,7 @@ def draw_timeline(trace: Trace, path: Path) -> None:
     _ends_of_steps(axes, steps, start, scale)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylim(len(rows) - 0.4, -1.0)
-    axes.set_xlim(0, (end - start) / scale)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time, {unit}   (a wait has the colour of the lane that was waited for)")
-    figure.savefig(path, dpi=PIXELS_PER_INCH)
 
 
 def _bars(
@@ -138,8 +159,9 @@ def _note(axes: Any, row: int, spans: Sequence[Span]) -> None:
     moved = sum(s.nbytes for s in spans)
     busy_s = length(union((s.started_ns, s.finished_ns) for s in spans)) / 1e9
     text = f"busy {busy_s:.3g} s"
-    if moved and busy_s:
-        text = f"{format_bytes(moved)}, {moved / busy_s / 1e9:.2g} GB/s"
+    if moved:
+        rate = f", {moved / busy_s / 1e9:.2g} GB/s" if busy_s else ", at once"
+        text = format_bytes(moved) + rate
     axes.text(1.01, row, text if spans else "idle", **_beside(axes))
 
 
@@ -151,22 +173,3 @@ def _ends_of_steps(axes: Any, steps: Sequence[StepMark], origin_ns: int, scale: 
         )
         axes.axvline(finish, color=FAINT, linewidth=1, zorder=0)
         axes.text((begin + finish) / 2, -0.7, f"step {mark.index}", ha="center", va="center")
-
-
-def draw_memory(memory: Mapping[str, MemoryStats], path: Path) -> None:
-    """Peak bytes per tier as a share of its budget, with both written beside the bar."""
-    tiers = {name: stats for name, stats in memory.items() if stats.budget_bytes}
-    figure, axes = blank_figure(1000, 110 + 70 * max(1, len(tiers)))
-    for row, (name, stats) in enumerate(tiers.items()):
-        share = 100 * stats.peak_bytes / stats.budget_bytes
-        axes.barh(row, 100, height=0.6, color="none", edgecolor=FAINT)
-        axes.barh(row, share, height=0.6, color=TIER_COLOURS.get(name, FAINT))
-        text = f"{format_bytes(stats.peak_bytes)} of {format_bytes(stats.budget_bytes)}"
-        axes.text(103, row, text, va="center")
-    axes.set_yticks(range(len(tiers)), list(tiers))
-    axes.set_ylim(len(tiers) - 0.5, -0.5)
-    axes.set_xlim(0, 140)
-    axes.set_xticks(range(0, 101, 20))
-    axes.set_xlabel("peak, % of the tier's budget")
-    axes.tick_params(axis="y", length=0)
-    figure.savefig(path, dpi=PIXELS_PER_INCH)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 LANES = ("compute", "copy_in", "copy_out", "read", "write", "update")
 LONGEST = 200_000  # spans kept; older ones are forgotten
@@ -22,6 +23,22 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class Level(NamedTuple):
+    """Bytes in use of device and host memory, from an instant on."""
+
+    at_ns: int
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """What a tier may hold, and what is held of it from the start to the end of a run."""
+
+    budget_bytes: int
+    held_bytes: int
+
+
 @dataclass(frozen=True)
 class StepMark:
     """One optimizer step: from the end of the step before to its own end."""
@@ -31,13 +48,35 @@ class StepMark:
     finished_ns: int
 
 
+class Ranges(Protocol):
+    """Tells a profiler what goes on, where one is active."""
+
+    def begin(self, name: str) -> None:
+        """The training thread computes; until ``end`` it is shown under this name."""
+
+    def end(self) -> None: ...
+
+    def during(self, name: str) -> AbstractContextManager[object]:
+        """A range of the block's length in the present thread."""
+        ...
+
+
+NO_RANGE = nullcontext()
+
+
 class Trace:
     """A bounded recorder that all threads of an engine write to; appends are atomic."""
 
-    def __init__(self, longest: int = LONGEST, origin_ns: int | None = None) -> None:
+    def __init__(
+        self, longest: int = LONGEST, origin_ns: int | None = None, ranges: Ranges | None = None
+    ) -> None:
+        self._ranges = ranges
         self._spans: deque[Span] = deque(maxlen=longest)
         self._stalls: deque[Span] = deque(maxlen=longest)
         self._steps: deque[StepMark] = deque(maxlen=1000)
+        self._levels: deque[Level] = deque(maxlen=longest)
+        self._last_level = (-1, -1)
+        self.tiers: Mapping[str, TierBytes] = {}  # by name; empty where nothing is held
         if origin_ns is None:
             origin_ns = time.perf_counter_ns()
         self.origin_ns = self._last_step_end = origin_ns
@@ -57,9 +96,17 @@ class Trace:
             raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
         self._stalls.append(Span(lane, name, started_ns, finished_ns, 0))
 
+    def level(self, at_ns: int, device_bytes: int, host_bytes: int) -> None:
+        """Records how much memory is in use from now on; the same as before costs nothing."""
+        if (device_bytes, host_bytes) != self._last_level:
+            self._last_level = (device_bytes, host_bytes)
+            self._levels.append(Level(at_ns, device_bytes, host_bytes))
+
     def compute_resume(self, name: str) -> None:
         """The training thread computes from now on, in the part of the model called ``name``."""
         self.compute_pause()
+        if self._ranges is not None:
+            self._ranges.begin(name)
         self._computing = (name, time.perf_counter_ns())
 
     def compute_pause(self) -> str | None:
@@ -69,7 +116,13 @@ class Trace:
         name, started = self._computing
         self._computing = None
         self.add("compute", name, started, time.perf_counter_ns())
+        if self._ranges is not None:
+            self._ranges.end()
         return name
+
+    def during(self, lane: str, name: str) -> AbstractContextManager[object]:
+        """A range of the block for a profiler that is active; the span itself is added later."""
+        return NO_RANGE if self._ranges is None else self._ranges.during(f"{lane}: {name}")
 
     @property
     def computing(self) -> bool:
@@ -101,6 +154,16 @@ class Trace:
     def stalls(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
         """Stalls that overlap the window."""
         return _inside(list(self._stalls), started_ns, finished_ns)
+
+    def levels(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Level]:
+        """Levels in the window; the first one begins with it."""
+        inside: list[Level] = []
+        for level in list(self._levels):
+            if level.at_ns <= started_ns:
+                inside = [level._replace(at_ns=started_ns)]
+            elif level.at_ns < finished_ns:
+                inside.append(level)
+        return inside
 
     def covered_share(
         self, lanes: Sequence[str], started_ns: int = 0, finished_ns: int = 1 << 62

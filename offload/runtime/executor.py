@@ -195,6 +195,7 @@ class Executor:
                 except BaseException as error:
                     self._fail(error)
                     continue
+                self._trace.level(time.perf_counter_ns(), *self.machine.used_bytes())
                 for instruction in instructions:
                     self._carry_out(instruction)
                 if self._error is not None:
@@ -242,9 +243,11 @@ class Executor:
         if isinstance(work, (Read, Write)):
             self._transfer(work)
         elif isinstance(work, CopyIn):
-            self._copy_in(work)
+            with self._trace.during("copy_in", self._names[work.unit]):
+                self._copy_in(work)
         elif isinstance(work, CopyOut):
-            self._copy_out(work)
+            with self._trace.during("copy_out", self._names[work.unit]):
+                self._copy_out(work)
         else:
             self._tasks.put((work, time.perf_counter_ns()))
 
@@ -269,10 +272,11 @@ class Executor:
             self._trace.add(lane, name, moved.started_ns, moved.finished_ns, moved.nbytes)
             self._finished(work, moved.error)
 
-        if isinstance(work, Read):
-            self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
-        else:
-            self._disk.write(extent, memory, on_done=done)
+        with self._trace.during(lane, name):
+            if isinstance(work, Read):
+                self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
+            else:
+                self._disk.write(extent, memory, on_done=done)
 
     def _item_name(self, work: Read | Write) -> str:
         kind, index = work.item
@@ -340,7 +344,9 @@ class Executor:
             task, queued_ns = queued
             started = time.perf_counter_ns()
             try:
-                self._do(task)
+                unit = self._unit_of[task.item[1]] if isinstance(task, Clear) else task.unit
+                with self._trace.during("update", self._names[unit]):
+                    self._do(task)
                 if isinstance(task, Update):
                     self._update_pace.hold(self._params[task.subgroup], queued_ns)
             except BaseException as error:

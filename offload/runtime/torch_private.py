@@ -120,6 +120,11 @@ def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
     )
 
 
+def profiler_active() -> bool:
+    """Whether a torch profiler, or one that emits NVTX ranges, runs now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def not_compiled(function: F) -> F:
     """``torch.compile`` runs ``function`` as it is, without tracing into it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..observe.rates import Rates
+from ..observe.trace import Trace
 from .bounds import FORWARD_SHARE, least_seconds
 from .layout import Layout
 
@@ -25,6 +27,26 @@ class Profile:
     backward_s: Mapping[str, float]
     activation_bytes: Mapping[str, int]
 
+    @classmethod
+    def from_trace(cls, trace: Trace, micro_steps: int) -> Profile:
+        """Compute as it was in a run: the mean micro-step of its later half."""
+        steps = trace.steps[len(trace.steps) // 2 :]
+        seconds: dict[str, Counter[str]] = {"model": Counter(), "backward": Counter()}
+        if not steps:
+            return cls({}, {}, {})
+        way = seconds["model"]
+        spans = trace.spans(steps[0].started_ns, steps[-1].finished_ns)
+        for span in sorted(spans, key=lambda s: s.started_ns):
+            if span.lane == "compute":
+                way = seconds.get(span.name, way)  # the spans that open forward and backward
+                way[span.name] += span.finished_ns - span.started_ns
+        count = 1e9 * len(steps) * micro_steps
+        forward, backward = (
+            {REST if name in seconds else name: ns / count for name, ns in each.items()}
+            for each in seconds.values()
+        )
+        return cls(forward, backward, {})
+
     @property
     def compute_s(self) -> float:
         """Seconds of the whole micro-step."""
@@ -33,11 +55,16 @@ class Profile:
 
 @dataclass(frozen=True)
 class Costs:
-    """What work costs: the machine's rates, and seconds of compute by unit (one micro-step)."""
+    """What work costs: the machine's rates, and seconds of compute by unit (one micro-step).
+
+    ``shared``: without a device, compute shares the processors with updates and moves; not where
+    its seconds were measured beside them.
+    """
 
     rates: Rates
     forward_s: Sequence[float]
     backward_s: Sequence[float]
+    shared: bool = True
 
     @property
     def compute_s(self) -> float:
@@ -61,13 +88,18 @@ class Costs:
         return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
 
     @classmethod
-    def from_profile(cls, layout: Layout, rates: Rates, profile: Profile) -> Costs:
-        """Compute as measured; what ran in no unit lies between forward and backward, where the
-        loss is: it counts with the last unit."""
+    def from_profile(
+        cls, layout: Layout, rates: Rates, profile: Profile, *, shared: bool = True
+    ) -> Costs:
+        """Compute as measured.  What ran in no unit counts, by FLOPs, with the units that were not
+        seen (those that stay are not, in a run), else with the last one, where the loss is."""
 
         def by_unit(seconds: Mapping[str, float]) -> list[float]:
             found = [seconds.get(unit.name, 0.0) for unit in layout.units]
-            found[-1] += sum(seconds.values()) - sum(found)
-            return found
+            rest = sum(seconds.values()) - sum(found)
+            unseen = [0 if unit.name in seconds else unit.flops for unit in layout.units]
+            if not sum(unseen):
+                unseen[-1] = 1
+            return [s + rest * u / sum(unseen) for s, u in zip(found, unseen, strict=True)]
 
-        return cls(rates, by_unit(profile.forward_s), by_unit(profile.backward_s))
+        return cls(rates, by_unit(profile.forward_s), by_unit(profile.backward_s), shared)

@@ -9,6 +9,7 @@ import torch
 
 from ..config import Tier
 from ..errors import format_bytes
+from ..observe.rates import Rates
 from .costs import Profile
 from .layout import Layout, UnitHome
 from .partition import Unit, align
@@ -95,9 +96,10 @@ class Plan:
             are known; without compute where tokens were not given.
         bottleneck: the lane that sets the bound.
         disk_bytes: size of the store.
-        budgets: that it was made for.
+        budgets, rates: that it was made for.
         simulated: the step as the simulator runs it: stalls, peaks, and its trace.
         update: when the update runs (``auto`` is ``next_forward``).
+        accumulate: micro-steps of a step.
         step_s_by_update: predicted times of the ways to update that the options allow; empty in a
             run, which has but one.
         device_update_share: share of the parameters updated on the device: whose state stays there.
@@ -119,12 +121,14 @@ class Plan:
     layout: Layout | None = field(default=None, repr=False)
     simulated: Simulated | None = field(default=None, repr=False)
     update: str = "next_forward"
+    accumulate: int = 1
     step_s_by_update: Mapping[str, float] = field(default_factory=dict, repr=False)
     device_update_share: float = 0.0
     device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
+    rates: Rates | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)

@@ -116,7 +116,7 @@ class Simulation:
         if self._both != 1.0:
             self._rivals.update(read=("write",), write=("read",))
         self._takes = dict.fromkeys(DISK, 0.0)  # the share of all processors
-        if not layout.has_device:
+        if not layout.has_device and costs.shared:
             moved_s = _inverse(rates.disk_cpu_bytes_s)
             self._takes = {
                 name: moved_s / self._per_byte[name] if self._per_byte[name] else 0.0
@@ -259,6 +259,7 @@ class Simulation:
             peak[Tier.DEVICE] = device
         if host > peak[Tier.HOST]:
             peak[Tier.HOST] = host
+        self.trace.level(_ns(self.now_s), device, host)
 
     # -- compute --------------------------------------------------------------------------------
 

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from ..observe import pictures
+from ..observe.export import load_trace
+from ..observe.memory_picture import draw_memory
 from ..observe.stats import MemoryStats
 from ..optimizer import OffloadedOptimizer, wrap
 from ..schedule.plan import Plan
+from ..schedule.replay import replay
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, load_corpus, load_tokenizer
 from .loop import LoopSettings, StepRecord, train
@@ -149,6 +152,7 @@ def run(job: Job, watch: Watch) -> Report:
         records=trained.records,
         rss_before_bytes=trained.rss_before_bytes,
         peak_rss_bytes=trained.peak_rss_bytes,
+        planned_s=trained.planned_s,
         comparison=comparison,
         out=job.out,
     )
@@ -170,6 +174,7 @@ class _Trained:
     position: int
     rss_before_bytes: int
     peak_rss_bytes: int
+    planned_s: float | None
 
 
 def _model(job: Job, source: ModelSource) -> nn.Module:
@@ -204,7 +209,7 @@ def _train_offloaded(
             )
         finally:
             watch.end()
-        _write_files(job, source, model, optimizer, tokenizer)
+        planned_s = _write_files(job, source, model, optimizer, tokenizer)
         return _Trained(
             records=tuple(records),
             plan=optimizer.plan,
@@ -216,6 +221,7 @@ def _train_offloaded(
             position=batches.position,
             rss_before_bytes=rss_before,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            planned_s=planned_s,
         )
 
 
@@ -229,14 +235,19 @@ def _initial(job: Job) -> Path:
 
 def _write_files(
     job: Job, source: ModelSource, model: nn.Module, optimizer: OffloadedOptimizer, tokenizer: Any
-) -> None:
+) -> float | None:
+    """Writes what stays of the run; returns the seconds that the plan has for a step of it."""
     optimizer.trace(job.out / "trace.json")
-    optimizer.trace(job.out / "timeline.png")
-    pictures.draw_memory(_memory(optimizer), job.out / "memory.png")
+    trace = load_trace(job.out / "trace.json")
+    again = replay(optimizer.plan, trace)
+    planned = None if again is None else again.trace
+    pictures.draw_timeline(trace, job.out / "timeline.png", planned)
+    draw_memory(trace, job.out / "memory.png", planned)
     save_weights(model, job.out / "model.safetensors")
     source.config.save_pretrained(job.out)  # makes the folder one that --model takes
     if tokenizer is not None:
         tokenizer.save_pretrained(job.out)
+    return None if again is None else again.stats.step_s
 
 
 def _train_in_memory(

@@ -59,6 +59,7 @@ class Report:
     records: tuple[StepRecord, ...] = field(repr=False)
     rss_before_bytes: int
     peak_rss_bytes: int
+    planned_s: float | None  # of a step, by the plan with the compute as measured
     comparison: Comparison | None
     out: Path
 
@@ -122,6 +123,7 @@ class Report:
                 "disk_bytes": self.plan.disk_bytes,
                 "bound_s": self.plan.bound_s,
                 "bottleneck": self.plan.bottleneck,
+                "step_s": self.planned_s,
             },
             "steps": [_step_json(record) for record in self.records],
             "comparison": self._comparison_json(),
@@ -164,6 +166,11 @@ class Report:
         if self.bound_s:
             ratio = f"{self.step_s / self.bound_s:.2f} times the bound of {self.bound_s:.3g} s"
             rows.append(("time per step", f"{self.step_s:.3g} s, {ratio}"))
+        if self.planned_s:
+            rows.append(("planned", f"{self.planned_s:.3g} s a step, with the compute as measured"))
+        last_stats = self.records[-1].stats
+        if last_stats is not None:
+            rows.append(("last step", last_stats.explain()))
         rows.append(("not computing per step", self._idle()))
         before, peak = format_bytes(self.rss_before_bytes), format_bytes(self.peak_rss_bytes)
         rows.append(("process memory, peak", f"{peak} ({before} before the model was built)"))

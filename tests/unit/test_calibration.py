@@ -172,6 +172,7 @@ def test_a_lane_that_stays_off_its_rate_is_said() -> None:
     assert told(*[fast] * STEPS) == ["lane read moves 2 GB/s, 1 GB/s were measured"]
     assert told(*[slow, slow, right, slow, fast] * STEPS) == []
     assert told(*[step(10**6, 1.0)] * 2 * STEPS) == [], "too little to tell"
+    assert told(*[step(7 * 10**7, 0.25)] * 2 * STEPS) == [], "slow, but nobody waits for it"
 
 
 def test_a_run_at_other_rates_has_them_measured_anew(
@@ -184,6 +185,7 @@ def test_a_run_at_other_rates_has_them_measured_anew(
     wrong = Rates(disk_read_bytes_s=1e15, disk_write_bytes_s=1e15, dram_bytes_s=1e9)
     monkeypatch.setattr(rates, "measure", lambda *_: wrong)
     monkeypatch.setattr(drift, "LEAST_BYTES", 1)
+    monkeypatch.setattr(drift, "LEAST_SHARE", 0.0)
     monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
 
     def train(**more: object) -> list[str | None]:

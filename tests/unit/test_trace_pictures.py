@@ -11,7 +11,6 @@ import pytest
 from overspill import OffloadError
 from overspill.observe import pictures
 from overspill.observe.export import save_trace
-from overspill.observe.stats import MemoryStats
 from overspill.observe.trace import LANES, Trace
 
 pytest.importorskip("matplotlib")
@@ -58,13 +57,6 @@ def test_every_lane_has_a_colour_of_its_own() -> None:
 def test_loss(tmp_path: Path, curves: dict[str, list[float]]) -> None:
     pictures.draw_loss(curves, tmp_path / "loss.png")
     assert size_of(tmp_path / "loss.png")[0] == 1000
-
-
-def test_memory_leaves_out_tiers_without_a_budget(tmp_path: Path) -> None:
-    tiers = {"device": MemoryStats(0, 0, 0), "host": MemoryStats(100, 50, 80)}
-    pictures.draw_memory(tiers, tmp_path / "memory.png")
-    pictures.draw_memory({"host": tiers["host"]}, tmp_path / "host.png")
-    assert size_of(tmp_path / "memory.png") == size_of(tmp_path / "host.png")
 
 
 def test_without_matplotlib_the_extra_is_named(

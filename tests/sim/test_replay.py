@@ -1,0 +1,123 @@
+"""A run's trace against its plan: the compute as measured, moves and memory as simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import overspill
+from benchmarks.model import Gpt, Shape, batch_of
+from overspill.cli.app import app
+from overspill.observe.export import load_trace
+from overspill.observe.memory_picture import draw_memory
+from overspill.observe.trace import LANES, TierBytes, Trace
+from overspill.schedule.costs import Profile
+from overspill.schedule.replay import replay
+
+SHAPE = Shape(layers=6, width=64, heads=4, vocabulary=256, batch=2, tokens=32)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[overspill.Plan, Path]:
+    folder = tmp_path_factory.mktemp("run")
+    model = Gpt(SHAPE)
+    adamw = torch.optim.AdamW(model.parameters())
+    rates = overspill.Rates(
+        h2d_bytes_s=2e8, d2h_bytes_s=2e8, disk_read_bytes_s=1e8, disk_write_bytes_s=1e8,
+        update_params_s=1e7,
+    )  # fmt: skip
+    with overspill.wrap(
+        model,
+        adamw,
+        device="sim",
+        device_memory="700KiB",
+        host_memory="2MiB",
+        nvme=folder,
+        rates=rates,
+    ) as optimizer:
+        for step in range(4):
+            model(batch_of(SHAPE, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.trace(folder / "trace.json")
+        return optimizer.plan, folder / "trace.json"
+
+
+def test_a_plan_replays_its_run(ran: tuple[overspill.Plan, Path]) -> None:
+    plan, path = ran
+    trace = load_trace(path)
+    again = replay(plan, trace)
+    assert again is not None
+    measured = sorted((m.finished_ns - m.started_ns) / 1e9 for m in trace.steps[1:])
+    assert again.stats.step_s == pytest.approx(measured[1], rel=0.5)
+    compute = Profile.from_trace(trace, 1).compute_s
+    assert again.stats.compute.busy_s == pytest.approx(compute, rel=0.02)
+    # What runs in no unit that streams is spread over those that stay.
+    assert len([s for s in again.trace.spans() if s.lane == "compute"]) >= 3 * SHAPE.layers
+
+
+def test_memory_in_use_is_recorded_under_what_is_held(ran: tuple[overspill.Plan, Path]) -> None:
+    """Measured and simulated levels stay under the same limits, and come to the same peak."""
+    plan, path = ran
+    trace = load_trace(path)
+    again = replay(plan, trace)
+    assert again is not None
+    for name in ("device", "host"):
+        measured = [getattr(level, f"{name}_bytes") for level in trace.levels()]
+        simulated = [getattr(level, f"{name}_bytes") for level in again.trace.levels()]
+        limits = trace.tiers[name]
+        assert len(measured) > 20 and len(simulated) > 20
+        assert max(measured) <= limits.held_bytes <= limits.budget_bytes
+        assert max(simulated) <= limits.held_bytes
+        assert max(simulated) == pytest.approx(max(measured), rel=0.25)
+    assert trace.tiers["nvme"].held_bytes == plan.disk_bytes
+
+
+def test_pictures_lay_the_plan_beside_the_run(
+    ran: tuple[overspill.Plan, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    from overspill.observe.export import save_trace
+
+    plan, path = ran
+    again = replay(plan, load_trace(path))
+    assert again is not None
+    save_trace(again.trace, tmp_path / "plan.json")
+    files = [tmp_path / name for name in ("lanes.png", "memory.png")]
+    done = CliRunner().invoke(
+        app,
+        ["trace", str(path), "--png", str(files[0]), "--memory", str(files[1]), "--planned",
+         str(tmp_path / "plan.json")],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for file, least in zip(files, (700, 600), strict=True):
+        data = file.read_bytes()
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+        assert width == 1200 and height >= least
+
+
+def test_levels_in_a_window() -> None:
+    trace = Trace(origin_ns=0)
+    for at, used in ((10, 1), (20, 2), (25, 2), (30, 3)):
+        trace.level(at, used, 10 * used)
+    assert [level.at_ns for level in trace.levels()] == [10, 20, 30], "the same is not repeated"
+    assert [tuple(level) for level in trace.levels(22, 30)] == [(22, 2, 20)]
+
+
+def test_a_budget_far_away_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = Trace(origin_ns=0)
+    trace.tiers = {"host": TierBytes(2**40, 2**20)}
+    trace.level(0, 0, 2**19)
+    trace.add(LANES[0], "x", 0, 10)
+    trace.mark_step(1, 100)
+    draw_memory(trace, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+    with pytest.raises(overspill.OffloadError, match="nothing of memory"):
+        silent = Trace(origin_ns=0)
+        silent.mark_step(1, 100)
+        draw_memory(silent, tmp_path / "none.png")
