@@ -11,12 +11,14 @@ SUITES = (
     "bound",
     "copy",
     "io",
+    "memory",
     "optim",
     "plan",
     "scale",
     "simulated",
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
+PEERED = ("step", "memory")
 
 
 def main() -> int:
@@ -26,11 +28,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes: about a minute")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="for the results")
     parser.add_argument(
-        "--peers", default="", help="step: names separated by commas, 'all' (an hour), or 'none'"
+        "--peers",
+        default="",
+        help="step, memory: names separated by commas, 'all' (of step: half an hour), or 'none'",
     )
     given = parser.parse_args()
-    if given.peers and given.suite != "step":
-        parser.error(f"--peers is of the suite step; {given.suite} always has its own beside it")
+    if given.peers and given.suite not in PEERED:
+        known = " and ".join(PEERED)
+        parser.error(f"--peers is of {known}; {given.suite} always has its own beside it")
     more = {"peers": given.peers.split(",")} if given.peers else {}
     suite = importlib.import_module(f".{given.suite}", __package__)
     result = suite.run(quick=given.quick, folder=given.out, **more)

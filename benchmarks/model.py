@@ -55,14 +55,19 @@ class Block(nn.Module):
         return x
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without values: drawing them on ``meta`` would load torch's compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class Gpt(nn.Module):
     """Returns the loss of predicting each token from those before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.recompute = shape.recompute
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.places = nn.Embedding(shape.tokens, shape.width)
+        self.tokens = _table(shape.vocabulary, shape.width)
+        self.places = _table(shape.tokens, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
@@ -113,7 +118,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.recompute, self.size = shape.recompute, shape.width // shape.heads
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.tokens = _table(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, 1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)

@@ -52,7 +52,19 @@ def test_whoever_waits_is_told_why_it_was_ended(stuck: Process) -> None:
     stuck.close()
 
 
-def test_an_error_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_that_of_the_arm_alone() -> None:
+    """Not of the process that started it, which is larger."""
+    held = bytearray(b"1" * (1 << 30))
+    spec = {
+        "shape": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 8, "batch": 1, "tokens": 4}
+    }
+    arm = Process("worker")
+    arm.ask({**spec, "precision": "fp32", "device": "cpu", "engine": "torch", "options": {}}, 60)
+    assert arm.ask({"steps": 1}, 60)["peak_rss_bytes"] < len(held)
+    arm.close()
+
+
+def test_an_error_is_an_answer() -> None:
     arm = Process("worker")
     with pytest.raises(RuntimeError, match="KeyError: 'shape'"):
         arm.ask({}, 60)
