@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .arms import GIB, Plan, Worker, parameters
+from .bars import draw_times
 from .gpu_cases import CASES, CUDA, SIM, Case, Scale
 from .machine import ROOT
 from .results import Comparison, number, outcome
@@ -174,6 +175,7 @@ def run_steps(
             for (model, batch), mine in rows.items()
         ]
         outcome("gpu", made, folder).save(folder)
+        draw_times(made, folder / "gpu.png")
     return made
 
 

@@ -19,6 +19,7 @@ import overspill
 from overspill.observe.machine import Machine
 
 from .arms import GIB, Plan, Worker, parameters, peer
+from .bars import Bar, Panel, draw_bars, or_say
 from .model import Shape, build
 from .results import Column, Comparison, Outcome, number, outcome
 from .runner import Row, run_interleaved
@@ -244,7 +245,15 @@ def run(*, quick: bool, folder: Path, peers: Sequence[str] = ()) -> Outcome:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     wanted: Sequence[str] = peers or (() if quick else PEERS)
-    wanted = {("all",): PEERS, ("none",): ()}.get(tuple(wanted), wanted)
+    if len(wanted) == 1:
+        wanted = {"all": PEERS, "none": ()}.get(wanted[0], wanted)
     sizes = (6, 10) if quick else (8, 14)
     made = [_measured(sizes, wanted, folder), _planned(quick, folder), _edges(quick, folder)]
+    bars = [
+        Bar(row.name, [row.facts["bytes_per_parameter"]], _most_in(16 * GIB)(row) + " in 16 GiB")
+        for row in made[0].rows
+        if row.error is None
+    ]
+    panel = Panel(made[0].title, bars)
+    or_say(lambda: draw_bars([panel], "bytes a parameter", folder / "memory.png"))
     return outcome("memory", made, folder)

@@ -56,8 +56,11 @@ class Block(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """Without values: drawing them on ``meta`` would load torch's compiler."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    """Its values are drawn only where it has memory: on ``meta`` that loads torch's compiler."""
+    values = torch.empty(rows, width)
+    if not values.is_meta:
+        nn.init.normal_(values)
+    return nn.Embedding.from_pretrained(values, freeze=False)
 
 
 class Gpt(nn.Module):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .arms import GIB, Plan, Worker, parameters
+from .bars import draw_growth, or_say
 from .model import Shape
 from .results import Column, Comparison, Outcome, number, others, outcome
 from .runner import Row, run_interleaved
@@ -66,6 +68,23 @@ def _columns() -> list[Column]:
     ]
 
 
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    done = [row for row in rows if row.median_s and row.samples]
+    if not done:
+        return
+    sizes = [row.facts["parameters"] / 1e6 for row in done]
+    peaks = [row.samples[-1].seen["peak_rss_bytes"] / GIB for row in done]
+    moved = [(_moved(row) or 0.0) / GIB for row in done]
+    plain = [row.facts["parameters"] * PLAIN_BYTES / GIB for row in done]
+    times = [row.median_s or 0.0 for row in done]
+    panels = [
+        ("GiB", [("peak RSS", peaks), ("plain training state", plain)]),
+        ("seconds a step", [("step", times)]),
+        ("GiB a step", [("read and written", moved)]),
+    ]
+    or_say(lambda: draw_growth(sizes, panels, path))
+
+
 def run(*, quick: bool, folder: Path) -> Outcome:
     """Runs the suite, one size after the other; each store is removed before the next."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,4 +104,5 @@ def run(*, quick: bool, folder: Path) -> Outcome:
     title = (
         f"Step by model size, host budget {host / GIB:.3g} GiB; what it does not hold lies on NVMe"
     )
+    _draw(rows, folder / "scale.png")
     return outcome("scale", [Comparison(title, settings, rows, _columns())], folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .arms import GIB, PEERS, Plan, Worker, parameters, peer
+from .bars import draw_times
 from .model import Shape
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
 from .runner import Row, run_interleaved
@@ -22,6 +23,7 @@ from .runner import Row, run_interleaved
 SMALL = Shape(layers=6, width=256, heads=4, vocabulary=2048, batch=4, tokens=128)
 GPT_311M = Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=2, tokens=256)
 GPT_311M_X4 = replace(GPT_311M, batch=8)
+PEER_LIMIT_S = 240.0  # of a peer's start or sample, which may compile its extensions first
 QUICK = Plan(SMALL, "bf16", rounds=3, steps=2, warmup=2, host_memory=64 << 20)
 FULL = Plan(GPT_311M, "bf16", rounds=3, steps=1, warmup=2)
 FULL_X4 = Plan(GPT_311M_X4, "bf16", rounds=2, steps=1, warmup=2, modes=("backward", "next_forward"))
@@ -85,8 +87,8 @@ def run(*, quick: bool, folder: Path, peers: Sequence[str] = ()) -> Outcome:
     """Runs the suite; its stores live in ``folder`` as long as it runs.
 
     ``peers``: names of ``PEERS`` and ``torch-fp32``; ``("all",)``: every one, each in a
-    comparison of its own with torch and overspill; none: DeepSpeed's NVMe offload, and with
-    ``quick`` no peer.
+    comparison of its own with torch and overspill, or, where it does not start, as a row; none:
+    DeepSpeed's NVMe offload, and with ``quick`` no peer.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,8 +107,26 @@ def run(*, quick: bool, folder: Path, peers: Sequence[str] = ()) -> Outcome:
             # Beside DeepSpeed's 10 GiB and all modes it would not fit into 24 GiB.
             ours = arms(plan, store, device, in_host=not beside)
             comparisons.append(_compare(plan, [*ours, *beside]))
-        for name in ("torch-fp32", *PEERS) if each else ():
-            plan = replace(plans[0], modes=("backward",))
-            ours = [*arms(plan, store, device), peer(name, plan, store, device)]
-            comparisons.append(_compare(plan, ours, f"; {name}"))
+        if each:
+            comparisons = _each(plans[0], store, device)
+    draw_times(comparisons, folder / "step.png")
     return outcome("step", comparisons, folder)
+
+
+def _each(plan: Plan, store: Path, device: str) -> list[Comparison]:
+    """Every peer beside torch and overspill; those that do not start are rows of one table."""
+    plan = replace(plan, modes=("backward",), rounds=2, limit_s=PEER_LIMIT_S)
+    comparisons, refused = [], []
+    for name in ("torch-fp32", *PEERS):
+        arm = peer(name, plan, store, device)
+        try:
+            arm.start()
+        except RuntimeError as error:
+            arm.close()
+            refused.append(Row(name, {}, (), error=str(error)))
+            continue
+        beside = arms(plan, store, device, in_host="nvme" not in name)
+        comparisons.append(_compare(plan, [*beside, arm], f"; {name}"))
+    if refused:
+        comparisons.append(Comparison("Peers that do not run here", {}, refused, columns(plan)))
+    return comparisons

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import arms, step
 from benchmarks.deepspeed_settings import KINDS, settings
 from benchmarks.machine import facts
-from benchmarks.model import Shape
+from benchmarks.model import Gpt, Shape, build, fill
 from benchmarks.results import Comparison, Outcome, number
 from benchmarks.runner import Call, Row, Sample, run_interleaved
 
@@ -99,6 +100,21 @@ def test_a_call_is_warmed_up_once() -> None:
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_a_model_has_its_values_with_memory_and_gets_the_same_ones_part_by_part() -> None:
+    assert 0.9 < float(Gpt(TINY).tokens.weight.std()) < 1.1
+    first, second = build(TINY), build(dataclasses.replace(TINY, inner=64, kv_heads=1))
+    for model in (first, second):
+        model.to_empty(device="cpu")
+        for module in reversed(list(model.modules())):
+            fill(module)
+    again = build(TINY).to_empty(device="cpu")
+    for module in again.modules():
+        fill(module)
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
+    assert all(bool(p.isfinite().all()) for p in second.parameters())
+    assert float(second.norm.weight.mean()) == 1.0
 
 
 @pytest.fixture
