@@ -100,11 +100,12 @@ def step_bound(
 ) -> Bound:
     """No schedule of this placement is faster.
 
-    Any lane's own time is a bound.  Updates, and what staging room does not let come early of their
-    reads, can lie under a part of a step only, so that the rest adds to them: with ``"step"`` all
-    of it, and the writes as well; with ``"backward"`` the forward, which begins with what was
-    updated last; with ``"next_forward"`` the last backward, which ends with the norm.
-    Without a device, updates take the processors from compute, so that the two add up.
+    Any lane's own time is a bound.  Updates, and what memory does not let come early of their
+    reads and go late of their writes, can lie under a part of a step only, so that the rest adds to
+    them: with ``"step"`` all of it; with ``"backward"`` the forward, save for updates whose
+    gradients there is room to keep until the next one; with ``"next_forward"`` the last backward,
+    which begins when all is updated and ends with the norm.  Without a device, updates take the
+    processors from compute, so that the two add up.
 
     Args:
         links: bytes of a step by lane.
@@ -126,14 +127,16 @@ def step_bound(
     if compute and not layout.has_device:
         floors["compute"] = max(floors["compute"], compute + seconds.get("update", 0.0))
     aside = {"step": before + gradients, "backward": before, "next_forward": gradients}[update]
-    read, write = _state_seconds(layout, rates)
-    late = {"update": seconds.get("update", 0.0), "read": read}
+    due = 1.0
+    if update == "backward":  # with more micro-steps all gradients have a home to wait in
+        due = max(0.0, _due_share(layout)) if micro_steps == 1 else 0.0
+    late = {"update": seconds.get("update", 0.0) * due, **_late_seconds(layout, rates, due)}
     if update == "step":
-        late["write"] = write
-        if write and rates.disk_both_bytes_s:
-            late["write"] = max(write, _shared_seconds(layout, rates))
+        late["write"] = max(late["write"], _state_seconds(layout, rates)[1])
+        if late["write"] and rates.disk_both_bytes_s:
+            late["write"] = max(late["write"], _shared_seconds(layout, rates))
     for lane, time in late.items():
-        floors[lane] = max(floors.get(lane, 0.0), aside + time if time else 0.0)
+        floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)
@@ -181,14 +184,56 @@ def _shared_seconds(layout: Layout, rates: Rates) -> float:
     return max(read_s, write_s) + min(read_s, write_s) * min(1.0, 1 / share - 1)
 
 
-def _late_state(layout: Layout) -> tuple[int, int]:
-    """Bytes of optimizer state on disk: less what staging room lets come early, and all."""
-    paged = sum(
+def _due_share(layout: Layout) -> float:
+    """The least share of updates that are over when the next forward begins.
+
+    Gradients of the others wait in memory, but not where those of the first unit just were.
+    """
+    waiting = [nbytes for nbytes in layout.grad_bytes if nbytes]
+    if not waiting:
+        return 1.0
+    return min(1.0, 1 - (layout.regions.host_grads - waiting[0]) / sum(waiting))
+
+
+def _late_seconds(layout: Layout, rates: Rates, due: float) -> dict[str, float]:
+    """Seconds to read, and to write, what updates take and give on disk and memory cannot hold;
+    ``due``: of this share of the updates."""
+    regions = layout.regions
+    homes = layout.homes
+    state = _paged_state(layout)
+    weights = sum(
+        unit.weight_bytes
+        for unit, home in zip(layout.units, homes, strict=True)
+        if home.weights is Tier.NVME and unit.trainable
+    )
+    grads = sum(
+        nbytes
+        for nbytes, home in zip(layout.grad_bytes, homes, strict=True)
+        if home.grads is Tier.NVME
+    )
+    slots = regions.state_slot * regions.state_slots
+    reads = (state * due - slots, weights * due - regions.host_weights, grads - regions.host_grads)
+    writes = (state * due - slots, weights * due - regions.host_weights)
+    read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
+    return {
+        "read": sum(max(0.0, n) for n in reads) / read if read else 0.0,
+        "write": sum(max(0.0, n) for n in writes) / write if write else 0.0,
+    }
+
+
+def _paged_state(layout: Layout) -> int:
+    """Bytes of optimizer state on disk."""
+    return sum(
         subgroup.nbytes
         for group, home in zip(layout.subgroups, layout.homes, strict=True)
         for subgroup, tier in zip(group, home.state, strict=True)
         if tier is Tier.NVME
     )
+
+
+def _late_state(layout: Layout) -> tuple[int, int]:
+    """Bytes of optimizer state on disk: less what staging room lets come early, and all."""
+    paged = _paged_state(layout)
     room = layout.regions.state_slot * layout.regions.state_slots
     return max(0, paged - room), paged
 
