@@ -94,6 +94,8 @@ class Measured:
     stalls: Mapping[str, float]
     links: Mapping[str, float]
     held: Mapping[str, int]
+    planned: Mapping[str, int]
+    used: Mapping[str, int]
     simulated: Simulated = field(repr=False)
 
     @property
@@ -104,6 +106,13 @@ class Measured:
     def ratio(self) -> float:
         """Step time over its bound."""
         return self.step_s / self.bound_s
+
+    @property
+    def same_peaks(self) -> bool:
+        """Whether pools held what was planned, and memory in use came to the simulated peaks."""
+        simulated = {tier.value: nbytes for tier, nbytes in self.simulated.peak_bytes.items()}
+        held = all(self.held[tier] == nbytes for tier, nbytes in self.planned.items())
+        return held and all(simulated[tier] == nbytes for tier, nbytes in self.used.items())
 
     @property
     def error(self) -> float:
@@ -161,6 +170,11 @@ def _seen(
         stalls,
         _moved(trace.spans(*window), steps),
         {tier.value: memory.peak_bytes for tier, memory in optimizer.memory.items()},
+        {tier.value: nbytes for tier, nbytes in plan.tier_bytes.items()},
+        {
+            "device": max(level.device_bytes for level in trace.levels(*window)),
+            "host": max(level.host_bytes for level in trace.levels(*window)),
+        },
         simulate(
             plan.layout, Costs.from_flops(plan.layout, rates, tokens), micro_steps=1,
             update=machine.update,

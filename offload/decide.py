@@ -20,7 +20,12 @@ from .optim import Master, Rule, granule_of, moments_of, rule_for
 from .optim.bench import case_of
 from .runtime.accelerator import Accelerator, make_accelerator
 from .runtime.profiling import profile_step
-from .schedule.bounds import device_update_share, device_update_worth, step_bound
+from .schedule.bounds import (
+    device_update_share,
+    device_update_worth,
+    step_bound,
+    trained_params,
+)
 from .schedule.choose import Chosen, Load, choose_plan, foresee
 from .schedule.partition import Chunk, Partition, partition
 from .schedule.plan import Budgets, Needs, Plan, Preference
@@ -166,11 +171,36 @@ def foretell(
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
-        return decide(
+        made = decide(
             model, optimizer, config, accelerator, tokens, machine, example, prefer, every_update
         ).plan
+        if machine is not None:
+            _refuse_unknown_rates(made, machine, computes=tokens > 0)
+        return made
     finally:
         accelerator.close()
+
+
+def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> None:
+    """A lane without a rate would take no time: of a machine that is not here that would be a
+    promise nobody made."""
+    if plan.layout is None or not plan.fits:
+        return
+    needed = {
+        "disk_read_bytes_s": plan.link_bytes.get("read", 0),
+        "disk_write_bytes_s": plan.link_bytes.get("write", 0),
+        "h2d_bytes_s": plan.link_bytes.get("copy_in", 0),
+        "d2h_bytes_s": plan.link_bytes.get("copy_out", 0),
+        "update_params_s": trained_params(plan.layout),
+        "device_flops_s": computes,
+    }
+    missing = [rate for rate, used in needed.items() if used and not getattr(machine.rates, rate)]
+    if missing:
+        without = "" if missing != ["device_flops_s"] else ", or give --tokens 0 (tokens=0)"
+        raise ValueError(
+            f"rates of {machine.name}: {', '.join(missing)} not known, but this plan needs them; "
+            f"add them to the machine's file{without}"
+        )
 
 
 def _by_update(

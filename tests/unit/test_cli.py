@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,9 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 
 
 def test_a_rates_file(tmp_path: Path) -> None:
-    (tmp_path / "rates.json").write_text('{"disk_read_bytes_s": 1e6}')
+    rest = ["disk_write_bytes_s", "h2d_bytes_s", "d2h_bytes_s", "update_params_s", "device_flops_s"]
+    given = {"disk_read_bytes_s": 1e6, **dict.fromkeys(rest, 1e10)}
+    (tmp_path / "rates.json").write_text(json.dumps(given))
     common = ["plan", "--model", "gpt2-1m", "--device", "sim", "--device-memory", "3MiB",
               "--host-memory", "6MiB", "--nvme", tmp_path]  # fmt: skip
     result = call(*common, "--rates", tmp_path / "rates.json")

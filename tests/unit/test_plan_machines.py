@@ -114,10 +114,23 @@ def test_bad_input_says_what_would_help(tmp_path: Path) -> None:
     assert "did you mean" in call("plan", "--model", "llama-70g").output
     missing = call("plan", "--rates", str(tmp_path / "none.toml"))
     assert missing.exit_code != 0 and "none.toml" in missing.output
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps({"host_memory": "2GiB", "nvme_memory": "9GB", "rates": RATES}))
+    refused = call("plan", "--model", "gpt2-124m", "--rates", str(part))
+    assert refused.exit_code == 2
+    for words in ("rates of part: update_params_s, device_flops_s not known", "add them to the"):
+        assert words in refused.output.replace("\n", " "), refused.output
     tiny = tmp_path / "tiny.json"
     tiny.write_text(json.dumps({"host_memory": "4MiB", "rates": RATES}))
     refused = call("plan", "--model", "gpt2-124m", "--rates", str(tiny))
     assert refused.exit_code != 0 and "raise host_memory" in refused.output
+    full = call("plan", "--model", "gpt2-124m", "--nvme", str(tmp_path), "--nvme-memory", "64MiB",
+                "--device", "cpu", "--host-memory", "512MiB")  # fmt: skip
+    assert full.exit_code == 2
+    for words in ("the store needs", "of nvme memory", "the budget is 64 MiB", "raise nvme_memory"):
+        assert words in full.output.replace("\n", " "), full.output
+    gone = call("plan", "--model", "gpt2-1m", "--nvme", str(tmp_path / "none"), "--device", "cpu")
+    assert gone.exit_code == 2 and "none" in gone.output
 
 
 def test_a_plan_of_70_b_needs_little() -> None:
