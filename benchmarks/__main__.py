@@ -1,4 +1,5 @@
-"""``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``."""
+"""``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``, or ``report``, ``compare``
+or ``gpu`` with words of their own."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ SUITES = (
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
 PEERED = ("step", "memory")
+TOOLS = ("compare", "gpu", "report")
 
 
 def main() -> int:
+    """Runs a suite or a tool."""
+    if len(sys.argv) > 1 and sys.argv[1] in TOOLS:
+        tool = importlib.import_module(f".{sys.argv[1]}", __package__)
+        return int(tool.main(sys.argv[2:]))
+    return _suite()
+
+
+def _suite() -> int:
     """Runs one suite, prints its tables, writes JSON and Markdown.  1 if an arm failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suite", choices=SUITES)

@@ -190,13 +190,13 @@ def _part(words: Sequence[str], limit_s: float, until: float) -> int:
         return 1
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs all; 1 if the GPU tests failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     until = time.monotonic() + 60 * given.minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error, so that all is closed
     folder = given.out.resolve()

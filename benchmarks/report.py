@@ -1,6 +1,7 @@
-"""``python -m benchmarks.report DIR``: one dated page of all results in a folder.
+"""``python -m benchmarks report DIR``: one dated page of all results in a folder.
 
-The page, the JSON files with every sample and the pictures go to ``benchmarks/reports``.
+The page, the JSON files with every sample and the pictures go to ``benchmarks/reports``.  With
+``--readme`` the newest results there, of whatever day, are also put into the README.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from .conclusions import conclusions, put
 
 HERE = Path(__file__).parent / "reports"
 
@@ -44,13 +48,21 @@ def _files(source: Path) -> list[Path]:
     return [file for file in sorted(source.glob("*.json")) if file.with_suffix(".md").exists()]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("source", type=Path)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
+    parser.add_argument("source", type=Path, nargs="?", help="folder; without: no new page")
     parser.add_argument("--out", type=Path, default=HERE)
-    given = parser.parse_args()
-    print(write(given.source, given.out))
+    parser.add_argument("--readme", action="store_true", help="put the newest results into it")
+    given = parser.parse_args(words)
+    if given.source is None and not given.readme:
+        parser.error("name a folder of results, or --readme")
+    if given.source is not None:
+        print(write(given.source, given.out))
+    if given.readme:
+        page = HERE.parents[1] / "README.md"
+        put(page, conclusions(given.out, given.out.resolve().relative_to(page.parent).as_posix()))
+        print(page)
     return 0
 
 
