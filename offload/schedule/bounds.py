@@ -100,12 +100,12 @@ def step_bound(
 ) -> Bound:
     """No schedule of this placement is faster.
 
-    Any lane's own time is a bound.  Updates, and what memory does not let come early of their
-    reads and go late of their writes, can lie under a part of a step only, so that the rest adds to
-    them: with ``"step"`` all of it; with ``"backward"`` the forward, save for updates whose
-    gradients there is room to keep until the next one; with ``"next_forward"`` the last backward,
-    which begins when all is updated and ends with the norm.  Without a device, updates take the
-    processors from compute, so that the two add up.
+    Any lane's own time is a bound, and that of disks which do both at once. Updates, and what
+    memory does not let come early of their reads and go late of their writes, can lie under a part
+    of a step only, so that the rest adds to them: with ``"step"`` all of it; with ``"backward"``
+    the forward, save for updates whose gradients there is room to keep until the next one; with
+    ``"next_forward"`` the last backward, which begins when all is updated and ends with the norm.
+    Without a device, updates take the processors from compute, so that the two add up.
 
     Args:
         links: bytes of a step by lane.
@@ -132,11 +132,15 @@ def step_bound(
         due = max(0.0, _due_share(layout)) if micro_steps == 1 else 0.0
     late = {"update": seconds.get("update", 0.0) * due, **_late_seconds(layout, rates, due)}
     if update == "step":
-        late["write"] = max(late["write"], _state_seconds(layout, rates)[1])
-        if late["write"] and rates.disk_both_bytes_s:
-            late["write"] = max(late["write"], _shared_seconds(layout, rates))
+        state_read, state_write = _state_seconds(layout, rates)
+        if max(late["write"], state_write):
+            late["write"] = max(late["write"], _shared_seconds(state_read, state_write, rates))
     for lane, time in late.items():
         floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
+    if seconds.get("read") and seconds.get("write"):
+        slower = max(("read", "write"), key=lambda lane: seconds[lane])
+        both_s = _shared_seconds(seconds["read"], seconds["write"], rates)
+        floors[slower] = max(floors[slower], both_s)
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)
@@ -171,16 +175,14 @@ def _first_forward(layout: Layout, rates: Rates) -> float:
     return max(times)
 
 
-def _shared_seconds(layout: Layout, rates: Rates) -> float:
-    """Seconds to read and write the optimizer's state on disks that do both at once."""
-    late, written = _late_state(layout)
+def _shared_seconds(read_s: float, write_s: float, rates: Rates) -> float:
+    """Seconds of disks that read and write at once, for what takes so long alone."""
     read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
     if not (read and write and rates.disk_both_bytes_s):
-        return 0.0
+        return max(read_s, write_s)
     # While both go on, each runs at its own rate times this share; the longer ends alone.  Where
     # that is less than half, one after the other is faster.
     share = min(1.0, rates.disk_both_bytes_s / (read + write))
-    read_s, write_s = late / read, written / write
     return max(read_s, write_s) + min(read_s, write_s) * min(1.0, 1 / share - 1)
 
 
