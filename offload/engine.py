@@ -85,6 +85,7 @@ class Engine:
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace(ranges=ProfilerRanges())
         self.closed = self.materialized = False
+        self._owner = os.getpid()
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.versions = [0] * len(self.parts.units)
         self._unit_place: dict[int, tuple[int, int]] = {}
@@ -308,8 +309,9 @@ class Engine:
         self._held.close()
 
     def close(self) -> None:
-        """Ends all threads, frees all memory and disk.  A second call does nothing."""
-        if self.closed:
+        """Ends all threads, frees all memory and disk.  A second call does nothing, nor does one in
+        a forked child: all that is its parent's."""
+        if self.closed or os.getpid() != self._owner:
             return
         self.closed = True
         self.collector.remove()

@@ -83,6 +83,7 @@ class StateHooks:
 
 def read_weight(engine: Engine, index: int) -> torch.Tensor:
     """A copy of a parameter's current weight, on its device, in its own strides."""
+    engine.executor.raise_failure()  # after a failed update weights in memory may be of two steps
     unit = engine.parts.unit_of[index]
     engine.stepping.catch_up(unit)
     engine.residences.enter(unit)

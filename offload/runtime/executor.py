@@ -9,6 +9,7 @@ later calls are refused.
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import threading
 import time
@@ -101,6 +102,7 @@ class Executor:
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False
+        self._owner = os.getpid()
         self._lane: str | None = None
         self._threads = [
             threading.Thread(target=self._pump, name="overspill-pump", daemon=True),
@@ -152,6 +154,11 @@ class Executor:
 
     def raise_failure(self) -> None:
         """Raises what failed in the background: once with its cause, then as a refusal."""
+        if os.getpid() != self._owner:
+            raise OffloadError(
+                "this process was forked from the one that wrapped the model, and has neither its "
+                "threads nor its files; use the model in the parent, or wrap one here"
+            )
         if self._closed:
             raise OffloadError("the engine is closed; wrap the model again to train on")
         if self._error is not None:
@@ -380,7 +387,7 @@ class Executor:
 
     def close(self) -> None:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
-        if self._closed:
+        if self._closed or os.getpid() != self._owner:
             return
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

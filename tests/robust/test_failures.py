@@ -1,0 +1,115 @@
+"""A failure in the background surfaces once, with its cause; then the engine only closes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.errors import IoError, OffloadError
+from overspill.runtime.updates import Updater
+from tests.models import TinyLM, adamw, batch, train
+
+UPDATES = ["step", "backward", "next_forward"]
+
+
+def wrapped(folder: Path, update: str, device: str) -> tuple[TinyLM, Any]:
+    torch.manual_seed(0)
+    model = TinyLM(width=128, depth=6)
+    more = {"device_memory": "2MiB"} if device == "sim" else {}
+    optimizer = overspill.wrap(
+        model, adamw(model), device=device, update=update, nvme=folder, host_memory="4MiB", **more
+    )
+    return model, optimizer
+
+
+def fails_once(model: TinyLM, optimizer: Any, error: type[OffloadError]) -> OffloadError:
+    """Trains until it fails; every later use says so without the cause; closing leaves nothing."""
+    with pytest.raises(error) as caught:
+        train(model, optimizer, 20)
+    later: list[Callable[[], object]] = [
+        lambda: model(*batch(0)), optimizer.step, model.state_dict, optimizer.state_dict,
+    ]  # fmt: skip
+    for use in later:
+        with pytest.raises(OffloadError, match="stopped after an earlier error"):
+            use()
+    optimizer.close()
+    optimizer.close()
+    for tier in (overspill.Tier.DEVICE, overspill.Tier.HOST):
+        assert optimizer.memory[tier].held_bytes == 0, tier
+    assert [t for t in threading.enumerate() if t is not threading.main_thread()] == []
+    return caught.value
+
+
+def is_store(fd: Path, folder: Path) -> bool:
+    """Whether this file descriptor is a large file in ``folder``, named or not."""
+    try:
+        return str(folder) in str(fd.readlink()) and fd.stat().st_size > 2**20
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_store_that_lost_its_data(update: str, device: str, tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, update, device)
+    train(model, optimizer, 2)
+    stores = [fd for fd in Path("/proc/self/fd").iterdir() if is_store(fd, tmp_path)]
+    assert stores
+    for fd in stores:
+        with fd.open("r+b") as file:
+            file.truncate(4096)
+    error = fails_once(model, optimizer, IoError)
+    assert str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_that_fails(
+    update: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(tmp_path, update, device)
+    train(model, optimizer, 1)
+    inner, left = Updater._update, [40]
+
+    def failing(self: Updater, *args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ArithmeticError("no such kernel")
+        inner(self, *args)
+
+    monkeypatch.setattr(Updater, "_update", failing)
+    error = fails_once(model, optimizer, OffloadError)
+    assert isinstance(error.__cause__, ArithmeticError) and "no such kernel" in str(error)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_step_that_the_user_drops(update: str, tmp_path: Path) -> None:
+    """Code of the user's raises in forward, in backward and between; later steps go on."""
+    model, optimizer = wrapped(tmp_path, update, "cpu")
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("the user's own")
+
+    handle = model.blocks[3].register_forward_hook(refuse)
+    with pytest.raises(KeyError):
+        model(*batch(0))
+    handle.remove()
+    loss = model(*batch(0))
+    del loss
+    loss = model(*batch(0))
+    if update != "backward":  # there half of a step has then been taken, and cannot be taken back
+        handle = model.blocks[2].register_full_backward_hook(refuse)
+        loss = model(*batch(0))
+        with pytest.raises(KeyError):
+            loss.backward()
+        handle.remove()
+    optimizer.zero_grad()
+    train(model, optimizer, 3)
+    assert optimizer.step_count == 3
+    optimizer.close()

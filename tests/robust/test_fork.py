@@ -1,0 +1,132 @@
+"""Forks beside a live engine: DataLoader workers and plain children leave it alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import overspill
+from overspill.errors import OffloadError
+from tests.models import TinyLM, adamw, batch, weights
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Batches(Dataset[Batch]):
+    """Batches by number; workers make them in processes of their own."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> Batch:
+        if number >= len(self):
+            raise IndexError(number)
+        return batch(number)
+
+
+def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Batch]) -> None:
+    for tokens, targets in data:
+        model(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(seed: int, epochs: int = 1) -> dict[str, torch.Tensor]:
+    """Weights of a model trained by the same optimizer in memory."""
+    torch.manual_seed(seed)
+    model = TinyLM()
+    optimizer = overspill.optim.AdamW(adamw(model).param_groups)
+    for _ in range(epochs):
+        fit(model, optimizer, iter(Batches()))
+    return weights(model)
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+def test_data_loader_workers_forked_while_updates_run(update: str, tmp_path: Path) -> None:
+    expected = trained(0, epochs=2)
+    torch.manual_seed(0)
+    model = TinyLM()
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, host_memory="2MiB", update=update, durable=False
+    ) as optimizer:
+        for _ in range(2):  # the second epoch forks workers while the last step's updates run
+            fit(model, optimizer, iter(DataLoader(Batches(), batch_size=None, num_workers=2)))
+        got = weights(model)
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    assert list(tmp_path.iterdir()) == []
+
+
+def child(work: object) -> int:
+    """Runs ``work`` in a forked child; its status: 0 when it raised nothing."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            assert callable(work)
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    raise AssertionError("the child hangs")
+
+
+def test_a_child_may_not_use_the_engine_and_harms_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = overspill.wrap(
+        model, adamw(model), nvme=tmp_path, host_memory="2MiB", durable=False
+    )
+    fit(model, optimizer, iter(Batches()))
+
+    def use() -> None:
+        for attempt in (lambda: model(*batch(0)), optimizer.step, model.state_dict):
+            with pytest.raises(OffloadError, match="fork"):
+                attempt()
+
+    assert child(use) == 0
+    assert child(optimizer.close) == 0
+    assert child(lambda: None) == 0
+    fit(model, optimizer, iter(Batches()))
+    assert optimizer.step_count == 12
+    optimizer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_engines_side_by_side(tmp_path: Path) -> None:
+    alone = [trained(0), trained(1)]
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(TinyLM())
+    wrapped = [
+        overspill.wrap(model, adamw(model), nvme=tmp_path / str(n), host_memory="2MiB")
+        for n, model in enumerate(models)
+        if not (tmp_path / str(n)).mkdir()
+    ]
+    for tokens, targets in Batches():
+        losses = [model(tokens, targets) for model in models]
+        for loss, optimizer in zip(losses, wrapped, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, optimizer, expected in zip(models, wrapped, alone, strict=True):
+        got = weights(model)
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+        optimizer.close()
+    assert [t for t in threading.enumerate() if t is not threading.main_thread()] == []
