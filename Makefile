@@ -62,8 +62,11 @@ sanitize: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
+# Ratios to plain torch, never seconds; the margin is wide, as a busy machine's ratios are.  A new
+# baseline: compare --keep on a quiet one.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench
+	$(BIN)/python -m benchmarks compare --margin 3 benchmarks/baseline.json $(OUT)/bench/step.json
 
 # Needs no network and no .venv: PYTHON has torch, and overspill installed.  DEVICE=sim: anywhere.
 DEVICE ?= cuda

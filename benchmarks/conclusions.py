@@ -13,7 +13,7 @@ from .results import number
 GIB = 1 << 30
 # In this order; ``bound`` and the like are about the schedule, not about others.
 SUITES = ("step", "scale", "memory", "checkpoint", "export", "optim", "io")
-MOST_ROWS = 8  # of a comparison with more, the best of each engine is shown
+MOST_ROWS = 8  # of a comparison of rates with more, the best of each engine is shown
 BEGIN, END = "<!-- results: python -m benchmarks report DIR --readme -->", "<!-- end of results -->"
 
 Row = Mapping[str, Any]
@@ -23,8 +23,12 @@ def _seen(row: Row, key: str) -> Any:
     return row["samples"][-1]["seen"].get(key) if row["samples"] else None
 
 
-def _columns(moved: float | None) -> list[tuple[str, Callable[[Row], str | None]]]:
-    """Titles and cells; ``None`` where a row has nothing to say."""
+def _columns(moved: float | None, growing: bool) -> list[tuple[str, Callable[[Row], str | None]]]:
+    """Titles and cells; ``None`` where a row has nothing to say.
+
+    ``moved``: bytes of a sample, if the comparison is about rates; ``growing``: the rows are models
+    of several sizes.
+    """
 
     def gib(row: Row, key: str) -> str | None:
         value = _seen(row, key)
@@ -57,6 +61,9 @@ def _columns(moved: float | None) -> list[tuple[str, Callable[[Row], str | None]
         ("peak RSS", lambda row: gib(row, "peak_rss_bytes")),
         ("written", lambda row: gib(row, "written_bytes")),
         ("a parameter", lambda row: fact(row, "bytes_per_parameter", " bytes")),
+        ("parameters", lambda row: fact(row, "parameters", " M", 1e6) if growing else None),
+        ("the next one lacks", lambda row: row["facts"].get("short")),
+        ("refused", lambda row: row["facts"].get("refused")),
         ("error", lambda row: row["error"]),
     ]
 
@@ -95,13 +102,15 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 def table(comparison: Mapping[str, Any]) -> str:
     """A comparison as Markdown; empty where nothing was timed."""
-    rows = _shown(comparison["rows"])
+    moved = comparison["settings"].get("moved_bytes")
+    rows = _shown(comparison["rows"]) if moved else comparison["rows"]
     if comparison["rows"] and comparison["rows"][0] not in rows:
         rows = [{**row, "ratio": None} for row in rows]  # what they are held to is not shown
-    if not any(row["median_s"] or row["error"] for row in rows):
+    growing = len({row["facts"].get("parameters") for row in rows} - {None}) > 1
+    found = _columns(moved, growing)
+    columns = [(t, cell) for t, cell in found if any(cell(row) for row in rows)]
+    if not columns:
         return ""
-    moved = comparison["settings"].get("moved_bytes")
-    columns = [(t, cell) for t, cell in _columns(moved) if any(cell(row) for row in rows)]
     lines = [" | ".join(["", *(t for t, _ in columns)]), "---" + " | ---" * len(columns)]
     for row in rows:
         cells = [(cell(row) or "-").replace("|", "/").splitlines()[0] for _, cell in columns]

@@ -206,7 +206,9 @@ def _at_the_edge(budget: Budget, folder: Path) -> list[Row]:
             named = f"{budget.name}, {parameters(plan.shape) / 1e6:.0f} M"
             (row,) = run_interleaved([Worker(named, plan, "cpu", {**options, **sizes})], 1)
             rows.append(row if each == size else _refused(row))
-    return [replace(row, facts={**row.facts, "host_bytes": budget.host}) for row in rows]
+    return [
+        replace(row, facts={**row.facts, "host_bytes": budget.host}, ratio=None) for row in rows
+    ]
 
 
 def _refused(row: Row) -> Row:
