@@ -1,7 +1,9 @@
-"""How cost grows with the size of the model, at one host budget; the rest is on NVMe.
+"""How cost grows: with the size of the model, the length of its sequences, the host budget, and the
+number of directories on NVMe.
 
-Time should grow with the bytes that are moved, and peak memory not at all.  The model is built
-without memory and initialized unit by unit, so that its weights never lie in memory together.
+With the model, time should grow with the bytes that are moved, and peak memory hardly: only with
+the largest unit.  The model is built without memory and initialized unit by unit, so that its
+weights never lie in memory together.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,13 +28,14 @@ SHAPES = (
     Shape(layers=12, width=768, heads=12, vocabulary=8192, batch=1, tokens=128),
     Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=1, tokens=128),
     Shape(layers=24, width=1536, heads=16, vocabulary=8192, batch=1, tokens=128),
-    Shape(layers=24, width=2048, heads=16, vocabulary=32768, batch=1, tokens=128),
+    Shape(layers=26, width=2048, heads=16, vocabulary=8192, batch=1, tokens=128),
 )
 QUICK_SHAPES = tuple(
     Shape(layers=layers, width=128, heads=4, vocabulary=512, batch=1, tokens=32)
-    for layers in (2, 4)
+    for layers in (4, 12)
 )
-HOST_BYTES = GIB
+ROUNDS = 2
+LIMIT_S = 180.0
 PLAIN_BYTES = 16  # per parameter of plain mixed-precision training: weight 2, gradient 2, 12 state
 
 
@@ -85,24 +88,69 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     or_say(lambda: draw_growth(sizes, panels, path))
 
 
-def run(*, quick: bool, folder: Path) -> Outcome:
-    """Runs the suite, one size after the other; each store is removed before the next."""
+@dataclass(frozen=True)
+class Point:
+    """A model under a host budget, with its state in so many directories."""
+
+    shape: Shape
+    host: int
+    directories: int = 1
+
+
+def _measured(point: Point, name: str, folder: Path) -> Row:
+    """One row; its store is removed before the next."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    plan = Plan(point.shape, "bf16", ROUNDS, steps=1, warmup=2, limit_s=LIMIT_S)
+    with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as store:
+        places = [Path(store, str(number)) for number in range(point.directories)]
+        for place in places:
+            place.mkdir()
+        options = {
+            "nvme": [str(place) for place in places], "durable": False,
+            "host_memory": point.host, "update": "backward",
+        }  # fmt: skip
+        (row,) = run_interleaved([Worker(name, plan, device, options)], ROUNDS)
+    return replace(row, ratio=None)
+
+
+def series(quick: bool) -> dict[str, dict[str, Point]]:
+    """What is varied: for each title, the points by their names.  The first one has the sizes."""
+    shapes = QUICK_SHAPES if quick else SHAPES
+    host = (64 << 20) if quick else GIB
+    middle = Point(shapes[len(shapes) // 2], host)
+    tokens = middle.shape.tokens
+
+    def long(times: int) -> Point:
+        return replace(middle, shape=replace(middle.shape, tokens=times * tokens))
+
+    of = f", {parameters(middle.shape) / 1e6:.0f} M parameters"
+    by_size = {f"{parameters(shape) / 1e6:.0f} M": Point(shape, host) for shape in shapes}
+    return {
+        f"Step by model size, {tokens} tokens, host budget {host / GIB:.3g} GiB": by_size,
+        f"Step by tokens{of}": {str(n * tokens): long(n) for n in ((1, 2) if quick else (1, 4, 8))},
+        f"Step by host budget{of}": {
+            f"{host * share / GIB:.3g} GiB": replace(middle, host=int(host * share))
+            for share in ((1, 2) if quick else (0.5, 1, 2))
+        },
+        f"Step by directories, all on one disk here{of}": {
+            str(count): replace(middle, directories=count) for count in (1, 2)
+        },
+    }
+
+
+def run(*, quick: bool, folder: Path) -> Outcome:
+    """Runs the suite, one point after the other; what stands in several series is run once."""
     folder.mkdir(parents=True, exist_ok=True)
-    host = (64 << 20) if quick else HOST_BYTES
-    rows: list[Row] = []
-    for shape in QUICK_SHAPES if quick else SHAPES:
-        plan = Plan(shape, "bf16", rounds=2 if quick else 3, steps=1, warmup=2, host_memory=host)
-        with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as store:
-            options = {
-                "nvme": store, "durable": False, "host_memory": host, "update": "backward",
-            }  # fmt: skip
-            arm = Worker(f"{parameters(shape) / 1e6:.0f} M", plan, device, options)
-            (row,) = run_interleaved([arm], plan.rounds)
-        rows.append(replace(row, ratio=None))
-    settings = {"host_memory": host, "shapes": [row.facts.get("shape") for row in rows]}
-    title = (
-        f"Step by model size, host budget {host / GIB:.3g} GiB; what it does not hold lies on NVMe"
-    )
-    _draw(rows, folder / "scale.png")
-    return outcome("scale", [Comparison(title, settings, rows, _columns())], folder)
+    known: dict[Point, Row] = {}
+    made: list[Comparison] = []
+    for title, points in series(quick).items():
+        rows = []
+        for name, point in points.items():
+            if point not in known:
+                known[point] = _measured(point, name, folder)
+            rows.append(replace(known[point], name=name))
+        settings = {name: asdict(point) for name, point in points.items()}
+        made.append(Comparison(title, settings, rows, _columns()))
+        outcome("scale", made, folder).save(folder)
+    _draw(made[0].rows, folder / "scale.png")
+    return outcome("scale", made, folder)

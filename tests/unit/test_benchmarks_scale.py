@@ -1,0 +1,44 @@
+"""The scale suite: what it varies, and that a point in several series is measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale
+from benchmarks.arms import parameters
+from benchmarks.runner import Row, Sample
+
+
+def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
+    """Issue 8: size from 30 M to 1.3 B, sequence, disks, host budget."""
+    sizes, tokens, hosts, disks = (list(p.values()) for p in scale.series(quick=False).values())
+    counts = [parameters(point.shape) for point in sizes]
+    assert counts[0] < 31e6 and 1.3e9 < counts[-1] < 1.4e9
+    assert counts[-1] * scale.PLAIN_BYTES > 16e9
+    assert len({point.host for point in sizes}) == 1
+    assert [point.shape.tokens for point in tokens] == [128, 512, 1024]
+    assert [point.host / scale.GIB for point in hosts] == [0.5, 1, 2]
+    assert [point.directories for point in disks] == [1, 2]
+    for points in (tokens, hosts, disks):
+        assert set(points) & set(sizes), "one of them is the model of the first series"
+
+
+def test_a_point_of_several_series_is_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[scale.Point] = []
+
+    def measured(point: scale.Point, name: str, folder: Path) -> Row:
+        asked.append(point)
+        seen = {"read_bytes": 1, "written_bytes": 1, "peak_rss_bytes": 1, "loss": 9.0, "cpu_s": 1.0}
+        return Row(name, {"parameters": len(asked)}, (Sample(1.0, seen),), median_s=1.0)
+
+    monkeypatch.setattr(scale, "_measured", measured)
+    made = scale.run(quick=True, folder=tmp_path)
+    assert len(asked) == len(set(asked)) == 5
+    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2]
+    kept = json.loads((tmp_path / "scale.json").read_text())["comparisons"]
+    assert [row["name"] for row in kept[-1]["rows"]] == ["1", "2"]
