@@ -149,6 +149,7 @@ def decide(
         device_update_share=device_update_share(layout),
         device_update_worth=None if config.rates is None else device_update_worth(config.rates),
         preference=chosen.needs.prefer,
+        activation_bytes=load.activation_bytes(parts),
         profile=profile,
         budgets=budgets,
         rates=config.rates,

@@ -314,6 +314,11 @@ class Engine:
         if self.closed or os.getpid() != self._owner:
             return
         self.closed = True
+        if self.step_count:
+            log.info(
+                "overspill: step %d, the last, took %.3g s: %s",
+                self.step_count, self.stats.step_s, self.stats.explain(),
+            )  # fmt: skip
         self.collector.remove()
         self._release()
 

@@ -35,6 +35,12 @@ Tokens = Annotated[
 
 
 def plan(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="As --model: a folder, a config.json or a named shape.", metavar="MODEL"
+        ),
+    ] = None,
     model: opt.Model = DEFAULT_SHAPE,
     device: opt.Device = None,
     device_memory: opt.DeviceMemory = None,
@@ -58,6 +64,9 @@ def plan(
     every_unit: Annotated[
         bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")
     ] = False,
+    endurance: Annotated[
+        str | None, typer.Option(help="What may be written to the disks over their lives: 600TB.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write the simulated steps: Chrome trace JSON, or .png.")
@@ -76,16 +85,18 @@ def plan(
             update=update, max_grad_norm=max_grad_norm, units=units, accumulate=accumulate,
             prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
-        make = _planner(plan_model(model), options)
+        if endurance is None and machine is not None:
+            endurance = machine.endurance
+        make = _planner(plan_model(name or model), options)
         made = make(machine, tokens, {"measure": measure})
         gains = _gains(make, made, machine, tokens)
         if trace is not None and made.simulated is not None:
             save_trace(made.simulated.trace, trace)
     total = tokens * accumulate
     if as_json:
-        print(json.dumps(plan_json(made, total, gains, machine), indent=2))
+        print(json.dumps(plan_json(made, total, gains, machine, endurance), indent=2))
     else:
-        show_plan(made, total, gains, machine, every_unit=every_unit)
+        show_plan(made, total, gains, machine, endurance, every_unit=every_unit)
     if not made.fits:
         raise typer.Exit(REFUSED)
 

@@ -42,21 +42,26 @@ def contents(plan: Plan) -> dict[Tier, Counter[str]]:
     return found
 
 
-def endurance_days(plan: Plan, machine: Machine | None) -> float | None:
+def endurance_days(plan: Plan, endurance: str | None) -> float | None:
     """Days of training that the disks' endurance lasts, or ``None`` where it is not known."""
     written = plan.link_bytes.get("write", 0)
-    if machine is None or machine.endurance is None or not written or not plan.step_s:
+    if endurance is None or not written or not plan.step_s:
         return None
-    size = parse_size(machine.endurance, "endurance").nbytes
+    size = parse_size(endurance, "endurance").nbytes
     return None if size is None else size / written * plan.step_s / DAY_S
 
 
 def plan_json(
-    plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None
+    plan: Plan,
+    tokens: int,
+    gains: Mapping[str, float],
+    machine: Machine | None,
+    endurance: str | None = None,
 ) -> dict[str, Any]:
     """All figures as plain values; bytes and seconds."""
     stats = None if plan.simulated is None else plan.simulated.stats
     return {
+        "machine": None if machine is None else machine.name,
         "fits": plan.fits,
         "shortfalls": [
             {"tier": s.tier.value, "what": s.what, "need_bytes": s.need_bytes,
@@ -76,10 +81,11 @@ def plan_json(
         "device_update_share": plan.device_update_share,
         "device_update_worth": plan.device_update_worth,
         "resident_share": _resident_share(plan),
+        "activation_bytes": plan.activation_bytes,
         "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
         "prefetch_depth": None if plan.layout is None else plan.layout.prefetch_depth,
         "step_s_with": dict(gains),
-        "endurance_days": endurance_days(plan, machine),
+        "endurance_days": endurance_days(plan, endurance),
     }  # fmt: skip
 
 
@@ -88,6 +94,7 @@ def show_plan(
     tokens: int,
     gains: Mapping[str, float],
     machine: Machine | None,
+    endurance: str | None = None,
     *,
     every_unit: bool = False,
 ) -> None:
@@ -108,7 +115,10 @@ def show_plan(
     if plan.link_bytes:
         moved = ", ".join(f"{lane} {format_bytes(n)}" for lane, n in plan.link_bytes.items())
         console.print(f"a step moves: {moved}", highlight=False, soft_wrap=True)
-    for line in _times(plan, tokens, gains, machine):
+    if plan.activation_bytes:
+        kept = format_bytes(plan.activation_bytes)
+        console.print(f"autograd keeps about {kept} of activations beside these", highlight=False)
+    for line in _times(plan, tokens, gains, endurance):
         console.print(line, highlight=False, soft_wrap=True)
     for shortfall in plan.shortfalls:
         console.print(f"does not fit: {shortfall}", soft_wrap=True)
@@ -144,9 +154,7 @@ def _tiers(plan: Plan) -> Table:
     return table
 
 
-def _times(
-    plan: Plan, tokens: int, gains: Mapping[str, float], machine: Machine | None
-) -> list[str]:
+def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str | None) -> list[str]:
     if plan.step_s is None or plan.bound_s is None:
         return []
     speed = f", {tokens / plan.step_s:,.0f} tokens/s" if tokens and plan.step_s else ""
@@ -166,7 +174,7 @@ def _times(
         lines.append(f"with {what}: {step_s:.3g} s a step ({change:+.0%} time per token)")
     written = plan.link_bytes.get("write", 0)
     if written:
-        days = endurance_days(plan, machine)
+        days = endurance_days(plan, endurance)
         worn = "" if days is None else f"; the disks' endurance lasts {days:,.0f} days of training"
         lines.append(f"writes {format_bytes(written)} a step{worn}")
     return lines

@@ -126,4 +126,6 @@ class LiveWatch(PlainWatch):
             table.add_row(tier, bar)
         if record.stats is not None:
             table.add_row("waits", waits(record))
+            over = record.stats.over_bound
+            table.add_row("over bound", "-" if over is None else f"{over:.2f} times")
         return table

@@ -56,6 +56,14 @@ class Load:
             return Costs.from_profile(layout, rates, self.profile)
         return Costs.from_flops(layout, rates, self.tokens) if self.tokens else None
 
+    def activation_bytes(self, parts: Partition) -> int | None:
+        """Bytes that autograd keeps of a micro-step: as measured, else by shapes."""
+        if self.profile is not None:
+            return sum(self.profile.activation_bytes.values())
+        if not self.tokens:
+            return None
+        return self.tokens * sum(unit.activation_bytes for unit in parts.units)
+
 
 def choose_plan(
     parts: Partition,

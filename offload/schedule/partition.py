@@ -66,7 +66,8 @@ class Unit:
     """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
 
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
-    ``flops`` are those of its forward's matrix products, per token.
+    ``flops`` are those of its forward's matrix products, per token; ``activation_bytes`` is about
+    what autograd keeps of them, per token.
     """
 
     index: int
@@ -77,6 +78,7 @@ class Unit:
     weight_bytes: int
     grad_bytes: int
     flops: int = 0
+    activation_bytes: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -231,15 +233,32 @@ def forward_flops(found: FoundUnit) -> int:
 
     What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
     """
-    if found.direct_only:
-        return 0
+    return sum(2 * p.numel() for p in _matrices(found))
+
+
+def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
+    """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
+
+    What two of them share counts twice, norms and attention's own not at all; in transformers with
+    fused attention the one makes up for the other.
+    """
     return sum(
-        2 * p.numel()
+        (p.shape[0] + p.numel() // p.shape[0]) * (dtype or p.dtype).itemsize
+        for p in _matrices(found)
+    )
+
+
+def _matrices(found: FoundUnit) -> list[nn.Parameter]:
+    """The weights of a unit that products are taken with."""
+    if found.direct_only:
+        return []
+    return [
+        p
         for module in found.module.modules()
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for p in module.parameters(recurse=False)
         if p.dim() > 1
-    )
+    ]
 
 
 def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
@@ -323,11 +342,19 @@ def partition(
             elif owner[p] != number:
                 shares[owner[p]] = None
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
-        flops = forward_flops(item)
+        flops, kept = forward_flops(item), activation_bytes(item, dtype)
         encloses = item.direct_only
         units.append(
             Unit(
-                number, item.name, chunks, tuple(shares), encloses, weight_bytes, grad_bytes, flops
+                number,
+                item.name,
+                chunks,
+                tuple(shares),
+                encloses,
+                weight_bytes,
+                grad_bytes,
+                flops,
+                kept,
             )
         )
     return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))

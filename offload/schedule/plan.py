@@ -106,6 +106,8 @@ class Plan:
         device_update_worth: share worth updating there if state were streamed in for it, which is
             not done yet; ``None`` without a link.
         preference: which of the legal placements was chosen.
+        activation_bytes: about what autograd keeps of a micro-step until backward, measured where
+            an example was given; no budget counts it; ``None`` where the load is not known.
         profile: compute and activations by unit, where an example step was given.
     """
 
@@ -126,6 +128,7 @@ class Plan:
     device_update_share: float = 0.0
     device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
+    activation_bytes: int | None = None
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)

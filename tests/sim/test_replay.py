@@ -121,3 +121,16 @@ def test_a_budget_far_away_is_written(tmp_path: Path) -> None:
         silent = Trace(origin_ns=0)
         silent.mark_step(1, 100)
         draw_memory(silent, tmp_path / "none.png")
+
+
+def test_the_end_of_a_run_says_how_it_went(caplog: pytest.LogCaptureFixture) -> None:
+    """Time over the bound, and what compute waited for, whoever runs the loop."""
+    model = torch.nn.Linear(8, 8)
+    adamw = torch.optim.AdamW(model.parameters())
+    optimizer = overspill.wrap(model, adamw, device="sim", rates=overspill.Rates())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    with caplog.at_level("INFO", "overspill"):
+        optimizer.close()
+    assert "step 1, the last, took" in caplog.text
+    assert "times the bound; compute waited for" in caplog.text

@@ -105,8 +105,16 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
     assert figures["step_s_with"]["one more disk"] < figures["step_s"]
     assert 0 < figures["endurance_days"] < 100_000
     assert trace.stat().st_size > 10_000
-    text = call("plan", "--model", "gpt2-25m", "--rates", str(machine)).output
-    for words in ("a step takes", "compute waits for", "with twice the tokens", "endurance"):
+    assert 2 * 10**7 < figures["activation_bytes"] < 4 * 10**8
+    text = call("plan", "gpt2-25m", "--rates", str(machine), "--endurance", "1200TB").output
+    for words in (
+        "of activations beside these",
+        "with other modes: ",
+        "a step takes",
+        "compute waits for",
+        "with twice the tokens",
+        "endurance",
+    ):
         assert words in text
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import overspill
+from benchmarks.model import Gpt, Shape, batch_of
 from overspill.observe.rates import Rates
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=1e9, update_params_s=1e9)
@@ -76,6 +77,18 @@ def test_gradients_that_were_there_stay(tmp_path: Path) -> None:
     before = [p.grad for p in model.parameters()]
     plan_of(model, x, tmp_path)
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_activations_by_shapes_are_about_those_measured(tmp_path: Path) -> None:
+    """Without an example, from the shapes of the weights alone."""
+    shape = Shape(layers=6, width=128, heads=4, vocabulary=256, batch=2, tokens=64)
+    model = Gpt(shape)
+    measured = plan_of(model, batch_of(shape, 0), tmp_path).activation_bytes
+    adamw = torch.optim.AdamW(model.parameters())
+    told = overspill.plan(model, adamw, device="cpu", rates=RATES, tokens=2 * 64)
+    assert measured is not None and told.activation_bytes is not None
+    assert told.activation_bytes == pytest.approx(measured, rel=0.2)
+    assert overspill.plan(model, adamw, device="cpu", rates=RATES).activation_bytes is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
