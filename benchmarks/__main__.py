@@ -14,6 +14,7 @@ SUITES = (
     "io",
     "memory",
     "optim",
+    "overhead",
     "plan",
     "scale",
     "simulated",
