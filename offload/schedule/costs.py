@@ -29,23 +29,34 @@ class Profile:
 
     @classmethod
     def from_trace(cls, trace: Trace, micro_steps: int) -> Profile:
-        """Compute as it was in a run: the mean micro-step of its later half."""
+        """Compute as it was in a run: the mean micro-step of its later half.
+
+        Forward begins with the span named ``model``; backward with the one named ``backward``, or
+        where a unit comes back after others.
+        """
         steps = trace.steps[len(trace.steps) // 2 :]
-        seconds: dict[str, Counter[str]] = {"model": Counter(), "backward": Counter()}
+        forward, backward = Counter[str](), Counter[str]()
         if not steps:
             return cls({}, {}, {})
-        way = seconds["model"]
         spans = trace.spans(steps[0].started_ns, steps[-1].finished_ns)
+        way, seen, last = forward, set[str](), ""
         for span in sorted(spans, key=lambda s: s.started_ns):
-            if span.lane == "compute":
-                way = seconds.get(span.name, way)  # the spans that open forward and backward
-                way[span.name] += span.finished_ns - span.started_ns
+            if span.lane != "compute":
+                continue
+            if span.name == "model":
+                way, seen = forward, set()
+            elif span.name == "backward" or (span.name in seen and span.name != last):
+                way = backward
+            seen.add(span.name)
+            last = span.name
+            way[REST if last in ("model", "backward") else last] += (
+                span.finished_ns - span.started_ns
+            )
         count = 1e9 * len(steps) * micro_steps
-        forward, backward = (
-            {REST if name in seconds else name: ns / count for name, ns in each.items()}
-            for each in seconds.values()
+        forward_s, backward_s = (
+            {name: ns / count for name, ns in each.items()} for each in (forward, backward)
         )
-        return cls(forward, backward, {})
+        return cls(forward_s, backward_s, {})
 
     @property
     def compute_s(self) -> float:

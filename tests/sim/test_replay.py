@@ -58,6 +58,21 @@ def test_a_plan_replays_its_run(ran: tuple[overspill.Plan, Path]) -> None:
     assert len([s for s in again.trace.spans() if s.lane == "compute"]) >= 3 * SHAPE.layers
 
 
+def test_compute_is_told_apart_by_unit_and_way() -> None:
+    trace, at = Trace(origin_ns=0), 0
+    trace.mark_step(1, 0)
+    for name, length in (
+        ("model", 1), ("a", 10), ("b", 20), ("b", 1), ("a", 40), ("a", 2),
+        ("model", 1), ("a", 10), ("b", 20), ("backward", 3), ("b", 50), ("a", 40),
+    ):  # fmt: skip
+        trace.add("compute", name, at, at + length)
+        at += length
+    trace.mark_step(2, at)
+    profile = Profile.from_trace(trace, 2)
+    assert {k: round(2e9 * s) for k, s in profile.forward_s.items()} == {"": 2, "a": 20, "b": 41}
+    assert {k: round(2e9 * s) for k, s in profile.backward_s.items()} == {"a": 82, "": 3, "b": 50}
+
+
 def test_memory_in_use_is_recorded_under_what_is_held(ran: tuple[overspill.Plan, Path]) -> None:
     """Measured and simulated levels stay under the same limits, and come to the same peak."""
     plan, path = ran
