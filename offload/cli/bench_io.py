@@ -15,6 +15,7 @@ import typer
 
 from .. import __version__
 from ..config import parse_size
+from . import options as opt
 from .failures import one_line_errors
 
 if TYPE_CHECKING:
@@ -56,11 +57,11 @@ def bench_io(
         typer.Option("--keep/--no-keep", help="Remember the best setting for this directory."),
     ] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer settings, once each.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: opt.AsJson = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for io.json and io.png; default: neither is kept.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure reading, writing and both at once on a directory; remember the best setting.
 

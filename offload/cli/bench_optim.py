@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
+from . import options as opt
 from .failures import one_line_errors
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ def bench_optim(
     ] = 6_000_000,
     rounds: Annotated[int, typer.Option(help="Steps per figure; the median counts.")] = 5,
     quick: Annotated[bool, typer.Option("--quick", help="AdamW in bf16 only, 3 rounds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: opt.AsJson = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for optim.json; default: it is not kept.")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure updates by rule and format: with one thread, with all, and beside memory traffic.
 

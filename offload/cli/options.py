@@ -66,6 +66,7 @@ NotDurable = Annotated[
         help="Keep every step's state safe on disk, or half the disk space.",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 

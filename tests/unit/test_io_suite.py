@@ -6,18 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import io_arms
 from benchmarks.io import SMALL, Scale, columns, compare_checksums
-from benchmarks.io_arms import (
-    MIB,
-    Aio,
-    DeepSpeed,
-    Fio,
-    Ours,
-    Work,
-    extent_sizes,
-    fio_memory_bytes,
-    fio_settings,
-)
+from benchmarks.io_arms import MIB
 from benchmarks.io_picture import draw_rates
 from benchmarks.results import Comparison
 from benchmarks.runner import Row, Sample, run_interleaved
@@ -28,7 +19,7 @@ NBYTES = 128 * MIB
 
 @pytest.mark.parametrize("mode", ["read", "write", "both"])
 def test_every_mode_moves_every_extent_once_a_pass(mode: str) -> None:
-    steps = list(Work(mode, NBYTES, 2).steps(4))
+    steps = list(io_arms.Work(mode, NBYTES, 2).steps(4))
     assert [index for _, index in steps] == [0, 1, 2, 3] * 2
     written = [index for write, index in steps if write]
     assert (
@@ -38,29 +29,29 @@ def test_every_mode_moves_every_extent_once_a_pass(mode: str) -> None:
 
 
 def test_extents_have_the_sizes_of_an_optimizer() -> None:
-    assert sum(extent_sizes(1024 * MIB)) == 1024 * MIB
-    assert {size // MIB for size in extent_sizes(NBYTES)} == {16, 32, 64}
+    assert sum(io_arms.extent_sizes(1024 * MIB)) == 1024 * MIB
+    assert {size // MIB for size in io_arms.extent_sizes(NBYTES)} == {16, 32, 64}
     with pytest.raises(ValueError, match="multiple"):
-        extent_sizes(100 * MIB)
+        io_arms.extent_sizes(100 * MIB)
 
 
 def test_the_memory_of_fio() -> None:
-    settings = fio_settings("both", huge=True, quick=False)
-    assert fio_memory_bytes(settings["fio io_uring 128k"]) == 8 * MIB
-    assert fio_memory_bytes(settings["fio psync 4M, huge pages"]) == 4 * MIB
-    assert fio_memory_bytes(settings["fio psync 1M x 4 threads"]) == 4 * MIB
-    assert fio_memory_bytes(settings["fio libaio 4M, reader + writer"]) == 64 * MIB
+    settings = io_arms.fio_settings("both", huge=True, quick=False)
+    assert io_arms.fio_memory_bytes(settings["fio io_uring 128k"]) == 8 * MIB
+    assert io_arms.fio_memory_bytes(settings["fio psync 4M, huge pages"]) == 4 * MIB
+    assert io_arms.fio_memory_bytes(settings["fio psync 1M x 4 threads"]) == 4 * MIB
+    assert io_arms.fio_memory_bytes(settings["fio libaio 4M, reader + writer"]) == 64 * MIB
 
 
 @pytest.mark.parametrize("mode", ["read", "both"])
 def test_fio_moves_the_same_bytes_as_ours(mode: str, tmp_path: Path) -> None:
-    work = Work(mode, NBYTES, 2)
+    work = io_arms.Work(mode, NBYTES, 2)
     with IoEngine(tmp_path, NBYTES, checksum=False) as engine, engine.buffer(NBYTES) as memory:
-        extents = [engine.allocate(size) for size in extent_sizes(NBYTES)]
-        ours = Ours("overspill", engine, extents, memory, work)
-        settings = fio_settings(mode, huge=False, quick=True)
+        extents = [engine.allocate(size) for size in io_arms.extent_sizes(NBYTES)]
+        ours = io_arms.Ours("overspill", engine, extents, memory, work)
+        settings = io_arms.fio_settings(mode, huge=False, quick=True)
         name = sorted(settings)[-1]
-        fio = Fio(name, Path(engine.stats.lanes[0].path), work, settings[name])
+        fio = io_arms.Fio(name, Path(engine.stats.lanes[0].path), work, settings[name])
         ours.fill()
         before = engine.stats
         rows = run_interleaved([ours, fio], 1)
@@ -77,9 +68,9 @@ def test_fio_moves_the_same_bytes_as_ours(mode: str, tmp_path: Path) -> None:
 def test_a_peer_that_is_missing_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"benchmarks\.peers install deepspeed") as caught:
-        DeepSpeed(tmp_path / "file", [MIB])
-    work = Work("read", NBYTES, 2)
-    (row,) = run_interleaved([Aio("DeepSpeed", None, work, 1, MIB, str(caught.value))], 1)
+        io_arms.DeepSpeed(tmp_path / "file", [MIB])
+    work = io_arms.Work("read", NBYTES, 2)
+    (row,) = run_interleaved([io_arms.Aio("DeepSpeed", None, work, 1, MIB, str(caught.value))], 1)
     assert row.error is not None and "install deepspeed" in row.error
 
 
@@ -91,7 +82,7 @@ def row(name: str, seconds: float, cpu_s: float, memory_bytes: int = 1024 * MIB)
 def test_goals_are_said_and_drawn(tmp_path: Path) -> None:
     lean, greedy = row("overspill uring", 0.2, 0.01), row("overspill threads", 0.2, 0.03)
     small = row(SMALL, 0.15, 0.03, 4 * MIB)
-    goal = dict(columns(Work("read", 10**9, 1), [lean, greedy, small]))["goal"]
+    goal = dict(columns(io_arms.Work("read", 10**9, 1), [lean, greedy, small]))["goal"]
     assert goal(lean).endswith("holds") and goal(greedy).endswith("MISSED") and goal(small) == "-"
     assert goal(row("overspill uring, checksums", 0.2, 0.06)).endswith("0.07: holds")
     assert "holds (0.98)" in goal(row("fio libaio", 0.196, 0.03, 32 * MIB))
