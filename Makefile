@@ -69,8 +69,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks compare --margin 3 benchmarks/baseline.json $(OUT)/bench/step.json
 
 # Needs no network and no .venv: PYTHON has torch, and overspill installed.  DEVICE=sim: anywhere.
+# WHEELS: what `python -m benchmarks.peers carry` has put together, for the peers.
 DEVICE ?= cuda
 gpu:
+	$(if $(WHEELS),-$(PYTHON) -m benchmarks.peers install deepspeed torchao --wheels $(WHEELS))
 	$(PYTHON) -m benchmarks.gpu --device $(DEVICE) --out $(OUT)/gpu
 
 clean:

@@ -50,20 +50,60 @@ def environment_of(python: Path) -> dict[str, str]:
     return environment
 
 
-def install(name: str) -> Path:
+def _pip(python: Path | str, *words: str) -> None:
+    command = [str(python), "-m", "pip", *words, "-q", "--disable-pip-version-check"]
+    subprocess.run(command, check=True)
+
+
+def _pinned(name: str) -> list[str]:
+    """All that a peer needs beside torch, which the machine has."""
+    lines = [*BASE.read_text().splitlines(), *(HERE / f"{name}.txt").read_text().splitlines()]
+    return [line for line in lines if "==" in line and not line.startswith("torch==")]
+
+
+def install(name: str, wheels: Path | None = None) -> Path:
     """Makes the environment of a peer, or completes it; returns its folder.
+
+    ``wheels``: a folder that ``carry`` has filled, for a machine without network; torch is then
+    that of this interpreter.
 
     Raises:
         subprocess.CalledProcessError: a step failed; what it printed was shown.
     """
     there = folder() / name
-    if not (there / "bin" / "python").exists():
+    python = there / "bin" / "python"
+    if not python.exists():
         there.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
-    python = str(there / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-r", str(BASE)], check=True)
+        shared = [] if wheels is None else ["--system-site-packages"]
+        subprocess.run([sys.executable, "-m", "venv", *shared, str(there)], check=True)
+    if wheels is not None:
+        words = ["--no-index", "--find-links", str(wheels), "--no-deps"]
+        _pip(python, "install", *words, *_pinned(name))
+        return there
+    _pip(python, "install", "-r", str(BASE))
     # With isolation pip would build it in an environment with a torch of its own choice.
-    pinned = ["--no-build-isolation", "-c", str(BASE), "-r", str(HERE / f"{name}.txt")]
-    subprocess.run([*pip, *pinned], check=True)
+    _pip(
+        python, "install", "--no-build-isolation", "-c", str(BASE), "-r", str(HERE / f"{name}.txt")
+    )
     return there
+
+
+def carry(name: str, wheels: Path, version: str) -> None:
+    """Puts what ``install`` needs into ``wheels``, for a machine with Python ``version``.
+
+    What is only there as source is built in the peer's environment, which must be installed.
+
+    Raises:
+        RuntimeError: it is not.
+        subprocess.CalledProcessError: a step failed; what it printed was shown.
+    """
+    python = python_of(name)
+    wheels.mkdir(parents=True, exist_ok=True)
+    target = ["--no-deps", "--only-binary=:all:", "--python-version", version]
+    for package in _pinned(name):
+        try:
+            _pip(python, "download", *target, "-d", str(wheels), package)
+        except subprocess.CalledProcessError:
+            print(f"{package}: no wheel; building one", flush=True)
+            built = ["--no-deps", "--no-build-isolation", "-w", str(wheels)]
+            _pip(python, "wheel", *built, package)

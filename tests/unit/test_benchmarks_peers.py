@@ -41,3 +41,24 @@ def test_an_unknown_peer_is_refused() -> None:
         cwd=peers.HERE.parents[1], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "unknown: nobody; there are bitsandbytes" in done.stderr
+
+
+def test_what_is_carried_is_all_but_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Issue 8: peers' wheels are carried to a machine without network, which has its own torch."""
+    asked: list[list[str]] = []
+    monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
+    monkeypatch.setattr(peers.subprocess, "run", lambda words, **_: asked.append(words))
+    peers.install("deepspeed", wheels=tmp_path / "wheels")
+    made, installed = asked
+    assert "--system-site-packages" in made
+    assert {"--no-index", "--no-deps"} <= set(installed)
+    assert any(word.startswith("deepspeed==") for word in installed)
+    assert not any(word.startswith("torch==") for word in installed)
+
+
+def test_nothing_is_carried_without_a_folder() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peers", "carry", "torchao"],
+        cwd=peers.HERE.parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--wheels DIR" in done.stderr
