@@ -202,15 +202,21 @@ class OffloadConfig:
             raise ValueError(
                 "device_memory: device='cpu' has one memory tier; set host_memory instead"
             )
-        if self.commit_every != 1 or self.extra is not None:
+        stored = self.durable and self.nvme is not None
+        if (self.commit_every != 1 or self.extra is not None) and not stored:
             raise ValueError(
-                "commit_every and extra belong to checkpoints, which this version lacks; leave "
-                "them out"
+                "commit_every and extra belong to a durable store; pass nvme= (a directory) and "
+                "leave durable=True, or leave them out"
             )
-        if self.on_nonfinite != "raise":
+        if self.on_nonfinite == "rollback" and not stored:
             raise ValueError(
-                f"on_nonfinite={self.on_nonfinite!r} needs rollback, which this version lacks; "
-                "use 'raise'"
+                "on_nonfinite='rollback' goes back to the last commit; pass nvme= (a directory) "
+                "and leave durable=True, or use 'skip'"
+            )
+        if self.on_nonfinite == "skip" and self.update == "backward":
+            raise ValueError(
+                "update='backward' applies gradients before all are known to be finite, so it "
+                "cannot skip a step; use on_nonfinite='rollback', or another update"
             )
         if self.init is not None and self.weights is not None:
             raise ValueError("give weights= or init=, not both")

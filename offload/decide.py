@@ -109,7 +109,8 @@ def decide(
     else:
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
-    needs = Needs(_fields_of(rule, config), config.accumulate, update, config.durable)
+    durable = config.durable and config.nvme is not None
+    needs = Needs(_fields_of(rule, config), config.accumulate, update, durable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(

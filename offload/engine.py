@@ -13,10 +13,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from .committing import Committing
 from .config import OffloadConfig, Tier
 from .errors import OffloadError
 from .held_gradients import HeldGradients
-from .io_engine import IoEngine, Lease, allocate_host
+from .io_engine import Extent, FoundStore, Generation, IoEngine, Lease, Manifest, allocate_host
 from .observe.calibration import Calibration
 from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
@@ -24,6 +25,7 @@ from .observe.trace import TierBytes, Trace
 from .optim import Rule, set_threads
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
+from .runtime.commits import CommitWriter
 from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
 from .runtime.disk import Disk, PacedDisk
@@ -40,6 +42,8 @@ from .runtime.saved import SavedTensors
 from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.bounds import lane_seconds
+from .schedule.describe import describe_units, item_of, key_of
+from .schedule.messages import Item
 from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
@@ -77,7 +81,9 @@ class Engine:
         blueprint: Blueprint,
         accelerator: Accelerator,
         calibration: Calibration | None = None,
+        store: FoundStore | None = None,
     ) -> None:
+        """``store``: one of the very same layout, to go on in."""
         assert blueprint.plan.layout is not None
         self.model, self.groups, self.blueprint = model, groups, blueprint
         self.config, self.parts, self.layout = (
@@ -98,7 +104,11 @@ class Engine:
             Tier.NVME: Budget(Tier.NVME, blueprint.budgets.nvme or 0),
         }
         self._held = HeldMemory()
+        self.store = store
         self.io: IoEngine | None = None
+        self.manifest: Manifest | None = None
+        self.writer: CommitWriter | None = None
+        self.committing: Committing | None = None
         self._paced: PacedDisk | None = None
         self.modelled: ModelledCompute | None = None
         self._lease: Lease | None = None
@@ -146,8 +156,14 @@ class Engine:
         if disk == 0 or self.config.nvme is None:
             return
         self.budgets[Tier.NVME].reserve(disk, "the store", "raise nvme_memory")
+        if self.store is not None:
+            kept = sum(e.padded_bytes for item in self.store.layout.items for e in item.extents)
+            extra = max(0, disk - kept)
+            self.io = IoEngine.reopen(self.store, self.store.last(), extra_bytes=extra)
+            return
+        durable = self.layout.durable
         self.io = IoEngine(
-            list(self.config.nvme), disk, checksum=self.config.checksum, ephemeral=True
+            list(self.config.nvme), disk, checksum=self.config.checksum, ephemeral=not durable
         )
 
     def _disk(self) -> Disk | None:
@@ -163,14 +179,17 @@ class Engine:
         config, layout = self.config, self.layout
         if config.threads is not None:
             set_threads(config.threads)
-        self.extents = Extents(layout, self.io)
+        kept = self._kept_extents()
+        self.extents = Extents(layout, self.io, kept)
         self.updater = Updater(
             layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate
         )
         machine = Residency(layout)
+        self._take_manifest(machine)
         self.executor = Executor(
             machine, self._held.arenas, self.accelerator, self._disk(), self.extents, self.trace,
             self.updater.work_on, check=os.environ.get("OVERSPILL_VALIDATE") == "1",
+            commits=self.writer,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, self.io, self.extents)
         self.contents = Contents(layout, self._held.arenas, self.direct)
@@ -186,9 +205,56 @@ class Engine:
             self.residences, self.saved, self.backward, self.versions, self._compute_place,
         )  # fmt: skip
         self.updater.measures = self.stepping.judges
+        if self.writer is not None:
+            self.committing = self.stepping.committing = Committing(
+                self.model, self.groups, config, self.accelerator.device, self.executor,
+                self.updater, self.stepping, self.direct, self.writer,
+            )  # fmt: skip
         for unit in self.parts.units:
             for place, (_, spec) in enumerate(unit.params):
                 self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)
+
+    # -- the store ------------------------------------------------------------------------------
+
+    def _kept_extents(self) -> dict[tuple[Item, int], Extent]:
+        """The extents of a store that was opened again."""
+        if self.store is None:
+            return {}
+        return {
+            (item_of(item.key), role): extent
+            for item in self.store.layout.items
+            for role, extent in enumerate(item.extents)
+        }
+
+    def _take_manifest(self, machine: Residency) -> None:
+        """What is durable gets a manifest, or goes on in that of its store."""
+        if not self.layout.durable or self.io is None:
+            return
+        items = machine.commits.items
+        if self.store is not None:
+            self.manifest = Manifest.reopen(self.store.manifests[0])
+        else:
+            named = [(key_of(i), [self.extents.of(i, 0), self.extents.of(i, 1)]) for i in items]
+            self.manifest = self.io.make_durable(named, self._description())
+        self.writer = CommitWriter(self.io, self.manifest, self.extents, self.trace)
+
+    def _description(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "optimizer": self.blueprint.rule.name,
+            "precision": config.precision, "master": config.master, "moments": config.moments,
+            "names": None if config.units is None else list(config.units),
+            "units": describe_units(self.layout),
+        }  # fmt: skip
+
+    def adopt(self, generation: Generation) -> None:
+        """Takes weights and state over as a commit of the store that was opened again has them."""
+        assert self.store is not None and self.committing is not None
+        commits = self.executor.machine.commits
+        for item, role in zip(self.store.layout.items, generation.roles, strict=True):
+            commits.adopt(item_of(item.key), role)
+            self.direct.reload(item_of(item.key))
+        self.committing.adopt(generation.meta)
 
     def install(self) -> None:
         """Hooks up the model, once all homes are filled."""
@@ -217,7 +283,10 @@ class Engine:
             self.model, self.residences, self.saved, self.backward, self.trace,
             self.executor.raise_failure,
             self.stepping.catch_up if self.stepping.background else None,
+            None if self.committing is None else self.committing.seal,
         )  # fmt: skip
+        if self.committing is not None:
+            self.committing.ready()
         flops_s = self.accelerator.limits.device_flops_s
         if flops_s is not None:
             executor = self.executor
@@ -273,6 +342,13 @@ class Engine:
         self.stepping.catch_up_all()
         self.direct.settle()
 
+    def settle_to_edit(self) -> None:
+        """As ``settle``; and no commit is under way, so that weights and state may be edited."""
+        self.settle()
+        if self.committing is not None:
+            self.committing.finish()
+            self.direct.settle()
+
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
         rates = self.config.rates
@@ -302,7 +378,7 @@ class Engine:
     def _release(self) -> None:
         if self.modelled is not None:
             self.modelled.remove()
-        for part in (getattr(self, "executor", None), self._paced, self.io):
+        for part in (getattr(self, "executor", None), self.writer, self._paced, self.io):
             if part is not None:
                 part.close()
         self.accelerator.close()
@@ -313,14 +389,18 @@ class Engine:
         a forked child: all that is its parent's."""
         if self.closed or os.getpid() != self._owner:
             return
-        self.closed = True
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
-        self.collector.remove()
-        self._release()
+        try:
+            if self.committing is not None and not (self.executor.failed or self.materialized):
+                self.committing.close()
+        finally:
+            self.closed = True
+            self.collector.remove()
+            self._release()
 
     def discard(self) -> None:
         """As ``close``, for an engine that was never installed."""

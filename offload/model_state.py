@@ -97,6 +97,8 @@ def write_weights(engine: Engine, values: Mapping[int, torch.Tensor]) -> None:
     """Writes weights (and their masters, exactly) by parameter index."""
     engine.executor.raise_failure()
     engine.stepping.land()
+    if engine.committing is not None:
+        engine.committing.finish()
     engine.direct.settle()
     units = {engine.parts.unit_of[index] for index in values}
 

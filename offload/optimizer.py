@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .committing import Committing
 from .config import OffloadConfig, Tier
 from .decide import calibrated, decide, foretell
 from .engine import ATTRIBUTE, Blueprint, Engine, engine_of
@@ -196,6 +197,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Steps taken since ``wrap``."""
         return self._engine.step_count
 
+    # -- commits --------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Makes the present state durable now; returns when it is.
+
+        Raises:
+            OffloadError: there is no durable store, or the step is not whole.
+            IoError: the disk refused; the commit before it is whole.
+        """
+        self._committing("commit").commit()
+
+    def rollback(self) -> Any:
+        """Goes back to the last commit: weights, state, step counts and hyper-parameters.
+
+        Gradients are dropped.  Random generators stay as they are.
+
+        Returns:
+            What ``extra`` gave when that commit was sealed.
+        """
+        return self._committing("rollback").rollback()
+
+    def _committing(self, what: str) -> Committing:
+        self._engine.raise_if_unusable()
+        if self._engine.committing is None:
+            raise OffloadError(
+                f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
+                "durable=True"
+            )
+        return self._engine.committing
+
     # -- observing ------------------------------------------------------------------------------
 
     @property
@@ -266,7 +297,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if number in state_dict["state"]
         }
         self._check_shapes(by_id)
-        engine.settle()
+        engine.settle_to_edit()
         for unit in engine.parts.units:
             if unit.trainable:
                 engine.contents.fill(unit.index, self._values(by_id, unit.index), first=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +22,27 @@ from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.messages import Landed, Need, Release, Settled, Step
 
+log = logging.getLogger("overspill")
+
+
+class Commits(Protocol):
+    """Who is told of steps where they are committed."""
+
+    def seal(self) -> None: ...
+
+    def wanted(self, count: int) -> bool: ...
+
+    def stepped(self) -> None: ...
+
+    def rollback(self) -> object: ...
+
 
 class Stepping:
     """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
     gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
 
     collector: GradientCollector  # set when the model is hooked up
+    committing: Commits | None = None
 
     def __init__(
         self,
@@ -48,6 +64,7 @@ class Stepping:
         self.count = self.micro_steps = 0
         self.background = update != "step"
         self.judges = update == "next_forward" or config.max_grad_norm is not None
+        self.judges |= config.on_nonfinite != "raise" and update != "backward"
         self._early: set[int] = set()  # units that this step's backward has updated
         self._late: set[int] = set()  # resident units whose update nobody has waited for yet
         self._landing = False
@@ -65,6 +82,8 @@ class Stepping:
             return False
         if not over and (self._saved.live[unit] or self._residences.uses[unit]):
             return False
+        if self.committing is not None:
+            self.committing.seal()
         self.land()
         self._updater.begin_step(self._groups)
         self._versions[unit] += 1
@@ -122,6 +141,8 @@ class Stepping:
     def step(self) -> None:
         """Updates every parameter that has a gradient; in the background, if so set."""
         self._backward.abandon()
+        if self.committing is not None:
+            self.committing.seal()
         with self._all_final():
             self.collector.take_user_grads()
         changed = self._updater.changed_since_begin(self._groups) if self._early else None
@@ -132,6 +153,9 @@ class Stepping:
             )
         if not self._early:
             self.land()
+        if self._updater.nonfinite:
+            self._back("the last update gave values that are not finite")
+            return
         units = {
             unit.index: present
             for unit in self._residences.parts.units
@@ -141,11 +165,16 @@ class Stepping:
             if unit not in self._early:
                 self.refuse_consumed(present)
         scale = self._verdict(units)
+        if scale is None:
+            return
         self._updater.begin_step(self._groups)
         self._announce(units, scale)
-        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background))
+        commit = self.committing is not None and self.committing.wanted(self.count + 1)
+        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commit))
         self._landing = True
         self._after(units)
+        if self.committing is not None:
+            self.committing.stepped()
         if not self.background:
             self.land()
 
@@ -155,10 +184,43 @@ class Stepping:
             self._executor.request(Landed)
             self._landing = False
             self._updater.end_step()
-            self._updater.raise_nonfinite()
+            if self._config.on_nonfinite != "rollback":  # else the next step goes back
+                self._updater.raise_nonfinite()
 
-    def _verdict(self, units: Mapping[int, frozenset[int]]) -> float:
-        """The factor that brings the global norm down to ``max_grad_norm``.
+    @property
+    def partial(self) -> bool:
+        """Whether a backward has updated units of a step that has not been taken."""
+        return bool(self._early)
+
+    def changed(self, unit: int) -> None:
+        """A unit's weights were replaced."""
+        self._versions[unit] += 1
+
+    def _back(self, why: str) -> None:
+        assert self.committing is not None
+        log.warning("overspill: %s; no step is taken", why)
+        self.committing.rollback()
+
+    def give_up(self) -> None:
+        """Ends a step that has begun, and drops all gradients and what was not finite."""
+        self._backward.abandon()
+        if self._early:
+            self._executor.request(lambda ticket: Step((), ticket))
+            self._landing = True
+        self._early.clear()
+        if self._landing:
+            self._executor.request(Landed)
+            self._landing = False
+        self._updater.end_step()
+        self._updater.nonfinite.clear()
+        self.collector.drop()
+        self._updater.forget_gradients()
+        self.micro_steps = 0
+        self.catch_up_all()
+
+    def _verdict(self, units: Mapping[int, frozenset[int]]) -> float | None:
+        """The factor that brings the global norm down to ``max_grad_norm``; ``None``: no step is
+        to be taken.
 
         A norm that is not finite ends the step before anything has changed: once updates run in
         the background it would be too late to say so.
@@ -172,6 +234,13 @@ class Stepping:
             bad = [i for i in indices if not math.isfinite(self._updater.total_norm([i]))]
             names = {self._residences.parts.unit_of[i]: None for i in bad}
             listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
+            if self._config.on_nonfinite == "rollback":
+                self._back(f"gradients are not finite in {listed}")
+                return None
+            if self._config.on_nonfinite == "skip":
+                log.warning("overspill: gradients are not finite in %s; no step is taken", listed)
+                self.micro_steps = 0
+                return None
             raise OffloadError(
                 f"gradients are not finite in {listed}; no weight was changed; lower the learning "
                 "rate, or look for the first loss that is not finite"

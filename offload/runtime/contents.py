@@ -97,9 +97,11 @@ class Contents:
             if subgroup.chunk != number:
                 continue
             wanted = {field.name for field in subgroup.fields} & set(fields)
-            if first and not wanted and self._direct.starts_clear(subgroup.index):
-                continue
             item = Item(Kind.STATE, subgroup.index)
+            if first and not wanted:
+                if not self._direct.starts_clear(subgroup.index):
+                    self._arenas.bytes_of(self._direct.place(item)).zero_()
+                continue
             place = self._direct.place(item) if first else self._direct.load(item)
             if first:
                 self._arenas.bytes_of(place).zero_()

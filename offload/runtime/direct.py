@@ -104,8 +104,26 @@ class DirectAccess:
             assert self._io is not None
             self._io.write(self._extents.of(item, role), memory, urgent=True).wait()
             if roles is not None:
-                roles.newest, roles.written = role, True
+                roles.newest = role
+        self._executor.machine.commits.change(item)
         if item.kind is Kind.WEIGHTS:
+            self._refresh_device(item.number, place)
+
+    def reload(self, item: Item) -> None:
+        """Brings what the newest extent holds to every tier that has a lasting copy."""
+        place, roles = self.place(item), self._roles(item)
+        assert roles is not None
+        home = self._layout.homes[item.number] if item.kind is Kind.WEIGHTS else None
+        if self._on_disk(item) and (home is None or home.device_place is None):
+            return
+        memory = self._executor.arenas.bytes_of(place)
+        if roles.written:
+            assert self._io is not None
+            extent = self._extents.of(item, roles.newest)
+            self._io.read(extent, memory.numpy(), urgent=True).wait()
+        else:
+            memory.zero_()
+        if home is not None:
             self._refresh_device(item.number, place)
 
     def _refresh_device(self, unit: int, place: Place) -> None:

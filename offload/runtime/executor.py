@@ -22,6 +22,7 @@ from ..schedule.arena import Place
 from ..schedule.invariants import validate
 from ..schedule.messages import (
     Clear,
+    Commit,
     CopyIn,
     CopyOut,
     Done,
@@ -35,6 +36,7 @@ from ..schedule.messages import (
     Release,
     Settle,
     Signal,
+    Spoiled,
     Update,
     Work,
     Write,
@@ -42,6 +44,7 @@ from ..schedule.messages import (
 from ..schedule.residency import Residency
 from .accelerators.base import Accelerator, CopyDone, Event
 from .accelerators.pace import Pace
+from .commits import CommitWriter
 from .disk import Disk, Moved
 from .events import RangeEvents
 from .extents import Extents
@@ -66,12 +69,13 @@ class _Waiter:
 
 _LANES: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
-    Clear: "update", Settle: "update", Update: "update",
+    Clear: "update", Settle: "update", Update: "update", Commit: "write",
 }  # fmt: skip
 
 
 class Executor:
-    """The moving part around the machine.  ``work_on`` runs updates and merges on the worker."""
+    """The moving part around the machine.  ``work_on`` runs updates and merges on the worker, and
+    says whether what they gave is finite; ``commits`` makes cuts durable."""
 
     def __init__(
         self,
@@ -81,13 +85,14 @@ class Executor:
         disk: Disk | None,
         extents: Extents,
         trace: Trace,
-        work_on: Callable[[_Task], None],
+        work_on: Callable[[_Task], bool],
         *,
         check: bool,
+        commits: CommitWriter | None = None,
     ) -> None:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
         self._disk, self._extents, self._trace, self._work_on = disk, extents, trace, work_on
-        self._check = check
+        self._check, self._commits = check, commits
         self._update_pace = Pace(accelerator.limits.update_params_s)
         self._unit_of = [s.unit for group in machine.layout.subgroups for s in group]
         self._params = [s.count for group in machine.layout.subgroups for s in group]
@@ -255,6 +260,10 @@ class Executor:
         elif isinstance(work, CopyOut):
             with self._trace.during("copy_out", self._names[work.unit]):
                 self._copy_out(work)
+        elif isinstance(work, Commit):
+            assert self._commits is not None
+            table = self.machine.commits.table()
+            self._commits.put(work, table, lambda error: self._finished(work, error))
         else:
             self._tasks.put((work, time.perf_counter_ns()))
 
@@ -353,7 +362,9 @@ class Executor:
             try:
                 unit = self._unit_of[task.item[1]] if isinstance(task, Clear) else task.unit
                 with self._trace.during("update", self._names[unit]):
-                    self._do(task)
+                    finite = self._do(task)
+                if not finite:
+                    self._queue.put(Spoiled())
                 if isinstance(task, Update):
                     self._update_pace.hold(self._params[task.subgroup], queued_ns)
             except BaseException as error:
@@ -365,25 +376,29 @@ class Executor:
                 self._trace.add("update", name, started, time.perf_counter_ns(), nbytes)
             self._finished(task, None)
 
-    def _do(self, task: _Task) -> None:
-        """Runs a task; one that touches device memory is ordered with copies and compute."""
+    def _do(self, task: _Task) -> bool:
+        """Runs a task; one that touches device memory is ordered with copies and compute.
+
+        Returns:
+            Whether what it gave is finite.
+        """
         if isinstance(task, Update):
             touched = [task.weights, task.grads, task.state]
         else:
             touched = [task.place]
         places = [place for place in touched if place.tier is Tier.DEVICE]
         if not places:
-            self._work_on(task)
-            return
+            return self._work_on(task)
         with self.accelerator.update_stream():
             for place in places:
                 self.wait_for(place)
                 self.accelerator.used(self.arenas.bytes_of(place))
-            self._work_on(task)
+            finite = self._work_on(task)
             event = self.accelerator.record()
         for place in places:
             self.mark_device_use(place, event)
         event.synchronize()
+        return finite
 
     def close(self) -> None:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""

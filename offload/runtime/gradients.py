@@ -281,6 +281,15 @@ class GradientCollector:
                 self.pending.setdefault(self.parts.unit_of[index], _Pending())
         self.deliver_all()
 
+    def drop(self) -> None:
+        """Forgets all gradients."""
+        for indices in self.trained:
+            for index in indices:
+                self.parts.parameters[index].grad = None
+        self.pending.clear()
+        self.zeroed.clear()
+        self.consumed.clear()
+
     def present(self, unit: int) -> frozenset[int]:
         """The unit's parameters that have a gradient."""
         return frozenset(i for i in self.trained[unit] if self.live(i))

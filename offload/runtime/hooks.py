@@ -50,9 +50,11 @@ class ModuleHooks:
         trace: Trace,
         alive: Callable[[], None],
         catch_up: Callable[[int], None] | None,
+        seal: Callable[[], None] | None = None,
     ) -> None:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trace, self._alive, self._catch_up = trace, alive, catch_up
+        self._seal = seal  # called when a forward that trains begins
         self._frames = _Frames()
         self._handles: list[Any] = []
         me = weakref.ref(self)
@@ -135,6 +137,8 @@ class ModuleHooks:
             self._residences.leave(self._pop().unit)
         if torch_private.current_graph_task() < 0:
             self._backward.abandon()
+            if self._seal is not None and torch.is_grad_enabled():
+                self._seal()
         self._trace.compute_resume("model")
 
     def after_root(self, output: Any) -> None:

@@ -132,14 +132,16 @@ class Updater:
 
     # -- work -----------------------------------------------------------------------------------
 
-    def work_on(self, task: Clear | Settle | Update) -> None:
-        """Runs one task; called on the update worker."""
+    def work_on(self, task: Clear | Settle | Update) -> bool:
+        """Runs one task; called on the update worker.  False: an update's values are not finite."""
+        before = len(self.nonfinite)
         if isinstance(task, Clear):
             self.arenas.bytes_of(task.place).zero_()
         elif isinstance(task, Settle):
             self._settle(task)
         else:
             self._update(task)
+        return len(self.nonfinite) == before
 
     def _settle(self, task: Settle) -> None:
         unit = self.layout.units[task.unit]

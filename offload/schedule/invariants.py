@@ -74,7 +74,7 @@ def _extents(machine: Residency) -> None:
         if isinstance(work, Write):
             assert count == 1 and writes[work.item] == 1, f"two writers of {work.item}"
             roles = _roles(machine, work.item)
-            if roles is not None and roles.pair and roles.written:
+            if roles is not None and roles.pair:
                 assert work.role != roles.committed, f"{work.item} overwrites its committed extent"
         elif isinstance(work, Read):
             assert not writes[work.item], f"{work.item} is read while it is written"

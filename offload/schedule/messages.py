@@ -91,6 +91,13 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """Flush what is written, and make the cut whose facts have ``number`` the last one."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Grant:
     """Tell whoever holds ``ticket`` that it may go on; ``place`` is what it was given, if any."""
 
@@ -109,7 +116,7 @@ class Refuse:
     have_bytes: int
 
 
-Work = Read | Clear | Write | CopyIn | CopyOut | Settle | Update
+Work = Read | Clear | Write | CopyIn | CopyOut | Settle | Update | Commit
 Instruction = Work | Grant | Refuse
 
 
@@ -161,11 +168,39 @@ class GradReady:
 @dataclass(frozen=True)
 class Step:
     """Update ``units`` (those not updated already).  ``ticket`` is granted when all has landed, or
-    in the ``background`` at once: compute then goes on, and waits unit by unit."""
+    in the ``background`` at once: compute then goes on, and waits unit by unit.  ``commit``: what
+    is current when it has landed is to be committed."""
 
     units: tuple[int, ...]
     ticket: int
     background: bool = False
+    commit: bool = False
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The facts of the last step's cut are known, under ``number``: it may become durable."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Commit what is current once nothing is under way; its facts are known under ``number``."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Durable:
+    """Grant ``ticket`` once no commit is under way."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """An update gave values that are not finite: commit nothing until told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -196,4 +231,7 @@ class Failed:
     work: Work
 
 
-Signal = Need | Release | Freed | GradRoom | GradReady | Step | Landed | Settled | Done | Failed
+Signal = (
+    Need | Release | Freed | GradRoom | GradReady | Step | Landed | Settled | Seal | Cut | Durable
+    | Spoiled | Done | Failed
+)  # fmt: skip

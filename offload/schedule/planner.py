@@ -160,8 +160,8 @@ class _Planner:
 
     def _move_to_device(self, spend: _Spend) -> None:
         """Gradients and state of as many units as fit, once all weights are resident."""
-        if self.needs.update_in_backward:
-            return
+        if self.needs.update_in_backward or self.needs.durable:
+            return  # commits are written from host memory
         for unit in self.units:
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if spend.take(nbytes):
@@ -268,14 +268,14 @@ class _Planner:
     def disk_bytes(self) -> int:
         copies = 2 if self.needs.durable else 1
         total = 0
+        kept = self.needs.durable  # what lives in memory is committed too
         for unit in self.units:
-            frozen = not unit.trainable
-            if self.weights[unit.index] is Tier.NVME:
-                total += unit.weight_bytes * (1 if frozen else copies)
+            if kept or self.weights[unit.index] is Tier.NVME:
+                total += align(unit.weight_bytes, 4096) * copies
             if self.grads[unit.index] is Tier.NVME:
-                total += self.grad_bytes[unit.index]
+                total += align(self.grad_bytes[unit.index], 4096)
             for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):
-                total += s.nbytes * copies if tier is Tier.NVME else 0
+                total += s.nbytes * copies if kept or tier is Tier.NVME else 0
         return total
 
     def run(self) -> tuple[Layout, int]:

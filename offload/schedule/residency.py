@@ -10,35 +10,42 @@ from __future__ import annotations
 from collections import deque
 
 from ..config import Tier
+from .commits import Commits
 from .gradients import Gradients
 from .layout import Layout
 from .messages import (
     Clear,
+    Commit,
     CopyIn,
     CopyOut,
+    Cut,
     Done,
+    Durable,
     Failed,
     Freed,
     GradReady,
     GradRoom,
     Grant,
     Instruction,
+    Item,
     Kind,
     Landed,
     Need,
     Read,
     Refuse,
     Release,
+    Seal,
     Settle,
     Settled,
     Signal,
+    Spoiled,
     Step,
     Work,
     Write,
 )
 from .order import Order, Use
 from .updates import UNITS_AHEAD, Updates
-from .weights import Weights
+from .weights import Roles, Weights
 
 
 class Residency:
@@ -51,6 +58,7 @@ class Residency:
         self.weights = Weights(layout, self.order, self._emit)
         self.gradients = Gradients(layout, self.weights.updating, self._emit)
         self.updates = Updates(layout, self.order, self.weights, self.gradients, self._emit)
+        self.commits = self.updates.commits = Commits(layout, self.roles_of, self._emit)
         self._groups = [(unit.index, *unit.shares) for unit in layout.units]
         homes = layout.homes
         self._moving = {  # whether weights may have to move for a use of the unit
@@ -61,8 +69,17 @@ class Residency:
         self._step: Step | None = None
         self._settled: list[Settled] = []
         self._landed: list[Landed] = []
+        self._durable: list[Durable] = []
+        self._cut: Cut | None = None
+        self._sealed: int | None = None  # the facts of the step that has not landed yet
         self.in_flight: dict[Work, int] = {}
         self.failed = False
+
+    def roles_of(self, item: Item) -> Roles:
+        """The extents of weights or of a record of state."""
+        if item.kind is Kind.WEIGHTS:
+            return self.weights.units[item.number].roles
+        return self.updates.states[item.number].roles
 
     def _emit(self, instruction: Instruction) -> None:
         if not isinstance(instruction, (Grant, Refuse)):
@@ -106,13 +123,28 @@ class Residency:
             self._landed.append(signal)
         elif isinstance(signal, Settled):
             self._settled.append(signal)
+        elif isinstance(signal, Durable):
+            self._durable.append(signal)
+        elif isinstance(signal, (Seal, Cut, Spoiled)):
+            self._about_commits(signal)
         else:
             raise TypeError(f"not a signal: {signal!r}")
+
+    def _about_commits(self, signal: Seal | Cut | Spoiled) -> None:
+        if isinstance(signal, Spoiled):
+            self.commits.spoiled = True
+        elif isinstance(signal, Cut):
+            self._cut = signal
+        elif self.commits.pending and self.commits.sealed is None:
+            self.commits.sealed = signal.number
+        else:
+            self._sealed = signal.number
 
     def _begin_step(self, step: Step) -> None:
         """Queues the updates in the order in which compute will want them."""
         assert self._step is None, "one step at a time"
         self.order.end_step()
+        self._sealed = None
         self._step, self.weights.drains = step, not step.background
         for unit in self.updates.in_order(step.units):
             self.updates.add(unit)
@@ -124,8 +156,10 @@ class Residency:
         step, self._step = self._step, None
         if step is not None:
             self.updates.end_step()
-            self.weights.commit()
             self.weights.drains = False
+            if step.commit and not self.commits.spoiled:
+                self.commits.begin(self._sealed)
+                self._sealed = None
             if not step.background:
                 self._emit(Grant(step.ticket))
         for signal in self._landed:
@@ -151,12 +185,17 @@ class Residency:
             self.gradients.copied_out(work.unit)
         elif isinstance(work, Settle):
             self.gradients.settled(work.unit)
+        elif isinstance(work, Commit):
+            self.commits.committed()
         else:
             self.updates.update_done(work)
 
     def _moved(self, work: Read | Write | Clear) -> None:
         kind, index = work.item
         written = isinstance(work, Write)
+        if written and self.commits.saves(work.item):
+            self.commits.saved(work.item)
+            return
         if kind is Kind.STATE:
             if written:
                 self.updates.state_written(index)
@@ -186,12 +225,29 @@ class Residency:
             for signal in self._settled:
                 self._emit(Grant(signal.ticket))
             self._settled.clear()
-        if (self._step or self._landed) and not self.updates.busy:
+        if (self._step or self._landed) and not self.updates.busy and self._may_land():
             self._end_step()
+        self._commit()
         if not self._demands:  # else prefetch could keep a blocked demand from ever being alone
             self.updates.prefetch()
             self._prefetch()
         assert self.in_flight or not self._waiting, "someone waits and nothing moves"
+
+    def _may_land(self) -> bool:
+        """One commit at a time: the next cut is made when the one before is durable."""
+        return self._step is None or not (self._step.commit and self.commits.pending)
+
+    def _commit(self) -> None:
+        free = self._step is None and not self.updates.busy and not self.commits.pending
+        if self._cut is not None and free:
+            self.commits.spoiled = False
+            self.commits.begin(self._cut.number)
+            self._cut = None
+        self.commits.advance()
+        if self._durable and self._cut is None and not self.commits.pending:
+            for signal in self._durable:
+                self._emit(Grant(signal.ticket))
+            self._durable.clear()
 
     @property
     def _waiting(self) -> bool:
@@ -199,7 +255,8 @@ class Residency:
         blocking = self._step is not None and not self._step.background
         return bool(
             self._demands or self.gradients.room_wanted or blocking or self._settled or self._landed
-        )
+            or self._durable
+        )  # fmt: skip
 
     def _serve(self, need: Need) -> bool:
         """Brings a demanded unit and those it shares to compute; grants when all are usable."""
@@ -275,6 +332,8 @@ class Residency:
             or self._step
             or self._settled
             or self._landed
+            or self._durable
+            or self._cut
             or self.updates.busy
             or self.gradients.moving
             or self.gradients.room_wanted
@@ -300,12 +359,21 @@ class Residency:
                     self.weights.drop(unit, tier)
         self.updates.drop_cached()
 
+    def rollback(self) -> list[Item]:
+        """Goes back to the last commit; all copies are dropped.  Nothing may be under way.
+
+        Returns:
+            What lives in memory and must be read again.
+        """
+        self.drop_caches()
+        return self.commits.rollback()
+
     def abandon(self) -> list[int]:
         """After a failure: the tickets of all who still wait, each once."""
         tickets = [need.ticket for need in self._demands]
         tickets += [wish.ticket for wish in self.gradients.room_wanted]
         tickets += [signal.ticket for signal in self._settled]
-        tickets += [signal.ticket for signal in self._landed]
+        tickets += [signal.ticket for signal in (*self._landed, *self._durable)]
         for unit in self.gradients.units:
             if isinstance(unit.arrival, GradRoom):
                 tickets.append(unit.arrival.ticket)
@@ -316,5 +384,6 @@ class Residency:
         self.gradients.room_wanted.clear()
         self._settled.clear()
         self._landed.clear()
+        self._durable.clear()
         self._step = None
         return tickets

@@ -8,6 +8,7 @@ from itertools import islice
 
 from ..config import Tier
 from .arena import Arena, Place
+from .commits import Commits
 from .gradients import Gradients
 from .layout import Layout
 from .messages import Clear, Instruction, Item, Kind, Read, Update, Write
@@ -59,6 +60,7 @@ class Updates:
     ) -> None:
         self.layout, self.order, self._emit = layout, order, emit
         self.weights, self.gradients = weights, gradients
+        self.commits: Commits  # set by the machine
         regions = layout.regions
         base = regions.host_fixed + regions.host_weights + regions.host_grads
         self.arena = Arena(Tier.HOST, base, regions.state_slot * regions.state_slots)
@@ -118,9 +120,7 @@ class Updates:
             self.queue.insert(first, task)
 
     def end_step(self) -> None:
-        """All has landed: the roles of the extents turn, and the next step's order is known."""
-        for state in self.states:
-            state.roles.commit()
+        """All has landed: the next step's order is known."""
         order = reversed(self._queued) if self.weights.drains else self._queued
         self._coming = deque(
             subgroup.index
@@ -229,11 +229,17 @@ class Updates:
         copy = copy or self.weights.units[unit].host
         grads = self.gradients.units[unit].slot
         assert copy is not None and grads is not None
+        weights = Item(Kind.WEIGHTS, unit)
+        if self.commits.blocks(weights):
+            return False
         while task.next < task.staged:
             subgroup = task.subgroups[task.next]
             state = self.states[subgroup.index]
-            if not state.ready or state.place is None:
+            item = Item(Kind.STATE, subgroup.index)
+            if self.commits.blocks(item) or not state.ready or state.place is None:
                 return False
+            self.commits.change(item)
+            self.commits.change(weights)
             self._emit(Update(subgroup.index, unit, copy.place, grads, state.place))
             task.next += 1
         return task.next == len(task.subgroups)

@@ -13,25 +13,28 @@ from .order import NEVER, Order, Use
 
 
 class Roles:
-    """The committed and the working extent of an item; ``newest`` is what a read must see.
+    """The committed extent of an item, and the ``newest``, which is what a read must see.
 
-    A write never targets the committed extent.  Without durability there is one extent.
+    -1: none, it reads as zeroes.  A write never targets the committed extent.  Without durability
+    there is one extent, and none is ever committed.
     """
 
-    __slots__ = ("committed", "newest", "pair", "written")
+    __slots__ = ("committed", "newest", "pair")
 
     def __init__(self, pair: bool) -> None:
-        self.pair, self.committed, self.newest, self.written = pair, 0, 0, False
+        self.pair, self.committed, self.newest = pair, -1, -1
+
+    @property
+    def written(self) -> bool:
+        """Whether there is anything to read."""
+        return self.newest >= 0
 
     def target(self) -> int:
         """The extent that the next write goes to."""
-        return 1 - self.committed if self.pair and self.written else 0
+        return 1 if self.pair and self.committed == 0 else 0
 
     def wrote(self) -> None:
-        self.newest, self.written = self.target(), True
-
-    def commit(self) -> None:
-        self.committed = self.newest
+        self.newest = self.target()
 
 
 @dataclass
@@ -87,13 +90,13 @@ class Weights:
             for u in layout.units
         ]
         for unit, home in zip(layout.units, layout.homes, strict=True):
-            item = _Unit(unit.weight_bytes, layout.durable and unit.trainable)
+            item = _Unit(unit.weight_bytes, layout.durable)
             if home.host_place is not None:
                 item.host = Copy(home.host_place, valid=True, fixed=True)
             if home.device_place is not None:
                 item.device = Copy(home.device_place, valid=True, fixed=True)
             if home.weights is Tier.NVME:
-                item.stored = item.roles.written = True
+                item.stored, item.roles.newest = True, 0
             self.units.append(item)
 
     # -- questions ------------------------------------------------------------------------------
@@ -298,8 +301,3 @@ class Weights:
         item.roles.wrote()
         item.stored = True
         item.host.holds -= 1
-
-    def commit(self) -> None:
-        """What is stored now is the committed state."""
-        for item in self.units:
-            item.roles.commit()

@@ -1,0 +1,73 @@
+"""Carries commits out: flushes the data, then writes the record, on a thread of its own."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..io_engine import IoEngine, Manifest
+from ..observe.trace import Trace
+from ..schedule.messages import Commit, Item
+from .extents import Extents
+
+Table = Sequence[tuple[Item, int]]
+OnCommitted = Callable[[BaseException | None], None]
+
+
+class CommitWriter:
+    """Owns the thread.  ``seal`` hands in the facts of a cut before the machine may ask for it."""
+
+    def __init__(self, io: IoEngine, manifest: Manifest, extents: Extents, trace: Trace) -> None:
+        self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
+        self._numbers = itertools.count(1)
+        self._facts: dict[int, tuple[int, bytes]] = {}
+        self._jobs: queue.SimpleQueue[tuple[Commit, Table, OnCommitted] | None] = (
+            queue.SimpleQueue()
+        )
+        self.last: bytes | None = None  # the facts of the last commit
+        self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
+        self._thread.start()
+
+    def seal(self, step: int, facts: bytes) -> int:
+        """Keeps the facts of a cut, and returns the number that the commit is to name."""
+        number = next(self._numbers)
+        self._facts[number] = step, facts
+        return number
+
+    def put(self, work: Commit, table: Table, done: OnCommitted) -> None:
+        """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
+        self._jobs.put((work, table, done))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, table, done = job
+            try:
+                self._commit(work.number, table)
+            except BaseException as error:
+                done(error)
+            else:
+                done(None)
+
+    def _commit(self, number: int, table: Table) -> None:
+        started = time.perf_counter_ns()
+        step, facts = self._facts[number]
+        for old in [each for each in self._facts if each <= number]:
+            del self._facts[old]  # also those of cuts that were never made
+        self._io.flush()
+        roles = [role for _, role in table]
+        sums = [
+            None if role < 0 else self._io.checksums(self._extents.of(item, role))
+            for item, role in table
+        ]
+        self._manifest.commit(step, roles, sums, facts)
+        self.last = facts
+        self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
+
+    def close(self) -> None:
+        """Ends the thread after what is queued, and closes the manifest."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._manifest.close()

@@ -1,0 +1,94 @@
+"""What a commit keeps besides weights and state: counts, hyper-parameters, random states, the
+caller's own; and how it is put into bytes that can be read without running code from them."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that training usually draws from."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": [str(kind), torch.from_numpy(np.array(keys, np.int64)), int(position),
+                  int(has_gauss), float(cached)],
+    }  # fmt: skip
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Sets every generator to what ``random_states`` has found."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The hyper-parameters of every param group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``state_dict`` has, copied: running statistics and the like."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
+    return found
+
+
+def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Puts back what ``kept_buffers`` has found."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+def encode_facts(facts: Mapping[str, Any]) -> bytes:
+    """Facts as bytes."""
+    target = io.BytesIO()
+    torch.save(dict(facts), target)
+    return target.getvalue()
+
+
+def decode_facts(data: bytes) -> dict[str, Any]:
+    """Facts from bytes; runs no code from them."""
+    facts = torch.load(io.BytesIO(data), weights_only=True)
+    assert isinstance(facts, dict)
+    return facts
+
+
+def check_extra(extra: Any) -> None:
+    """Raises unless ``extra`` can be put into a commit and read back.
+
+    Raises:
+        OffloadError: it cannot; ``extra`` may hold numbers, texts, tensors, and lists, tuples and
+            dicts of them.
+    """
+    try:
+        decode_facts(encode_facts({"extra": extra}))
+    except Exception as error:
+        raise OffloadError(
+            "extra returned something that cannot be read back without running code from it; "
+            "return numbers, texts, tensors, and lists, tuples and dicts of them (a scheduler's "
+            f"state_dict() is one): {error}"
+        ) from error

@@ -1,0 +1,156 @@
+"""Commits: one cut over all tiers at the end of a step, and who must wait until it is durable.
+
+What lives in memory is written to its working extent while it is immutable, that is until the next
+update of it; an update that comes sooner waits for that one write alone.  What lives on disk is in
+its working extent already, and must not be written again before the record is durable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ..config import Tier
+from .arena import Place
+from .layout import Layout
+from .messages import Commit, Item, Kind, Work, Write
+from .weights import Roles
+
+SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
+
+
+class Commits:
+    """The cut that is under way, if any; one at a time."""
+
+    def __init__(
+        self, layout: Layout, roles_of: Callable[[Item], Roles], emit: Callable[[Work], None]
+    ) -> None:
+        self._emit, self._roles_of = emit, roles_of
+        self.items: list[Item] = []
+        self.places: dict[Item, Place] = {}  # of what lives in memory
+        for unit, home in zip(layout.units, layout.homes, strict=True):
+            if unit.weight_bytes:
+                item = Item(Kind.WEIGHTS, unit.index)
+                self.items.append(item)
+                if home.weights is Tier.HOST and home.host_place is not None:
+                    self.places[item] = home.host_place
+        for group, home in zip(layout.subgroups, layout.homes, strict=True):
+            for subgroup, place in zip(group, home.state_places, strict=True):
+                item = Item(Kind.STATE, subgroup.index)
+                self.items.append(item)
+                if place is not None:
+                    self.places[item] = place
+        self.dirty: set[Item] = set()  # in memory, changed since it was last saved
+        self.pending = self.spoiled = False
+        self.sealed: int | None = None
+        self.blocked: set[Item] = set()
+        self._changed: dict[Item, int] = {}
+        self._unsaved: deque[Item] = deque()
+        self._saving: set[Item] = set()
+        self._committing = False
+
+    # -- a cut ----------------------------------------------------------------------------------
+
+    def begin(self, sealed: int | None) -> None:
+        """All that is current now is one cut; ``sealed``: the number of its facts, if known."""
+        assert not self.pending, "one commit at a time"
+        self.pending, self.sealed = True, sealed
+        self._changed = {
+            item: roles.newest
+            for item in self.items
+            if (roles := self._roles_of(item)).newest != roles.committed
+        }
+        self._unsaved = deque(item for item in self.items if item in self.dirty)
+        self.dirty.clear()
+        self.blocked = {item for item in self._changed if item not in self.places}
+        self.blocked.update(self._unsaved)
+
+    def change(self, item: Item) -> None:
+        """An update is about to change what lives in memory."""
+        if item in self.places:
+            self.dirty.add(item)
+
+    def blocks(self, item: Item) -> bool:
+        """Whether an update of the item must wait; what it waits for then goes first."""
+        if item not in self.blocked:
+            return False
+        if item in self._unsaved:
+            self._unsaved.remove(item)
+            self._save(item)
+        return True
+
+    def advance(self) -> None:
+        """Writes what is unsaved; when all is, and the facts are sealed, the record."""
+        if not self.pending:
+            return
+        while self._unsaved and len(self._saving) < SAVES_AT_ONCE:
+            self._save(self._unsaved.popleft())
+        if self.sealed is not None and not self._saving and not self._committing:
+            self._committing = True
+            self._emit(Commit(self.sealed))
+
+    def _save(self, item: Item) -> None:
+        self._saving.add(item)
+        self._emit(Write(item, self._roles_of(item).target(), self.places[item]))
+
+    def saves(self, item: Item) -> bool:
+        """Whether the item's write is one of the cut's."""
+        return item in self._saving
+
+    def saved(self, item: Item) -> None:
+        roles = self._roles_of(item)
+        roles.wrote()
+        self._changed[item] = roles.newest
+        self._saving.discard(item)
+        self.blocked.discard(item)
+
+    def table(self) -> list[tuple[Item, int]]:
+        """Every item and the extent that the cut has it in."""
+        return [
+            (item, self._changed.get(item, self._roles_of(item).committed)) for item in self.items
+        ]
+
+    def committed(self) -> None:
+        """The record is durable: the roles turn."""
+        for item, role in self._changed.items():
+            self._roles_of(item).committed = role
+        self._end()
+
+    def _end(self) -> None:
+        self.pending = self._committing = False
+        self.sealed = None
+        self._changed.clear()
+        self.blocked.clear()
+
+    def newer(self) -> bool:
+        """Whether anything is newer than the last commit."""
+        return bool(self.pending or self.dirty) or any(
+            roles.newest != roles.committed for roles in map(self._roles_of, self.items)
+        )
+
+    def adopt(self, item: Item, role: int) -> None:
+        """A store that was opened again has the item in this extent."""
+        roles = self._roles_of(item)
+        roles.newest = roles.committed = role
+        self.dirty.discard(item)
+
+    # -- back -----------------------------------------------------------------------------------
+
+    def rollback(self) -> list[Item]:
+        """Forgets the cut and all that is newer than the last commit.  Nothing may be under way.
+
+        Returns:
+            What lives in memory and must be read again.
+        """
+        assert not self._saving and not self._committing, "a commit is under way"
+        stale = set(self.dirty) | set(self._unsaved)
+        for item in self.items:
+            roles = self._roles_of(item)
+            if roles.newest != roles.committed:
+                roles.newest = roles.committed
+                stale.add(item)
+        self.dirty.clear()
+        self._unsaved.clear()
+        self._end()
+        self.spoiled = False
+        return [item for item in self.items if item in stale]

@@ -1,0 +1,119 @@
+"""What a store's items mean, as plain JSON values: kept in its manifest, compared on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .layout import Layout
+from .messages import Item, Kind
+from .partition import Unit
+from .subgroups import Subgroup
+
+
+def key_of(item: Item) -> str:
+    """The name of an item in the store."""
+    return f"{item.kind.value}/{item.number}"
+
+
+def item_of(key: str) -> Item:
+    """The item that ``key_of`` has named."""
+    kind, number = key.split("/")
+    return Item(Kind(kind), int(number))
+
+
+def describe_units(layout: Layout) -> list[dict[str, Any]]:
+    """Every unit with its chunks and parameters (offsets in elements, ``byte_offset`` in bytes)
+    and the records of its state (field offsets in bytes)."""
+    return [
+        _unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)
+    ]
+
+
+def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:
+    chunks = [
+        {
+            "dtype": str(chunk.dtype).removeprefix("torch."),
+            "group": chunk.group,
+            "numel": chunk.numel,
+            "byte_offset": chunk.byte_offset,
+            "params": [
+                {
+                    "name": p.name, "index": p.index, "shape": list(p.shape),
+                    "stride": list(p.stride), "offset": p.offset, "numel": p.numel,
+                }
+                for p in chunk.params
+            ],
+        }
+        for chunk in unit.chunks
+    ]  # fmt: skip
+    subgroups = [
+        {
+            "index": s.index, "chunk": s.chunk, "start": s.start, "count": s.count,
+            "nbytes": s.nbytes,
+            "fields": [
+                {
+                    "name": f.name, "dtype": str(f.dtype).removeprefix("torch."),
+                    "offset": f.offset, "numel": f.numel, "block": f.block,
+                }
+                for f in s.fields
+            ],
+        }
+        for s in group
+    ]  # fmt: skip
+    return {
+        "name": unit.name, "weight_bytes": unit.weight_bytes, "trainable": unit.trainable,
+        "chunks": chunks, "subgroups": subgroups,
+    }  # fmt: skip
+
+
+def difference(
+    stored: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], *, cuts: bool
+) -> str | None:
+    """What first differs between the units of a store and those of a model, in words.
+
+    ``cuts``: whether the records of state must be cut alike too.
+    """
+    names, own = [u["name"] for u in stored], [u["name"] for u in mine]
+    if names != own:
+        at = next((i for i, (a, b) in enumerate(zip(names, own, strict=False)) if a != b), None)
+        if at is None:
+            return f"the store has {len(names)} units, the model {len(own)}"
+        return f"unit {at} is {names[at]!r} in the store and {own[at]!r} in the model"
+    for there, here in zip(stored, mine, strict=True):
+        found = _in_chunks(there["chunks"], here["chunks"])
+        if found is None and _formats(there) != _formats(here):
+            found = (
+                f"its state is {_formats(there)} in the store and would be {_formats(here)}; use "
+                "the optimizer, moments= and master= of the store"
+            )
+        if found is None and cuts and there["subgroups"] != here["subgroups"]:
+            found = "its state is cut otherwise"
+        if found is not None:
+            return f"unit {there['name']!r}: {found}"
+    return None
+
+
+def _formats(unit: dict[str, Any]) -> str:
+    fields = {f"{f['name']} {f['dtype']}": 0 for s in unit["subgroups"] for f in s["fields"]}
+    return ", ".join(fields) or "nothing"
+
+
+def _in_chunks(there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str | None:
+    params = [{p["name"]: (p["shape"], c) for c in side for p in c["params"]}
+              for side in (there, here)]  # fmt: skip
+    for name in params[0].keys() ^ params[1].keys():
+        where = "the store" if name in params[0] else "the model"
+        return f"parameter {name!r} is in {where} alone"
+    for name, (shape, chunk) in params[0].items():
+        other_shape, other = params[1][name]
+        if shape != other_shape:
+            return f"{name!r} has shape {shape} in the store and {other_shape} in the model"
+        if chunk["dtype"] != other["dtype"]:
+            return (
+                f"{name!r} is {chunk['dtype']} in the store and {other['dtype']} in the model; "
+                "set precision= as the store was made with"
+            )
+        if chunk["group"] != other["group"]:
+            return f"{name!r} is in param group {chunk['group']} and {other['group']}"
+    return None if there == here else "its parameters lie otherwise in memory"
