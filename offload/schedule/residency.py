@@ -373,7 +373,8 @@ class Residency:
         tickets = [need.ticket for need in self._demands]
         tickets += [wish.ticket for wish in self.gradients.room_wanted]
         tickets += [signal.ticket for signal in self._settled]
-        tickets += [signal.ticket for signal in (*self._landed, *self._durable)]
+        tickets += [signal.ticket for signal in self._landed]
+        tickets += [signal.ticket for signal in self._durable]
         for unit in self.gradients.units:
             if isinstance(unit.arrival, GradRoom):
                 tickets.append(unit.arrival.ticket)

@@ -22,6 +22,7 @@ from .costs import Costs
 from .layout import Layout
 from .messages import (
     Clear,
+    Commit,
     CopyIn,
     CopyOut,
     Done,
@@ -225,7 +226,9 @@ class Simulation:
             if kind is Kind.STATE:
                 return f"state {units[self._unit_of[index]].name} {index}"
             return f"{kind.value} {units[index].name}"
-        return "clear" if isinstance(work, Clear) else units[work.unit].name
+        if isinstance(work, (Clear, Commit)):
+            return "clear" if isinstance(work, Clear) else "commit"
+        return units[work.unit].name
 
     def _end_next(self) -> None:
         """The next piece of work ends."""
