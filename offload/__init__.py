@@ -7,6 +7,7 @@ host memory and on NVMe, and the training loop stays as it is.
 from __future__ import annotations
 
 from .config import OffloadConfig, Tier
+from .durable.resume import resume
 from .errors import BudgetError, CorruptionError, IoError, OffloadError
 from .loading import empty_init
 from .model_state import materialized
@@ -31,6 +32,7 @@ __all__ = [
     "empty_init",
     "materialized",
     "plan",
+    "resume",
     "unwrap",
     "wrap",
 ]

@@ -201,4 +201,3 @@ def restore_groups(
                 present.copy_(value)
             else:
                 group[name] = value  # type: ignore[index]
-

@@ -88,7 +88,7 @@ def decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = False,
+    every_update: bool = False, numel: int | None = None,
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
 
@@ -96,6 +96,7 @@ def decide(
         tokens, example: what a micro-step computes, see ``plan``.
         prefer: this placement instead of the best one.
         every_update: also foresee the other ways to update.
+        numel: elements of a record of state, where a store has set it.
     """
     rule = rule_for(optimizer)
     _check_model(model, optimizer)
@@ -110,7 +111,7 @@ def decide(
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
     durable = config.durable and config.nvme is not None
-    needs = Needs(_fields_of(rule, config), config.accumulate, update, durable)
+    needs = Needs(_fields_of(rule, config), config.accumulate, update, durable, numel=numel)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import nn
 from .committing import Committing
 from .config import OffloadConfig, Tier
 from .decide import calibrated, decide, foretell
-from .engine import ATTRIBUTE, Blueprint, Engine, engine_of
+from .engine import ATTRIBUTE, Engine, engine_of
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
 from .model_state import StateHooks, read_weight
@@ -68,7 +68,8 @@ def plan(
 # -- wrapping -----------------------------------------------------------------------------------
 
 
-def _raise_shortfall(plan: Plan, blueprint: Blueprint) -> None:
+def raise_shortfall(plan: Plan) -> None:
+    """Raises ``BudgetError`` for a plan that does not fit."""
     if plan.fits:
         return
     first = plan.shortfalls[0]
@@ -131,7 +132,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     try:
         config, calibration = calibrated(model, optimizer, config, accelerator)
         blueprint = decide(model, optimizer, config, accelerator)
-        _raise_shortfall(blueprint.plan, blueprint)
+        raise_shortfall(blueprint.plan)
         if config.weights is not None:
             match_files(WeightFiles(config.weights), model, blueprint.parts)
         engine = Engine(model, optimizer.param_groups, blueprint, accelerator, calibration)
@@ -140,14 +141,21 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         raise
     try:
         _fill(model, optimizer, engine)
-        engine.install()
-        engine.state_hooks = StateHooks(engine)
+        return install(model, optimizer, engine)
     except BaseException:
         engine.discard()
         raise
-    log.info("overspill: %s", blueprint.plan)
-    if config.verbose:
-        for name, home in blueprint.plan.placement.items():
+
+
+def install(
+    model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine
+) -> OffloadedOptimizer:
+    """Hooks up a model whose weights and state are in their homes, and hands out the optimizer."""
+    engine.install()
+    engine.state_hooks = StateHooks(engine)
+    log.info("overspill: %s", engine.blueprint.plan)
+    if engine.config.verbose:
+        for name, home in engine.blueprint.plan.placement.items():
             grads = "on arrival" if home.grads is None else home.grads.value
             state = ", ".join(dict.fromkeys(tier.value for tier in home.state)) or "none"
             log.info(

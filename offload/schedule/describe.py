@@ -25,9 +25,7 @@ def item_of(key: str) -> Item:
 def describe_units(layout: Layout) -> list[dict[str, Any]]:
     """Every unit with its chunks and parameters (offsets in elements, ``byte_offset`` in bytes)
     and the records of its state (field offsets in bytes)."""
-    return [
-        _unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)
-    ]
+    return [_unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)]
 
 
 def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Needs:
     durable: bool
     prefetch_depth: int | None = None
     prefer: Preference = Preference()
+    numel: int | None = None  # elements of a record of state; ``None``: as fits the budgets
 
     @property
     def update_in_backward(self) -> bool:

@@ -59,7 +59,7 @@ class _Planner:
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
         element = bytes_per_element(self.units, needs.fields_of)
         room = budgets.host // 4 if budgets.nvme is not None else budgets.host
-        numel = choose_numel(element, room, STATE_SLOTS)
+        numel = needs.numel or choose_numel(element, room, STATE_SLOTS)
         self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]

@@ -215,6 +215,7 @@ class Residency:
     # -- progress -------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        self.commits.advance()  # an update may wait for it
         while self._demands and self._serve(self._demands[0]):
             self._demands.popleft()
         self.gradients.advance()

@@ -1,0 +1,175 @@
+"""Goes on from the last commit of a store, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import OffloadConfig
+from ..decide import calibrated, decide
+from ..engine import Engine
+from ..errors import OffloadError
+from ..io_engine import FoundStore, find_store
+from ..optimizer import OffloadedOptimizer, install, raise_shortfall
+from ..runtime import torch_private
+from ..runtime.accelerator import make_accelerator
+from ..runtime.facts import decode_facts
+from ..schedule.describe import describe_units, difference
+
+log = logging.getLogger("overspill")
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_FORMATS = ("precision", "master", "moments")
+
+
+def resume(
+    model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[OffloadedOptimizer, Any]:
+    """Wraps ``model`` with what the last commit of a store holds, and goes on in that store.
+
+    Weights, state, step counts, hyper-parameters, buffers and random generators are set to those
+    of the commit; what the model and the optimizer hold is of no account, so the model may be
+    built under ``empty_init()``.  Budgets, tiers, the way to update and the device may differ from
+    those of the run before; the formats of numbers are those of the store.
+
+    Args:
+        path: the directory of the store, or all of them.
+        optimizer: of the same kind, with the same param groups; ``None`` for torch's
+            of that kind, with the groups of the store.
+        options: see ``OffloadConfig``; ``nvme`` is the store's.
+
+    Returns:
+        The optimizer, and what ``extra`` gave when the commit was sealed.
+
+    Raises:
+        IoError: there is no store, a part of it is missing, or another process has it.
+        CorruptionError: it is damaged; the last whole commit is named.
+        OffloadError: it is the store of another model.
+        BudgetError: a budget is too small.
+    """
+    store = find_store(path)
+    generation = store.last()
+    description = store.layout.description
+    config = OffloadConfig.from_options(_with_formats(store, options))
+    facts = decode_facts(generation.meta)
+    if optimizer is None:
+        optimizer = _optimizer_for(model, description, facts["groups"])
+    if len(optimizer.param_groups) != len(facts["groups"]):
+        raise OffloadError(
+            f"the store has {len(facts['groups'])} param groups, the optimizer "
+            f"{len(optimizer.param_groups)}; build it as for the run before"
+        )
+    accelerator = make_accelerator(config.device, config.rates)
+    try:
+        config, calibration = calibrated(model, optimizer, config, accelerator)
+        blueprint = decide(model, optimizer, config, accelerator, numel=_largest(description))
+        assert blueprint.plan.layout is not None
+        mine = describe_units(blueprint.plan.layout)
+        found = difference(description["units"], mine, cuts=False)
+        if blueprint.rule.name != description["optimizer"]:
+            found = f"it was trained with {description['optimizer']}, not {blueprint.rule.name}"
+        if found is not None:
+            raise OffloadError(f"{store.directories[0]}: the store does not fit: {found}")
+        raise_shortfall(blueprint.plan)
+        if (cut := difference(description["units"], mine, cuts=True)) is not None:
+            raise OffloadError(f"{store.directories[0]}: the store does not fit: {cut}")
+        engine = Engine(
+            model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
+        )
+    except BaseException:
+        accelerator.close()
+        raise
+    try:
+        _stub(model, engine)
+        engine.adopt(generation)
+        wrapped = install(model, optimizer, engine)
+        assert engine.committing is not None
+        extra = engine.committing.restart()
+    except BaseException:
+        engine.discard()
+        raise
+    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
+    return wrapped, extra
+
+
+def _with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with the formats and directories of the store."""
+    given = dict(options)
+    nvme = given.pop("nvme", None)
+    if nvme is not None:
+        listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
+        if {Path(p).resolve() for p in listed} != {p.resolve() for p in store.directories}:
+            raise ValueError(
+                "resume goes on in the store's own directories; leave nvme out, or export the "
+                "store and wrap the model anew on the other directories"
+            )
+    for name in ("weights", "init"):
+        if given.get(name) is not None:
+            raise ValueError(f"{name}= is for wrap: resume takes the weights of the store")
+    if given.get("durable") is False:
+        raise ValueError("resume goes on in a durable store; leave durable out")
+    description = store.layout.description
+    for name in _FORMATS:
+        kept = description[name]
+        if name in given and given[name] != kept and given[name] not in (None, "auto"):
+            raise ValueError(f"the store was made with {name}={kept!r}, not {given[name]!r}")
+        given[name] = kept
+    if given.get("units") is None:
+        given["units"] = description["names"]
+    return {**given, "nvme": list(store.directories), "checksum": store.layout.checksum}
+
+
+def _largest(description: Mapping[str, Any]) -> int | None:
+    """The elements of a whole record."""
+    counts = [s["count"] for unit in description["units"] for s in unit["subgroups"]]
+    return max(counts, default=None)
+
+
+def _optimizer_for(
+    model: nn.Module, description: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> torch.optim.Optimizer:
+    decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+    kinds: dict[str, Any] = {
+        "adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
+        "sgd": torch.optim.SGD,
+        "adagrad": torch.optim.Adagrad,
+    }
+    kind = kinds.get(description["optimizer"])
+    if kind is None:
+        raise OffloadError(
+            f"the store was trained with {description['optimizer']}; build that optimizer and "
+            "pass it to resume"
+        )
+    params = dict(model.named_parameters())
+    members: list[list[tuple[int, nn.Parameter]]] = [[] for _ in groups]
+    for unit in description["units"]:
+        for chunk in unit["chunks"]:
+            for p in chunk["params"] if chunk["group"] is not None else ():
+                if p["name"] not in params:
+                    raise OffloadError(
+                        f"parameter {p['name']!r} is in the store alone: it is that of another "
+                        "model"
+                    )
+                members[chunk["group"]].append((p["index"], params[p["name"]]))
+    lists = [[p for _, p in sorted(each, key=lambda pair: pair[0])] for each in members]
+    made: torch.optim.Optimizer = kind([{"params": listed} for listed in lists], lr=1e-3)
+    return made
+
+
+def _stub(model: nn.Module, engine: Engine) -> None:
+    """Frees what the model's parameters hold; buffers go to the device."""
+    device, parts = engine.accelerator.device, engine.parts
+    for unit in parts.units:
+        for chunk, spec in unit.params:
+            stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
+            torch_private.become(parts.parameters[spec.index], stub.expand(spec.shape))
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
