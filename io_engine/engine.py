@@ -351,6 +351,12 @@ class IoEngine:
             file.keep = True
         return manifest
 
+    def make_ephemeral(self, manifest: Manifest) -> None:
+        """Takes ``make_durable`` back: nothing stays after close."""
+        for file in self._files:
+            file.keep = False
+            (file.directory / manifest.path.name).unlink(missing_ok=True)
+
     def checksums(self, extent: Extent) -> NDArray[np.uint32] | None:
         """A copy of the CRC-32 of each block, as last written; ``None`` where checking is off."""
         with self._lock:

@@ -143,6 +143,8 @@ class Committing:
 
     def close(self) -> None:
         """The last step is committed, unless it is not whole."""
+        if self._writer.last is None and self._stepping.count == 0:
+            return  # nothing was trained
         if self._stepping.partial:
             log.warning("overspill: closed within a step; the store keeps the last commit")
         elif self._updater.nonfinite:

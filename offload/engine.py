@@ -378,6 +378,8 @@ class Engine:
     def _release(self) -> None:
         if self.modelled is not None:
             self.modelled.remove()
+        if self.io is not None and self.manifest is not None and self.manifest.last == 0:
+            self.io.make_ephemeral(self.manifest)  # it holds nothing that was trained
         for part in (getattr(self, "executor", None), self.writer, self._paced, self.io):
             if part is not None:
                 part.close()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
+from . import torch_private
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if torch_private.is_persistent(module, name):
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
     return found
 

@@ -129,3 +129,8 @@ def not_compiled(function: F) -> F:
     """``torch.compile`` runs ``function`` as it is, without tracing into it."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether ``state_dict`` has this buffer of the module's own."""
+    return buffer not in module._non_persistent_buffers_set

@@ -18,7 +18,9 @@ from torch import nn
 import overspill
 from tests.models import TinyLM, adamw, batch, train, weights
 
-NVME: dict[str, Any] = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB"}
+NVME: dict[str, Any] = {
+    "device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False
+}  # fmt: skip
 
 
 def make(**changes: Any) -> TinyLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def make(kind: str, **changes: Any) -> TinyLM:
 def wrapped(model: TinyLM, folder: Path, options: dict[str, Any], **more: Any) -> Any:
     options = {**options, **more}
     if options.get("nvme"):
-        options["nvme"] = folder
+        options["nvme"] = tempfile.mkdtemp(dir=folder)
     return overspill.wrap(model, adamw(model), **options)
 
 

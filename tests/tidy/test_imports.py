@@ -12,11 +12,12 @@ LEVELS = [
     {"overspill.cli", "overspill.integrations"},
     {"overspill.train"},
     {"overspill"},  # the public names
+    {"overspill.durable.resume"},
     {"overspill.optimizer", "overspill.durable"},
     {"overspill.model_state"},
     {"overspill.decide"},
     {"overspill.engine"},
-    {"overspill.held_gradients"},
+    {"overspill.held_gradients", "overspill.committing"},
     {"overspill.stepping"},
     {"overspill.loading", "overspill.budgets"},
     {"overspill.runtime"},

@@ -71,10 +71,10 @@ def test_shares_and_auto_resolve() -> None:
         ({"units": "block"}, TypeError, "list of module names"),
         ({"nvme": []}, ValueError, "empty list"),
         ({"init": 3}, TypeError, "callable"),
-        ({"on_nonfinite": "skip"}, ValueError, "not available|lacks"),
+        ({"on_nonfinite": "rollback"}, ValueError, "goes back to the last commit; pass nvme="),
         ({"rates": 3}, TypeError, "overspill.Rates"),
-        ({"commit_every": 5}, ValueError, "this version lacks"),
-        ({"extra": dict}, ValueError, "this version lacks"),
+        ({"commit_every": 5}, ValueError, "belong to a durable store; pass nvme="),
+        ({"extra": dict}, ValueError, "belong to a durable store"),
         ({"moments": "int4"}, ValueError, "moments must be one of"),
     ],
 )

@@ -22,7 +22,7 @@ def nothing_left_behind(tmp_path: Path) -> Any:
     before = threading.active_count()
     yield
     assert threading.active_count() == before
-    assert not [p for p in tmp_path.rglob("*") if "store" in p.name]
+    assert not [p for p in tmp_path.rglob("*") if p.name == "overspill.store"]
 
 
 def refuse(kind: type[Exception], words: str, optimizer: Any = None, **options: Any) -> TinyLM:
@@ -162,7 +162,7 @@ class TestWeights:
         self.save(tmp_path)
         torch.manual_seed(1)
         expected = weights(TinyLM())
-        model, optimizer = self.wrap_empty(tmp_path, nvme=tmp_path)
+        model, optimizer = self.wrap_empty(tmp_path, nvme=tmp_path, durable=False)
         with optimizer:
             assert all(torch.equal(v, expected[k]) for k, v in weights(model).items())
             model(*batch(0)).backward()
@@ -178,7 +178,7 @@ class TestWeights:
             save_file({k: v for k, v in state.items() if where[k] == part}, tmp_path / part)
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": where}))
-        model, optimizer = self.wrap_empty(tmp_path, nvme=tmp_path)
+        model, optimizer = self.wrap_empty(tmp_path, nvme=tmp_path, durable=False)
         with optimizer:
             assert all(torch.equal(v, state[k]) for k, v in weights(model).items())
         (tmp_path / "part1.safetensors").unlink()
@@ -216,9 +216,9 @@ def test_meta_models_are_initialised_unit_by_unit(tmp_path: Path) -> None:
             with torch.no_grad():
                 p.fill_(0.5)
 
-    with overspill.wrap(model, adamw(model), nvme=tmp_path, init=init, **NVME):
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, durable=False, init=init, **NVME):
         assert all((v == 0.5).all() for v in weights(model).values())
     with overspill.empty_init():
         again = TinyLM()
-    with overspill.wrap(again, adamw(again), nvme=tmp_path, **NVME) as optimizer:
+    with overspill.wrap(again, adamw(again), nvme=tmp_path, durable=False, **NVME) as optimizer:
         train(again, optimizer, 1)
