@@ -39,7 +39,7 @@ def run(width, depth, steps, **more):
     with overspill.empty_init():
         model = TinyLM(width=width, depth=depth)
     before = process.memory_info().rss
-    optimizer = overspill.wrap(model, adamw(model), nvme=folder, **more)
+    optimizer = overspill.wrap(model, adamw(model), nvme=folder, durable=False, **more)
     train(model, optimizer, 2)
     start_ns, start = counters()
     train(model, optimizer, steps)
