@@ -79,7 +79,7 @@ def test_what_makes_no_sense_is_one_line_and_exit_code_2(
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
     left = {p.name for p in (tmp_path / "store").iterdir()}
-    assert left == {"overspill.manifest", "overspill.store"}
+    assert left <= {"overspill.manifest", "overspill.store"}
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
