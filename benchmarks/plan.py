@@ -119,7 +119,6 @@ def _against_plan(size: Size, store: str) -> list[Row]:
         options = _options(size.shape, share, store)
         plan = planned(size.shape, options, None)
         assert plan.fits and plan.layout is not None and plan.step_s is not None, plan.shortfalls
-        options["prefetch_depth"] = plan.layout.prefetch_depth
         ran, seconds = measured(size.shape, options, None, size.steps, 2)
         assert ran.placement == plan.placement, "the run follows the plan"
         median = statistics.median(seconds)

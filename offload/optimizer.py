@@ -50,7 +50,7 @@ def plan(
             updates alone.
         machine: plan for that one; with sizes in it, its memory and disks count, not those here.
         example: runs one micro-batch forward and returns its loss, as in
-            ``lambda: model(**batch).loss``.  It and its backward run once or twice, in memory, and
+            ``lambda: model(**batch).loss``.  It and its backward run a few times, in memory, and
             what each unit computes and keeps counts instead of what its FLOPs suggest; a model on
             ``meta`` tells its activations only.  Gradients that were there stay.
         measure: measure this machine anew instead of using the rates kept from before.

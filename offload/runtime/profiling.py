@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..schedule.costs import REST, Profile
 from ..schedule.partition import Partition
 from . import torch_private
 from .hooks import differentiable
+
+REPEAT_S, MOST_RUNS = 2.0, 5
 
 
 class _Clock:
@@ -100,36 +103,40 @@ class _Watch:
 def profile_step(
     model: torch.nn.Module, parts: Partition, example: Callable[[], torch.Tensor]
 ) -> Profile:
-    """Runs ``example`` and its backward: once to warm up and once on the clock; on ``meta`` once.
+    """Runs ``example`` and its backward: once to warm up, then on the clock, again while that takes
+    less than two seconds in all; the fastest counts, since what else the machine does only adds.
+    On ``meta`` it runs once, and only activations are told.
 
     Gradients that the parameters have are put back.
     """
     device = next((p.device for p in parts.parameters), torch.device("cpu"))
     kept_grads = [p.grad for p in parts.parameters]
     try:
-        if device.type != "meta":
-            _run(parts, example)
-        watch = _Watch(parts, device)
-        try:
-            watch.clock.take()
-            with torch.autograd.graph.saved_tensors_hooks(watch.keep, lambda t: t):
-                loss = example()
-            forward_s = watch.clock.take()
-            loss.backward()
-            backward_s = watch.clock.take()
-        finally:
-            watch.remove()
+        if device.type == "meta":
+            return replace(_run(parts, example, device), forward_s={}, backward_s={})
+        _run(parts, example, device)
+        until_s = time.perf_counter() + REPEAT_S
+        best = _run(parts, example, device)
+        for _ in range(MOST_RUNS - 1):
+            if time.perf_counter() > until_s:
+                break
+            best = min(best, _run(parts, example, device), key=lambda each: each.compute_s)
+        return best
     finally:
         for p, grad in zip(parts.parameters, kept_grads, strict=True):
             p.grad = grad
-    if device.type == "meta":
-        forward_s = backward_s = {}
-    return Profile(forward_s, backward_s, dict(watch.kept))
 
 
-def _run(parts: Partition, example: Callable[[], torch.Tensor]) -> None:
+def _run(parts: Partition, example: Callable[[], torch.Tensor], device: torch.device) -> Profile:
     for p in parts.parameters:
         p.grad = None
-    example().backward()
-    for p in parts.parameters:
-        p.grad = None
+    watch = _Watch(parts, device)
+    try:
+        watch.clock.take()
+        with torch.autograd.graph.saved_tensors_hooks(watch.keep, lambda t: t):
+            loss = example()
+        forward_s = watch.clock.take()
+        loss.backward()
+        return Profile(forward_s, watch.clock.take(), dict(watch.kept))
+    finally:
+        watch.remove()
