@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import arms, gpu
@@ -54,7 +55,7 @@ def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals) -> None:
-    """Issue 8: partial results are kept if cut; after a SIGTERM nothing else is left."""
+    """Issue 8: what was measured is kept; no arm goes on; after a SIGTERM no store is left."""
     running = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--out", str(tmp_path)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -63,8 +64,10 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals
     until = time.monotonic() + 50
     while not (tmp_path / "gpu.json").exists() and time.monotonic() < until:
         time.sleep(0.1)
+    started = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(how)
     running.wait(30)
+    assert not psutil.wait_procs(started, timeout=10)[1], "an arm is left behind"
     rows = json.loads((tmp_path / "gpu.json").read_text())["comparisons"][0]["rows"]
     assert rows[0]["median_s"] > 0
     if how == signal.SIGTERM:
