@@ -5,6 +5,7 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -126,9 +127,19 @@ def profiler_active() -> bool:
 
 
 def not_compiled(function: F) -> F:
-    """``torch.compile`` runs ``function`` as it is, without tracing into it."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+    """``torch.compile`` runs ``function``, and all that it calls, as it is, without tracing."""
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # what torch.compiler.disable uses
+
+    @functools.wraps(function)
+    def as_it_is(*args: Any, **more: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args, **more)
+        finally:
+            set_eval_frame(before)
+
+    as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return as_it_is  # type: ignore[return-value]
 
 
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:

@@ -79,3 +79,17 @@ def test_persistent_buffers() -> None:
     assert set(private.persistent_buffers(module)) == {
         "running_mean", "running_var", "num_batches_tracked"
     }  # fmt: skip
+
+
+def test_what_is_not_compiled_runs_as_it_is() -> None:
+    seen: list[bool] = []
+
+    @private.not_compiled
+    def aside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: aside(x * 2) * 3, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [9.0, 9.0]
+    assert compiled(torch.zeros(2)).tolist() == [3.0, 3.0]
+    assert seen == [False, False]
