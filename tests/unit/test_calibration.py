@@ -192,7 +192,7 @@ def test_a_run_at_other_rates_has_them_measured_anew(
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(8)))
         adamw = torch.optim.AdamW(model.parameters())
         with overspill.wrap(
-            model, adamw, device="cpu", host_memory=60_000, nvme=tmp_path, **more
+            model, adamw, device="cpu", host_memory=60_000, nvme=tmp_path, durable=False, **more
         ) as optimizer:
             for _ in range(STEPS):
                 model(torch.ones(2, 32)).sum().backward()
