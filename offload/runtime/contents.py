@@ -81,8 +81,9 @@ class Contents:
                 stored = {name: flat_like(spec, value, torch.float32)}
             for field, part in stored.items():
                 if field in fields or not first or part.any():
-                    whole = fields.setdefault(field, part.new_zeros(chunk.numel))
-                    whole[span] = part
+                    if field not in fields:
+                        fields[field] = part.new_zeros(chunk.numel)
+                    fields[field][span] = part
 
     def _fill_state(
         self,
