@@ -26,6 +26,7 @@ ROOTS = {
 }
 ROOMS = (
     "cli",
+    "durable",
     "observe",
     "runtime",
     "runtime.accelerators",

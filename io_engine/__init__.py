@@ -17,6 +17,7 @@ from .committed import FoundStore, find_store
 from .engine import IoEngine
 from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Item, Manifest, StoreLayout
+from .reading import StoreReader
 from .types import Extent, IoStats, Ticket
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Manifest",
     "OffloadError",
     "StoreLayout",
+    "StoreReader",
     "Ticket",
     "allocate_host",
     "find_store",

@@ -16,7 +16,7 @@ Buffer = Lease | NDArray[np.uint8] | memoryview
 Tail = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
-def _runs(extent: Extent) -> list[tuple[int, int, int]]:
+def runs_of(extent: Extent) -> list[tuple[int, int, int]]:
     """(file, offset, nbytes) of an extent; what is short of a sector at its end stands alone.
 
     The cut is the same whether a buffer holds that sector whole or not, and so are the blocks and
@@ -33,7 +33,7 @@ def _runs(extent: Extent) -> list[tuple[int, int, int]]:
 
 def block_count(extent: Extent, block_bytes: int) -> int:
     """How many blocks, and so checksums, an extent has."""
-    return sum(-(-nbytes // block_bytes) for _, _, nbytes in _runs(extent))
+    return sum(-(-nbytes // block_bytes) for _, _, nbytes in runs_of(extent))
 
 
 def plan_transfer(
@@ -68,7 +68,7 @@ def plan_transfer(
             tail[0][:tail_bytes] = tail[1]
     sums = 0 if checksums is None else int(checksums.__array_interface__["data"][0])
     segments, done = [], 0
-    for file, offset, nbytes in _runs(extent):
+    for file, offset, nbytes in runs_of(extent):
         at = address + done
         if tail is not None and done + nbytes > array.nbytes:
             at = tail[0].__array_interface__["data"][0]

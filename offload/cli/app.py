@@ -8,6 +8,8 @@ import typer
 
 from .. import __version__
 from .bench import bench_app
+from .export import export
+from .inspect import inspect
 from .plan import plan
 from .trace import trace
 from .train import train
@@ -22,6 +24,8 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(trace)
+app.command()(export)
+app.command()(inspect)
 app.add_typer(bench_app, name="bench")
 
 

@@ -1,0 +1,33 @@
+"""``overspill export``: a store's last commit as files for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import options as opt
+from .failures import one_line_errors
+
+
+def export(
+    store: Annotated[Path, typer.Argument(help="Directory of the store; one, if striped.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.")],
+    config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder: it is copied.")
+    ] = None,
+    optimizer: Annotated[
+        bool, typer.Option(help="Also write optimizer.pt: moments and masters in fp32.")
+    ] = True,
+    debug: opt.Debug = False,
+) -> None:
+    """Write weights as Hugging Face safetensors, and the optimizer's state as a torch file."""
+    with one_line_errors(debug):
+        from ..durable.export import export_store
+        from ..errors import format_bytes
+
+        done = export_store(store, out, config=config, optimizer=optimizer)
+        for name, nbytes in done.files.items():
+            typer.echo(f"wrote {out / name}, {format_bytes(nbytes)}")
+        typer.echo(f"step {done.step}")

@@ -1,0 +1,102 @@
+"""``overspill inspect``: what is in a store or an export, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+from . import options as opt
+from .failures import one_line_errors
+
+DAMAGED = 1
+
+
+def inspect(
+    place: Annotated[Path, typer.Argument(help="Directory of a store, or folder of an export.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[bool, typer.Option(help="Read everything and check it.")] = True,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop what is damaged after the last good commit.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Repair without asking.")] = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Show the commits of a store and verify its checksums; exit code 1 if it is damaged."""
+    with one_line_errors(debug):
+        from ..durable.sums import SUMS
+
+        wrong = (_export if (place / SUMS).exists() else _store)(place, as_json, verify)
+        if wrong and repair:
+            from ..durable.inspect import repair_store
+
+            if not yes:
+                typer.confirm("Drop the damaged records?", abort=True, err=True)
+            typer.echo(repair_store(place), err=as_json)
+            wrong = []
+    if wrong:
+        raise typer.Exit(DAMAGED)
+
+
+def _bar() -> Progress:
+    columns = ("verifying", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _say(lines: list[str], wrong: list[str], checked: str) -> list[str]:
+    for line in lines:
+        typer.echo(line)
+    for line in wrong:
+        typer.echo(f"damaged: {line}")
+    if not wrong:
+        typer.echo(checked)
+    return wrong
+
+
+def _export(folder: Path, as_json: bool, verify: bool) -> list[str]:
+    from ..durable.sums import read_sums, verify_export
+    from ..errors import format_bytes
+
+    step, files = read_sums(folder)
+    wrong: list[str] = []
+    if verify:
+        with _bar() as bar:
+            task = bar.add_task("", total=sum(file.nbytes for file in files.values()))
+            wrong = verify_export(folder, lambda nbytes: bar.advance(task, nbytes))
+    if as_json:
+        sizes = {name: file.nbytes for name, file in files.items()}
+        typer.echo(json.dumps({"step": step, "files": sizes, "wrong": wrong}))
+        return wrong
+    lines = [f"export of step {step}"]
+    lines += [f"  {name}  {format_bytes(file.nbytes)}" for name, file in files.items()]
+    return _say(lines, wrong, "all checksums match" if verify else "not verified")
+
+
+def _store(place: Path, as_json: bool, verify: bool) -> list[str]:
+    from ..durable.inspect import inspect_store, stored_bytes
+    from ..errors import format_bytes
+
+    with _bar() as bar:
+        task = bar.add_task("", total=stored_bytes(place))
+        found = inspect_store(place, verify=verify, note=lambda n: bar.advance(task, n))
+    wrong = list(found.wrong)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+        return wrong
+    lines = [
+        f"store of {found.parameters:,} parameters, {found.optimizer}, "
+        f"{format_bytes(found.file_bytes)} in {', '.join(found.directories)}"
+    ]
+    for commit in found.commits:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(commit.when_s))
+        lines.append(
+            f"  generation {commit.number}  step {commit.step}  {when}  "
+            f"{format_bytes(commit.nbytes)}"
+        )
+    checked = "all checksums of the last commit match" if verify else "data was not verified"
+    return _say(lines, wrong, checked)

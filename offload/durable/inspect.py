@@ -1,0 +1,110 @@
+"""What is in a store, and whether all of it is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import OffloadError
+from ..io_engine import FoundStore, StoreReader, find_store
+from ..io_engine.manifest import repair
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Note = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A generation: when it was made, and how many bytes it holds."""
+
+    number: int
+    step: int
+    when_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A store as it was found.  ``wrong`` says in words what is damaged; of the data, that of the
+    last commit alone is looked at, as that of those before may have been overwritten since."""
+
+    directories: tuple[str, ...]
+    optimizer: str
+    parameters: int
+    file_bytes: int
+    commits: tuple[Commit, ...]
+    verified_bytes: int
+    wrong: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None) -> Inspection:
+    """Looks at a store; changes and locks nothing.
+
+    ``note`` is told of bytes that were verified.
+
+    Raises:
+        IoError: there is no store, or a part of it is missing.
+        CorruptionError: its layout is damaged.
+    """
+    store = find_store(paths)
+    wrong, verified = list(store.damage), 0
+    if verify and store.generations:
+        with StoreReader(store, store.generations[-1]) as reader:
+            for nbytes, problem in reader.verify():
+                verified += nbytes
+                if problem is not None:
+                    wrong.append(problem)
+                if note is not None:
+                    note(nbytes)
+    description = store.layout.description
+    numels = [
+        p["numel"] for u in description["units"] for c in u["chunks"] for p in c["params"]
+    ]  # fmt: skip
+    return Inspection(
+        tuple(str(each) for each in store.directories), description["optimizer"], sum(numels),
+        sum(store.layout.file_bytes), _commits(store), verified, tuple(wrong),
+    )  # fmt: skip
+
+
+def _commits(store: FoundStore) -> tuple[Commit, ...]:
+    found = []
+    for generation in store.generations:
+        with StoreReader(store, generation) as reader:
+            held = reader.nbytes()
+        found.append(Commit(generation.number, generation.step, generation.when_s, held))
+    return tuple(found)
+
+
+def stored_bytes(path: Path) -> int:
+    """How much ``inspect_store`` will verify."""
+    commits = _commits(find_store(path))
+    return commits[-1].nbytes if commits else 0
+
+
+def repair_store(paths: Paths) -> str:
+    """Drops damaged records from the manifests; the last whole commit becomes the last.
+
+    The caller has asked the user.
+
+    Raises:
+        OffloadError: no commit is whole, or the data of the last whole one is damaged.
+    """
+    store = find_store(paths)
+    if not store.generations:
+        raise OffloadError(f"{store.directories[0]}: no commit is whole; start from an export")
+    last = store.generations[-1]
+    with StoreReader(store, last) as reader:
+        problem = next((p for _, p in reader.verify() if p is not None), None)
+    if problem is not None:
+        raise OffloadError(f"{problem}; records cannot mend data, so nothing was changed")
+    for found in store.manifests:
+        if found.damage:
+            repair(found)
+    return f"the store is at generation {last.number}, step {last.step}"

@@ -1,0 +1,165 @@
+"""A store's commit as named tensors: weights as they are, masters and moments in fp32."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import OffloadError
+from ..io_engine import FoundStore, Generation, StoreReader
+from ..optim import join_master, read_moment
+from .tensors import PART_BYTES, Bytes, StreamedTensor, bytes_of, in_memory
+
+MASTERS = ("master", "master_lo")
+BLOCK = 256  # parts begin where a block of a compact moment does
+STEP = PART_BYTES // 4 // BLOCK * BLOCK  # elements of a part
+Node = Mapping[str, Any]  # a piece of the store's description
+
+
+class StoreSource:
+    """What a generation of a store holds, read in parts; nothing is ever whole in memory."""
+
+    def __init__(self, store: FoundStore, generation: Generation) -> None:
+        self.store, self.generation = store, generation
+        self.reader = StoreReader(store, generation)
+        self.units: list[Node] = list(store.layout.description["units"])
+        facts = torch.load(io.BytesIO(generation.meta), weights_only=True)
+        self.facts: dict[str, Any] = facts
+
+    def close(self) -> None:
+        """Closes the store's files."""
+        self.reader.close()
+
+    def weights(self) -> list[StreamedTensor]:
+        """Every parameter once, then the buffers."""
+        found = [
+            self._tensor(p, getattr(torch, chunk["dtype"]), self._weight(number, chunk))
+            for number, unit in enumerate(self.units)
+            for chunk in unit["chunks"]
+            for p in chunk["params"]
+        ]
+        return found + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, in torch's format; tensors are streamed.
+
+        Parameters are numbered group by group in the model's order; each group lists their names.
+        Masters, where weights have them, stand beside the moments as ``master``.
+        """
+        members: list[list[tuple[int, str]]] = [[] for _ in self.facts["groups"]]
+        for unit in self.units:
+            for chunk in unit["chunks"]:
+                if chunk["group"] is not None:
+                    members[chunk["group"]] += [(p["index"], p["name"]) for p in chunk["params"]]
+        ordered = [sorted(each) for each in members]
+        flat = [index for each in ordered for index, _ in each]
+        number_of = {index: number for number, index in enumerate(flat)}
+        groups = []
+        for kept, each in zip(self.facts["groups"], ordered, strict=True):
+            numbers = [number_of[index] for index, _ in each]
+            groups.append({**kept, "params": numbers, "param_names": [n for _, n in each]})
+        state: dict[int, Any] = {}
+        for unit_number, unit in enumerate(self.units):
+            for chunk_number, chunk in enumerate(unit["chunks"]):
+                for p in chunk["params"] if chunk["group"] is not None else ():
+                    steps = self.facts["steps"][p["index"]]
+                    if steps:
+                        moments = self._moments(unit_number, chunk_number, p)
+                        step = torch.tensor(float(steps))
+                        state[number_of[p["index"]]] = {"step": step, **moments}
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _tensor(self, p: Node, dtype: torch.dtype, values: Any) -> StreamedTensor:
+        """``values(start, stop)`` gives elements of the chunk as a flat tensor."""
+        begin, numel, shape = p["offset"], p["numel"], tuple(p["shape"])
+
+        def parts() -> Iterator[Bytes]:
+            at = begin
+            while at < begin + numel:
+                stop = min(at - at % BLOCK + STEP, begin + numel)
+                yield bytes_of(values(at, stop))
+                at = stop
+
+        def turned() -> Iterator[Bytes]:
+            flat: torch.Tensor = values(begin, begin + numel)
+            yield bytes_of(flat.as_strided(shape, p["stride"]))
+
+        dense = torch.empty(shape, device="meta").stride() == tuple(p["stride"]) or numel < 2
+        return StreamedTensor(p["name"], dtype, shape, parts if dense else turned)
+
+    def _weight(self, unit: int, chunk: Node) -> Any:
+        dtype = getattr(torch, chunk["dtype"])
+
+        def values(start: int, stop: int) -> torch.Tensor:
+            low, high = (chunk["byte_offset"] + i * dtype.itemsize for i in (start, stop))
+            return torch.from_numpy(self.reader.read(f"weights/{unit}", low, high)).view(dtype)
+
+        return values
+
+    def _moments(self, unit: int, number: int, p: Node) -> dict[str, StreamedTensor]:
+        chunk = self.units[unit]["chunks"][number]
+        subgroups = [s for s in self.units[unit]["subgroups"] if s["chunk"] == number]
+        fields = {f["name"]: f for s in subgroups for f in s["fields"] if f["block"] == 1}
+        found = {}
+        for name in fields:
+            if name not in MASTERS:
+                found[name] = self._tensor(p, torch.float32, self._field(subgroups, name))
+        if set(MASTERS) & fields.keys():
+            (name,) = set(MASTERS) & fields.keys()
+            stored, upper = self._field(subgroups, name), self._weight(unit, chunk)
+
+            def exact(start: int, stop: int) -> torch.Tensor:
+                lower: torch.Tensor = stored(start, stop)
+                return lower if name == "master" else join_master(upper(start, stop), lower)
+
+            found["master"] = self._tensor(p, torch.float32, exact)
+        return found
+
+    def _field(self, subgroups: list[Node], name: str) -> Any:
+        def values(start: int, stop: int) -> torch.Tensor:
+            cuts = []
+            for s in subgroups:
+                low, high = max(start, s["start"]), min(stop, s["start"] + s["count"])
+                if low < high:
+                    cuts.append(self._read_field(s, name, low - s["start"], high - s["start"]))
+            return cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+
+        return values
+
+    def _read_field(self, subgroup: Node, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of one field of a record, decoded to fp32 (a master as it is stored)."""
+        first = start - start % BLOCK
+        record: dict[str, torch.Tensor] = {}
+        for f in subgroup["fields"]:
+            if f["name"] == name or f["block"] > 1:
+                dtype = getattr(torch, f["dtype"])
+                span = [first // f["block"], -(-stop // f["block"])]
+                low, high = (f["offset"] + i * dtype.itemsize for i in span)
+                data = self.reader.read(f"state/{subgroup['index']}", low, high)
+                record[f["name"]] = torch.from_numpy(data).view(dtype)
+        value = record[name] if name in MASTERS else read_moment(record, name)
+        return value[start - first :]
+
+
+def require_unmoved(source: StoreSource, now: FoundStore) -> None:
+    """Raises if the store's owner has committed since: its steps may have overwritten what was
+    read.
+
+    Raises:
+        OffloadError: it has.
+    """
+    last = now.generations[-1].number if now.generations else 0
+    if last != source.generation.number:
+        raise OffloadError(
+            f"{source.store.directories[0]}: training went on from generation "
+            f"{source.generation.number} to {last} meanwhile; export when it has ended, or call "
+            "optimizer.save(path) in it"
+        )
+
+
+__all__ = ["StoreSource", "require_unmoved"]

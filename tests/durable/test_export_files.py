@@ -1,0 +1,129 @@
+"""The files of an export: whole or not there, bounded in memory, every bit of them checked."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from overspill.durable.export import OPTIMIZER, write_export
+from overspill.durable.sums import SUMS, verify_export
+from overspill.durable.tensors import Bytes, StreamedTensor, in_memory
+from overspill.errors import OffloadError
+from overspill.loading import WeightFiles
+
+PART = 4 << 20
+
+
+def large(name: str, nbytes: int) -> StreamedTensor:
+    """A tensor of bf16 that exists in parts only."""
+
+    def parts() -> Iterator[Bytes]:
+        for _ in range(nbytes // PART):
+            yield np.full(PART, 7, np.uint8)
+
+    return StreamedTensor(name, torch.bfloat16, (nbytes // 2,), parts)
+
+
+def export_small(out: Path) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    values = [torch.randn(30, 20), torch.randn(7).bfloat16(), torch.arange(5)]
+    tensors = [in_memory(f"w{i}", value) for i, value in enumerate(values)]
+    moment = torch.randn(30, 20)
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": moment}}
+    groups = [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0]}]
+    streamed = {0: {"step": torch.tensor(3.0), "exp_avg": in_memory("m", moment)}}
+    write_export(out, tensors, {"state": streamed, "param_groups": groups}, "{}", 3,
+                 shard_bytes=2000)  # fmt: skip
+    return values, {"state": state, "param_groups": groups}
+
+
+def test_shards_and_torch_file_load(tmp_path: Path) -> None:
+    """Sharded weights read back by name; the optimizer's file by ``torch.load``, mapped too."""
+    values, tree = export_small(tmp_path / "out")
+    files = WeightFiles(tmp_path / "out")
+    for number, value in enumerate(values):
+        assert torch.equal(files.load(f"w{number}"), value)
+    assert len(list((tmp_path / "out").glob("model-*-of-00002.safetensors"))) == 2
+    for mapped in (False, True):
+        found = torch.load(tmp_path / "out" / OPTIMIZER, weights_only=True, mmap=mapped)
+        torch.testing.assert_close(found, tree, rtol=0, atol=0)
+    assert verify_export(tmp_path / "out", lambda nbytes: None) == []
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """192 MiB of weights and moments go out with less than 40 MiB of memory."""
+    weights = [large(f"w{i}", 48 << 20) for i in range(2)]
+    state = {i: {"exp_avg": large("m", 48 << 20)} for i in range(2)}
+    tracemalloc.start()
+    try:
+        files = write_export(
+            tmp_path / "out", weights, {"state": state, "param_groups": []}, None, 1
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(files.values()) > 192 << 20
+    assert peak < 40 << 20
+
+
+@pytest.mark.parametrize("broken", ["weights", "optimizer", "check"])
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, broken: str) -> None:
+    """Whatever fails, at whatever file, nothing stands under the name that was asked for."""
+
+    def parts() -> Iterator[Bytes]:
+        yield np.zeros(4, np.uint8)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if broken == "check":
+            raise KeyboardInterrupt
+
+    bad = StreamedTensor("bad", torch.float32, (2,), parts)
+    good = in_memory("good", torch.ones(2))
+    state = {0: {"exp_avg": bad if broken == "optimizer" else good}}
+    weights = [bad if broken == "weights" else good]
+    tree = {"state": state, "param_groups": []}
+    with pytest.raises(KeyboardInterrupt):
+        write_export(tmp_path / "out", weights, tree, None, 1, check=check)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(OffloadError, match="is there already"):
+        write_export(tmp_path / "out", [], None, None, 1)
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+def test_every_flipped_bit_is_told(tmp_path: Path) -> None:
+    """400 single bits, spread over all files of an export, its list of checksums among them."""
+    out, generator = tmp_path / "out", random.Random(0)
+    export_small(out)
+    paths = sorted(out.iterdir())
+    assert SUMS in {path.name for path in paths}
+    for number in range(400):
+        path = paths[number % len(paths)]
+        data = path.read_bytes()
+        bit = generator.randrange(8 * len(data))
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert verify_export(out, lambda nbytes: None), f"{path.name}, bit {bit}"
+        path.write_bytes(data)
+    assert verify_export(out, lambda nbytes: None) == []
+
+
+def test_files_that_are_cut_or_gone_are_told(tmp_path: Path) -> None:
+    export_small(tmp_path / "out")
+    path = tmp_path / "out" / OPTIMIZER
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "is damaged" in verify_export(tmp_path / "out", lambda nbytes: None)[0]
+    path.unlink()
+    assert "No such file" in verify_export(tmp_path / "out", lambda nbytes: None)[0]
