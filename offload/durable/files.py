@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..loading import INDEX, SINGLE
+from ..runtime import torch_private
 from .tensors import FileWriter, StreamedTensor, Written, in_memory
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -101,12 +101,12 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
     filled from the first to the last.
     """
     streamed: list[StreamedTensor] = []
-    with FakeTensorMode() as mode:
-        fake = _replace(tree, streamed, mode)
+    with torch_private.without_memory():
+        fake = _replace(tree, streamed)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(fake, path)
         found = list(_tensors(torch.load(path, weights_only=True)))
-    offsets = [tensor.untyped_storage()._checkpoint_offset or 0 for tensor in found]
+    offsets = [torch_private.offset_in_file(tensor) for tensor in found]
     size = path.stat().st_size
     writer, at = FileWriter(path, over=True), 0
     try:
@@ -121,12 +121,12 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
         writer.abort()
 
 
-def _replace(tree: Any, streamed: list[StreamedTensor], mode: FakeTensorMode) -> Any:
+def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
     """The tree with tensors without memory; what they stand for goes to ``streamed``, in order."""
     if isinstance(tree, Mapping):
-        return {key: _replace(value, streamed, mode) for key, value in tree.items()}
+        return {key: _replace(value, streamed) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_replace(value, streamed, mode) for value in tree)
+        return type(tree)(_replace(value, streamed) for value in tree)
     if isinstance(tree, torch.Tensor):
         tree = in_memory("a value", tree)
     if isinstance(tree, StreamedTensor):
