@@ -1,0 +1,113 @@
+"""Kills a training process at random instants, again and again; run as a program.
+
+``python kill_cases.py FOLDER CASES SEED``: every case is a process forked from this one, which has
+everything imported.  It is killed with SIGKILL; another one resumes from what is there, and must
+end with the weights of a run that nobody killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import overspill
+
+STEPS, WIDTH = 60, 96
+MODES: list[dict[str, Any]] = [
+    {"update": "step"},
+    {"update": "next_forward", "commit_every": 2},
+    {"update": "backward"},
+    {"update": "next_forward", "host_memory": "64MiB", "precision": "bf16"},
+]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU())
+                           for _ in range(4)])  # fmt: skip
+
+
+def work(folder: Path, mode: dict[str, Any], out: Path) -> None:
+    """Trains to the end, from the last commit if there is one."""
+    model = build()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"device": "cpu", "host_memory": "600KiB", "rates": overspill.Rates(), **mode}
+    try:
+        optimizer, _ = overspill.resume(model, folder, inner, **options)
+        print(f"resumed at step {optimizer.step_count}", flush=True)
+    except overspill.CorruptionError:
+        raise
+    except overspill.IoError as error:
+        if not any(words in str(error) for words in ("no store here", "never committed")):
+            raise
+        optimizer = overspill.wrap(model, inner, nvme=folder, **options)
+        torch.manual_seed(5)
+    with optimizer:
+        while optimizer.step_count < STEPS:
+            draw = torch.Generator().manual_seed(optimizer.step_count)
+            batch = torch.randn(4, WIDTH, generator=draw).to(next(model.parameters()).dtype)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save({n: v.clone() for n, v in model.state_dict().items()}, out)
+
+
+def forked(*arguments: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            work(*arguments)
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(folder: Path, cases: int, seed: int) -> None:
+    rng = random.Random(seed)
+    references: list[tuple[float, dict[str, torch.Tensor]]] = []
+    for number, mode in enumerate(MODES):
+        place = folder / f"whole{number}"
+        place.mkdir()
+        started = time.monotonic()
+        assert ended(forked(place, mode, folder / "out")) == 0
+        references.append((time.monotonic() - started, torch.load(folder / "out")))
+        shutil.rmtree(place)
+    for case in range(cases):
+        number = case % len(MODES)
+        seconds, wanted = references[number]
+        place = folder / f"case{case}"
+        place.mkdir()
+        for _ in range(rng.randint(1, 2)):  # a run that was resumed is killed too
+            pid = forked(place, MODES[number], folder / "out")
+            time.sleep(rng.uniform(0.2, 1.0) * seconds)
+            os.kill(pid, signal.SIGKILL)
+            ended(pid)
+        (folder / "out").unlink(missing_ok=True)
+        assert ended(forked(place, MODES[number], folder / "out")) == 0, (seed, case)
+        found = torch.load(folder / "out")
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), (seed, case, name)
+        shutil.rmtree(place)
+    print(f"{cases} cases passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,33 @@
+"""A run that is killed at any instant opens at a committed step, and ends with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
+    """The cases run in a program of their own, which forks: this process has threads."""
+    script = Path(__file__).with_name("kill_cases.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), str(cases), str(seed)],
+        capture_output=True, text=True, timeout=seconds, check=False, env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert f"{cases} cases passed" in done.stdout
+
+
+def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
+    """SIGKILL at random instants, in every way to update; a short form of the soak below."""
+    play(tmp_path, 8, 1, 55)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_two_hundred_killed_runs(tmp_path: Path) -> None:
+    """As above, 200 times."""
+    play(tmp_path, 200, 2, 3600)

@@ -1,0 +1,103 @@
+"""Back to the last commit: by the caller's word, and when values are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+
+WIDTH = 64
+
+
+def wrapped(path: Path, **more: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    options = {"nvme": path, "device": "cpu", "host_memory": "400KiB", "rates": overspill.Rates()}
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, overspill.wrap(model, inner, **{**options, **more})
+
+
+def step(model: nn.Module, optimizer: Any, number: int, factor: float = 1.0) -> None:
+    draw = torch.Generator().manual_seed(number)
+    (model(torch.randn(4, WIDTH, generator=draw)).square().mean() * factor).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward", "backward"])
+@pytest.mark.parametrize("host", ["400KiB", "64MiB"])
+def test_rollback(tmp_path: Path, update: str, host: str) -> None:
+    """All that came after the commit is as if it had never been; so is what follows."""
+    model, optimizer = wrapped(
+        tmp_path, update=update, host_memory=host, commit_every=100, extra=lambda: {"mark": 7}
+    )
+    with optimizer:
+        for number in range(2):
+            step(model, optimizer, number)
+        optimizer.commit()
+        before = weights(model)
+        for number in range(2, 5):
+            step(model, optimizer, number)
+        after = weights(model)
+        assert optimizer.rollback() == {"mark": 7}
+        assert optimizer.step_count == 2
+        assert_same(weights(model), before)
+        for number in range(2, 5):
+            step(model, optimizer, number)
+        assert_same(weights(model), after)
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize("answer", ["skip", "rollback"])
+def test_gradients_that_are_not_finite(tmp_path: Path, update: str, answer: str) -> None:
+    model, optimizer = wrapped(tmp_path, update=update, on_nonfinite=answer)
+    with optimizer:
+        for number in range(2):
+            step(model, optimizer, number)
+        before = weights(model)
+        step(model, optimizer, 2, float("nan"))
+        assert optimizer.step_count == 2
+        assert_same(weights(model), before)
+        step(model, optimizer, 2)
+        assert optimizer.step_count == 3
+
+
+def test_a_bad_update_is_not_committed(tmp_path: Path) -> None:
+    """With updates in backward the harm is done before it is seen: the store knows better."""
+    model, optimizer = wrapped(tmp_path, update="backward", on_nonfinite="rollback")
+    with optimizer:
+        for number in range(2):
+            step(model, optimizer, number)
+        before = weights(model)
+        step(model, optimizer, 2, float("nan"))
+        taken = optimizer.step_count  # seen at this step, or by the next one
+        step(model, optimizer, 3)
+        assert optimizer.step_count == (3 if taken == 2 else 2)
+        optimizer.commit()
+        assert all(value.isfinite().all() for value in weights(model).values())
+        if taken == 3:
+            assert_same(weights(model), before)
+
+
+def test_without_a_store_there_is_nowhere_to_go_back_to() -> None:
+    model = nn.Linear(8, 8)
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, device="cpu", host_memory="64MiB") as optimizer:
+        with pytest.raises(overspill.OffloadError, match="needs a durable store; pass nvme="):
+            optimizer.commit()
+        with pytest.raises(overspill.OffloadError, match="needs a durable store"):
+            optimizer.rollback()
