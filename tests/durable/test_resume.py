@@ -118,3 +118,46 @@ def test_resume_is_bit_for_bit(tmp_path: Path, mode: dict[str, Any], monkeypatch
         train(again, optimizer, 6, schedule)
         assert_same(weights(again), wanted)
         assert_same(optimizer.state_dict(), state)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"update": "backward", "host_memory": "64MiB"},
+    {"update": "next_forward", "host_memory": "500KiB"},
+    {"device": "sim", "device_memory": "400KiB", "host_memory": "1MiB"},
+]
+
+
+@pytest.mark.parametrize("first", [{"update": "step"}, OTHERS[0], OTHERS[2]])
+def test_resume_elsewhere(tmp_path: Path, first: dict[str, Any]) -> None:
+    """Budgets, tiers, the way to update and the device may differ from those of the run before."""
+    wanted, _ = whole_run(tmp_path / "whole", **first)
+    for number, other in enumerate(OTHERS):
+        path = tmp_path / str(number)
+        path.mkdir()
+        model = build()
+        with overspill.wrap(model, adamw(model), **options(path, **first)) as optimizer:
+            torch.manual_seed(5)
+            train(model, optimizer, 3, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+        again = build()
+        settings = options(path, **other)
+        del settings["nvme"]
+        inner = None if number == 0 else adamw(again)  # None: made as the store says
+        optimizer, _ = overspill.resume(again, path, inner, **settings)
+        with optimizer:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            schedule.last_epoch = 3
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.005
+            train(again, optimizer, 6, schedule)
+            assert_same(weights(again), wanted)
+
+
+def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+        train(model, optimizer, 1)
+    other = nn.Sequential(build(), nn.Linear(8, 8))
+    with pytest.raises(overspill.OffloadError, match="the store does not fit: "):
+        overspill.resume(other, tmp_path, adamw(other), device="cpu", rates=overspill.Rates())
+    model = build()
+    with pytest.raises(overspill.IoError, match="store committed at step 1; continue it with"):
+        overspill.wrap(model, adamw(model), **options(tmp_path))
