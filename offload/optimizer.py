@@ -15,6 +15,7 @@ from torch import nn
 from .committing import Committing
 from .config import OffloadConfig, Tier
 from .decide import calibrated, decide, foretell
+from .durable.export import export_store
 from .engine import ATTRIBUTE, Engine, engine_of
 from .errors import BudgetError, OffloadError
 from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
@@ -355,6 +356,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if "_engine" in self.__dict__:
             raise OffloadError("add_param_group after wrap is not supported; unwrap and wrap again")
         super().add_param_group(param_group)
+
+    def save(self, path: str | Path) -> None:
+        """Commits, and exports the commit to the new folder ``path``: weights as Hugging Face
+        safetensors, ``config.json`` if the model has one, and ``optimizer.pt``.
+
+        Example::
+
+            model = LlamaForCausalLM.from_pretrained(path)
+            optimizer.load_state_dict(torch.load(f"{path}/optimizer.pt", mmap=True))
+
+        Raises:
+            OffloadError: ``path`` is there already, its disk has no room, or there is no durable
+                store; nothing was written.
+        """
+        engine = self._engine
+        self._committing("save").commit()
+        to_json = getattr(getattr(engine.model, "config", None), "to_json_string", None)
+        text = None if to_json is None else str(to_json())
+        assert engine.config.nvme is not None
+        export_store(engine.config.nvme, Path(path), config=text)
 
     # -- the end --------------------------------------------------------------------------------
 

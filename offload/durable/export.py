@@ -29,13 +29,13 @@ class Exported:
 
 
 def export_store(
-    paths: Paths, out: Path, *, config: Path | None = None, optimizer: bool = True,
+    paths: Paths, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None,
 ) -> Exported:  # fmt: skip
     """Writes the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
     Args:
-        config: ``config.json`` of the model, or the folder it is in; it is copied.
+        config: ``config.json`` of the model, or the folder it is in, to copy; or its text.
         optimizer: also write ``optimizer.pt``: moments and masters in fp32.
         shard_bytes: about the size of a weights file.
         note: told how many bytes were written.
@@ -59,7 +59,9 @@ def export_store(
     return Exported(source.generation.step, files)
 
 
-def _config(path: Path) -> str:
+def _config(path: Path | str) -> str:
+    if isinstance(path, str):
+        return path
     return (path / "config.json" if path.is_dir() else path).read_text()
 
 

@@ -13,7 +13,8 @@ LEVELS = [
     {"overspill.train"},
     {"overspill"},  # the public names
     {"overspill.durable.resume"},
-    {"overspill.optimizer", "overspill.durable"},
+    {"overspill.optimizer"},
+    {"overspill.durable"},
     {"overspill.model_state"},
     {"overspill.decide"},
     {"overspill.engine"},
