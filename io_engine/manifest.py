@@ -282,10 +282,19 @@ class Manifest:
         """
         if found.damage:
             raise CorruptionError(found.damage[0], path=str(found.path))
-        last = found.generations[-1].number if found.generations else 0
-        manifest = cls(found.path, found.layout, last, found.log.records[-1].number, found.log.end)
+        last, newest = (
+            found.generations[-1].number if found.generations else 0,
+            found.log.records[-1],
+        )
+        manifest = cls(found.path, found.layout, last, newest.number, newest.end)
         try:
-            os.ftruncate(manifest._fd, found.log.end)
+            os.ftruncate(manifest._fd, newest.end)
+            if newest.kind == Kind.COMMIT:
+                # No seal: if its flush failed, the kernel may show what the disk lacks.
+                record = encode(newest.kind, newest.number, newest.payload)
+                _write_all(manifest._fd, record, newest.offset)
+                os.fdatasync(manifest._fd)
+                manifest._append(Kind.SEAL, struct.pack("<Q", last))
         except OSError as error:
             manifest.close()
             raise _fail(found.path, "cannot write", error) from error
