@@ -42,6 +42,10 @@ def train(
         bool,
         typer.Option("--recompute", help="Compute activations again instead of keeping them."),
     ] = False,
+    resume: Annotated[
+        list[Path] | None,
+        typer.Option(help="Go on in this store, up to --steps; all folders of a striped one."),
+    ] = None,
     device: opt.Device = None,
     device_memory: opt.DeviceMemory = None,
     host_memory: opt.HostMemory = None,
@@ -76,7 +80,7 @@ def train(
         job = Job(
             model=model, data=data, steps=steps, batch=batch, seq=seq, accumulate=accumulate,
             lr=lr, warmup=warmup, seed=seed, out=out, compare=compare, recompute=recompute,
-            offload=offload,
+            resume=tuple(resume or ()), offload=offload,
         )  # fmt: skip
         watch = make_watch()
         watch.result(run(job, watch))

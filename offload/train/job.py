@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import nn
 
+from ..durable.resume import resume
 from ..observe import pictures
 from ..observe.export import load_trace
 from ..observe.memory_picture import draw_memory
@@ -21,8 +22,9 @@ from ..optimizer import OffloadedOptimizer, wrap
 from ..schedule.plan import Plan
 from ..schedule.replay import replay
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
-from .data import Batches, load_corpus, load_tokenizer
+from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .loop import LoopSettings, StepRecord, train
+from .progress import Progress, fingerprint
 from .report import Report, link_bytes
 from .save import save_masters, save_weights
 from .shapes import DEFAULT_SHAPE, ModelSource, find_model
@@ -45,6 +47,8 @@ class Job:
         out: folder for pictures, trace, weights and ``run.json``; made if it is not there.
         compare: also train the same steps in memory.
         recompute: compute activations again in backward instead of keeping them.
+        resume: the directory of a store that this job was interrupted in, to go on there up to
+            ``steps``; with a striped store all directories.
         offload: options of ``wrap``, without ``weights`` and ``accumulate``.
     """
 
@@ -60,6 +64,7 @@ class Job:
     out: Path = Path("runs/train")
     compare: bool = False
     recompute: bool = False
+    resume: Sequence[Path] = ()
     offload: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +81,8 @@ class Job:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be a positive number, got {self.lr}")
+        if self.resume and self.compare:
+            raise ValueError("compare trains from the first step on; leave it out with resume")
 
     def rate_for(self, source: ModelSource) -> float:
         """The learning rate: as asked for, or what suits the kind of start."""
@@ -83,13 +90,25 @@ class Job:
             return self.lr
         return LR_FROM_RANDOM if source.folder is None else LR_FINE_TUNE
 
+    @property
+    def warmed_up(self) -> int:
+        """The steps over which the learning rate rises."""
+        return self.steps // 10 if self.warmup is None else self.warmup
+
+    def settings(self, source: ModelSource, corpus: Corpus) -> dict[str, Any]:
+        """What must be the same in a run that goes on."""
+        return {
+            "model": source.name, "data": fingerprint(corpus), "batch": self.batch,
+            "seq": self.seq, "accumulate": self.accumulate, "seed": self.seed,
+            "lr": self.rate_for(source), "warmup": self.warmed_up,
+        }  # fmt: skip
+
     def loop_settings(
         self, device: torch.device, dtypes: Iterable[torch.dtype], clip: float | None = None
     ) -> LoopSettings:
         """Settings of the loop for a model with weights of ``dtypes``."""
-        warmup = self.steps // 10 if self.warmup is None else self.warmup
         scaled = torch.float16 in set(dtypes)
-        return LoopSettings(self.steps, self.accumulate, device, warmup, scaled, clip)
+        return LoopSettings(self.steps, self.accumulate, device, self.warmed_up, scaled, clip)
 
 
 class Watch(Protocol):
@@ -123,11 +142,14 @@ def run(job: Job, watch: Watch) -> Report:
     corpus = load_corpus(job.data, tokenizer, source.vocabulary)
     batches = Batches(corpus, job.batch, job.seq, job.seed)
     start = "random weights" if source.folder is None else f"weights from {source.folder}"
+    progress = Progress(job.settings(source, corpus))
+    if job.resume:
+        start = f"the last commit in {', '.join(map(str, job.resume))}"
     watch.note(f"model {source.name}: {start}")
     watch.note(f"data {corpus.summary}")
     comparison = None
     try:
-        trained = _train_offloaded(job, source, batches, tokenizer, watch)
+        trained = _train_offloaded(job, source, batches, tokenizer, progress, watch)
         if job.compare:
             batches.position = 0
             comparison = _train_in_memory(job, source, batches, trained, watch)
@@ -185,15 +207,15 @@ def _model(job: Job, source: ModelSource) -> nn.Module:
 
 
 def _train_offloaded(
-    job: Job, source: ModelSource, batches: Batches, tokenizer: Any, watch: Watch
-) -> _Trained:
+    job: Job, source: ModelSource, batches: Batches, tokenizer: Any, progress: Progress,
+    watch: Watch,
+) -> _Trained:  # fmt: skip
     torch.manual_seed(job.seed)
     rss_before = psutil.Process().memory_info().rss
     model = _model(job, source)
     parameters = sum(p.numel() for p in model.parameters())
-    plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
-    options = {**job.offload, "weights": source.folder, "accumulate": job.accumulate}
-    with wrap(model, plain, **options) as optimizer:
+    with _offloaded(job, source, model, progress) as optimizer:
+        batches.position = progress.position
         watch.note(f"plan {optimizer.plan}")
         job.out.mkdir(parents=True, exist_ok=True)
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
@@ -201,12 +223,14 @@ def _train_offloaded(
             save_masters(model, _initial(job))
         compute = next(model.parameters()).device
         settings = job.loop_settings(compute, dtypes.values())
-        watch.begin("offloaded", job.steps)
+        watch.begin("offloaded", job.steps - progress.step)
         try:
-            torch.manual_seed(job.seed)
+            if progress.step == 0:
+                torch.manual_seed(job.seed)  # else all is as the commit has it
             records = train(
-                model, optimizer, batches, settings, lambda r: watch.step(r, _memory(optimizer))
-            )
+                model, optimizer, batches, settings,
+                lambda r: watch.step(r, _memory(optimizer)), progress,
+            )  # fmt: skip
         finally:
             watch.end()
         planned_s = _write_files(job, source, model, optimizer, tokenizer)
@@ -223,6 +247,29 @@ def _train_offloaded(
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             planned_s=planned_s,
         )
+
+
+def _offloaded(
+    job: Job, source: ModelSource, model: nn.Module, progress: Progress
+) -> OffloadedOptimizer:
+    """The model wrapped anew, or as the last commit of a store has it."""
+    plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
+    options = {**job.offload, "accumulate": job.accumulate}
+    if job.resume or (options.get("nvme") is not None and options.get("durable", True)):
+        options["extra"] = progress.as_extra
+    if not job.resume:
+        return wrap(model, plain, **options, weights=source.folder)
+    optimizer, extra = resume(model, list(job.resume), plain, **options)
+    try:
+        progress.take(extra)
+        if progress.step >= job.steps:
+            raise ValueError(
+                f"resume: the run has done {progress.step} steps; ask for more than {job.steps}"
+            )
+    except ValueError:
+        optimizer.close()
+        raise
+    return optimizer
 
 
 def _memory(optimizer: OffloadedOptimizer) -> dict[str, MemoryStats]:

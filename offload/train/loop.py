@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import OffloadError
 from ..observe.stats import Stats
 from .data import Batches
+from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -66,20 +67,28 @@ def train(
     batches: Batches,
     settings: LoopSettings,
     on_step: Callable[[StepRecord], None],
+    progress: Progress | None = None,
 ) -> list[StepRecord]:
     """Trains, tells ``on_step`` about every step, and returns the record of all steps.
+
+    ``progress``: where to go on; it is kept up with.
 
     Raises:
         OffloadError: the loss is not finite; the weights are those before that step.
     """
     records: list[StepRecord] = []
     scaler = torch.amp.GradScaler(settings.device.type, enabled=settings.scaled)
+    progress = Progress({}) if progress is None else progress
+    if progress.scaler:
+        scaler.load_state_dict(dict(progress.scaler))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: min(1.0, (done + 1) / (settings.warmup + 1))
+        optimizer,
+        lambda done: min(1.0, (done + 1) / (settings.warmup + 1)),
+        last_epoch=progress.step - 1,
     )
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = time.perf_counter()
-    for step in range(1, settings.steps + 1):
+    for step in range(progress.step + 1, settings.steps + 1):
         loss, tokens = _gradients(model, batches, settings, scaler)
         if not torch.isfinite(loss):
             raise OffloadError(
@@ -92,6 +101,8 @@ def train(
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
+        progress.step, progress.position = step, batches.position
+        progress.scaler = scaler.state_dict()
         optimizer.zero_grad()
         value = float(loss)
         now = time.perf_counter()
