@@ -11,7 +11,9 @@ import torch
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
+    Cut,
     Done,
+    Durable,
     Failed,
     GradReady,
     GradRoom,
@@ -21,9 +23,11 @@ from overspill.schedule.messages import (
     Read,
     Refuse,
     Release,
+    Seal,
     Settle,
     Settled,
     Signal,
+    Spoiled,
     Step,
     Work,
     Write,
@@ -32,6 +36,7 @@ from overspill.schedule.plan import Budgets, Needs
 from overspill.schedule.planner import make_layout
 from overspill.schedule.residency import Residency
 from tests.random_parts import Field, random_parts
+from tests.sim.commit_shadow import Shadow
 
 MOST_MOVES = 10  # of one unit or record, after the last step
 
@@ -45,10 +50,17 @@ class Chaos:
         self.granted: set[int] = set()
         self.tickets = 0
         self.signals = 0
+        self.facts = 0
+        self.shadow = Shadow(machine)
+        self.open, self.cut = machine.layout.durable, False  # as in ``Committing``
 
     def send(self, signal: Signal) -> None:
         self.signals += 1
-        for instruction in self.machine.handle(signal):
+        if isinstance(signal, Done):
+            self.shadow.done(signal.work)
+        instructions = self.machine.handle(signal)
+        self.shadow.emitted(instructions)
+        for instruction in instructions:
             if isinstance(instruction, Grant):
                 self.granted.add(instruction.ticket)
             else:
@@ -79,16 +91,53 @@ class Chaos:
             self.send(Need(args[0], ticket))
         elif make is GradRoom:
             self.send(GradRoom(args[0], ticket, bool(more["merge"])))
-        elif make in (Settled, Landed):
+        elif make in (Settled, Landed, Durable):
             self.send(make(ticket))
         else:
             units = more["units"]
             assert isinstance(units, tuple)
-            self.send(Step(units, ticket, bool(more["background"])))
+            commit = bool(more["commit"])
+            self.send(Step(units, ticket, bool(more["background"]), commit))
+            self.open = self.cut = commit
+            if self.machine.layout.durable and self.rng.random() < 0.05:
+                self.send(Spoiled())
         while ticket not in self.granted:
             self.finish_one()
         while self.pending and self.rng.random() < 0.3:
             self.finish_one()
+
+    def seal(self) -> None:
+        """The next forward that trains begins: the facts of the last step's cut are known."""
+        if self.open:
+            self.facts += 1
+            self.open = False
+            self.send(Seal(self.facts) if self.cut else Cut(self.facts))
+
+    def commit(self) -> None:
+        """What the user's ``commit()`` does."""
+        self.request(Landed)
+        if self.open:
+            self.seal()
+        else:
+            self.facts += 1
+            self.send(Cut(self.facts))
+        self.request(Durable)
+
+    def rollback(self) -> None:
+        """What the user's ``rollback()`` does, between steps."""
+        if not self.facts or (self.cut and not self.open):
+            self.seal()
+            self.request(Durable)
+        self.open = self.cut = False
+        self.request(Landed)
+        while self.pending:
+            self.finish_one()
+        self.machine.rollback()
+        self.shadow.rolled_back()
+        validate(self.machine)
+        self.facts += 1
+        self.send(Cut(self.facts))
+        self.request(Durable)
 
     def use(self, unit: int, order: Sequence[int]) -> None:
         layout = self.machine.layout
@@ -100,7 +149,7 @@ class Chaos:
         self.send(Release(unit))
 
 
-def run(seed: int, steps: int) -> int:
+def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     rng = random.Random(seed)
     parts = random_parts(rng)
     fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
@@ -117,11 +166,13 @@ def run(seed: int, steps: int) -> int:
     chaos = Chaos(rng, Residency(layout))
     order = list(range(len(parts.units)))
     background = rng.random() < 0.6
+    often = layout.durable and rng.random() < 0.7
     for _ in range(steps):
         if rng.random() < 0.3:
             rng.shuffle(order)  # conditional branches: the recorded order no longer holds
         landed = False
         trained = [u for u in order if parts.units[u].trainable and rng.random() < 0.9]
+        chaos.seal()
         for micro in range(accumulate):
             for unit in order:
                 chaos.use(unit, order)
@@ -140,22 +191,29 @@ def run(seed: int, steps: int) -> int:
             chaos.request(Settled)
         if not landed:
             chaos.request(Landed)
-        chaos.request(Step, units=tuple(trained), background=background)
+        chaos.request(Step, units=tuple(trained), background=background, commit=often)
+        if layout.durable and rng.random() < 0.15:
+            rng.choice([chaos.commit, chaos.rollback])()
+    chaos.seal()
     for _ in range(MOST_MOVES * (len(order) + sum(map(len, layout.subgroups)))):
         if chaos.pending:
             chaos.finish_one()
     assert chaos.machine.idle, "moves went on without anyone who wants them"
+    assert not chaos.machine.commits.pending, "a commit that is sealed was not carried out"
+    if commits is not None:
+        commits.append(chaos.shadow.commits)
     return chaos.signals
 
 
 def test_random_signals_keep_all_invariants() -> None:
-    signals, seed = 0, 0
+    signals, seed, commits = 0, 0, list[int]()
     while signals < 25_000:
         try:
-            signals += run(seed, 4)
+            signals += run(seed, 4, commits)
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
         seed += 1
+    assert sum(commits) > len(commits), "commits are drawn"
 
 
 @pytest.mark.soak
