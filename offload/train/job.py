@@ -223,7 +223,7 @@ def _train_offloaded(
             save_masters(model, _initial(job))
         compute = next(model.parameters()).device
         settings = job.loop_settings(compute, dtypes.values())
-        watch.begin("offloaded", job.steps - progress.step)
+        watch.begin("offloaded", job.steps)
         try:
             if progress.step == 0:
                 torch.manual_seed(job.seed)  # else all is as the commit has it
