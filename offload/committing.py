@@ -26,6 +26,7 @@ from .runtime.facts import (
     encode_facts,
     kept_buffers,
     kept_groups,
+    member_names,
     random_states,
     restore_buffers,
     restore_random_states,
@@ -55,6 +56,7 @@ class Committing:
         self._model, self._groups, self._config, self._device = model, groups, config, device
         self._executor, self._updater, self._stepping = executor, updater, stepping
         self._direct, self._writer = direct, writer
+        self._members = member_names(model, groups)
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
         self._checked = False
@@ -106,6 +108,7 @@ class Committing:
             "step": self._stepping.count,
             "steps": list(self._updater.steps),
             "groups": kept_groups(self._groups),
+            "members": self._members,
             "rng": self._random,
             "buffers": kept_buffers(self._model),
             "extra": extra,

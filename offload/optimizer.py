@@ -286,8 +286,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Takes over state in torch's own format (from ``state_dict`` here or of torch's own).
 
+        Parameters are matched by ``param_names`` where groups have them (an export's have), else
+        by their place.
+
         Raises:
-            ValueError: other groups, or tensors of other shapes; nothing was changed.
+            ValueError: other groups or names, or tensors of other shapes; nothing was changed.
         """
         engine = self._engine
         engine.raise_if_unusable()
@@ -298,11 +301,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"the state has param groups of {[len(g['params']) for g in groups]} parameters, "
                 f"expected {mine}"
             )
-        flat = [p for group in self.param_groups for p in group["params"]]
-        numbers = [number for group in groups for number in group["params"]]
         by_id = {
             id(p): state_dict["state"][number]
-            for p, number in zip(flat, numbers, strict=True)
+            for group, loaded in zip(self.param_groups, groups, strict=True)
+            for p, number in zip(group["params"], self._numbers(group, loaded), strict=True)
             if number in state_dict["state"]
         }
         self._check_shapes(by_id)
@@ -313,7 +315,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for index, p in enumerate(engine.parts.parameters):
             engine.updater.steps[index] = engine.blueprint.rule.steps_taken(by_id.get(id(p), {}))
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update({k: v for k, v in loaded.items() if k != "params"})
+            group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
+
+    def _numbers(self, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:
+        """The numbers that the loaded state has for a group's parameters, in the group's order."""
+        numbers: list[int] = list(loaded["params"])
+        if "param_names" not in loaded:
+            return numbers
+        number_of = dict(zip(loaded["param_names"], numbers, strict=True))
+        names: dict[int, list[str]] = {id(p): [] for p in group["params"]}
+        for name, p in self._engine.model.named_parameters(remove_duplicate=False):
+            names.get(id(p), []).append(name)
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+            names[id(p)].append(name)
+        found = []
+        for p in group["params"]:
+            match = next((name for name in names[id(p)] if name in number_of), None)
+            if match is None:
+                raise ValueError(
+                    f"the state's param_names lack {names[id(p)][0]!r} in this group, which has "
+                    f"{sorted(number_of)[:3]} and others; build the optimizer with the same "
+                    "groups, or remove param_names to match by place"
+                )
+            found.append(number_of.pop(match))
+        return found
 
     def _check_shapes(self, by_id: Mapping[int, Mapping[str, Any]]) -> None:
         known = {"step", "master", *self._engine.blueprint.rule.moments}

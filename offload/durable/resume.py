@@ -59,7 +59,7 @@ def resume(
     config = OffloadConfig.from_options(_with_formats(store, options))
     facts = decode_facts(generation.meta)
     if optimizer is None:
-        optimizer = _optimizer_for(model, description, facts["groups"])
+        optimizer = _optimizer_for(model, description, facts)
     if len(optimizer.param_groups) != len(facts["groups"]):
         raise OffloadError(
             f"the store has {len(facts['groups'])} param groups, the optimizer "
@@ -132,8 +132,10 @@ def _largest(description: Mapping[str, Any]) -> int | None:
 
 
 def _optimizer_for(
-    model: nn.Module, description: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+    model: nn.Module, description: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
+    groups: list[Mapping[str, Any]] = facts["groups"]
+    members: list[list[str]] = facts["members"]
     decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
     kinds: dict[str, Any] = {
         "adam": torch.optim.AdamW if decoupled else torch.optim.Adam,
@@ -147,17 +149,12 @@ def _optimizer_for(
             "pass it to resume"
         )
     params = dict(model.named_parameters())
-    members: list[list[tuple[int, nn.Parameter]]] = [[] for _ in groups]
-    for unit in description["units"]:
-        for chunk in unit["chunks"]:
-            for p in chunk["params"] if chunk["group"] is not None else ():
-                if p["name"] not in params:
-                    raise OffloadError(
-                        f"parameter {p['name']!r} is in the store alone: it is that of another "
-                        "model"
-                    )
-                members[chunk["group"]].append((p["index"], params[p["name"]]))
-    lists = [[p for _, p in sorted(each, key=lambda pair: pair[0])] for each in members]
+    missing = [name for names in members for name in names if name not in params]
+    if missing:
+        raise OffloadError(
+            f"parameter {missing[0]!r} is in the store alone: it is that of another model"
+        )
+    lists = [[params[name] for name in names] for names in members]
     made: torch.optim.Optimizer = kind([{"params": listed} for listed in lists], lr=1e-3)
     return made
 

@@ -46,21 +46,15 @@ class StoreSource:
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, in torch's format; tensors are streamed.
 
-        Parameters are numbered group by group in the model's order; each group lists their names.
+        Parameters are numbered as in the optimizer that trained; each group lists their names.
         Masters, where weights have them, stand beside the moments as ``master``.
         """
-        members: list[list[tuple[int, str]]] = [[] for _ in self.facts["groups"]]
-        for unit in self.units:
-            for chunk in unit["chunks"]:
-                if chunk["group"] is not None:
-                    members[chunk["group"]] += [(p["index"], p["name"]) for p in chunk["params"]]
-        ordered = [sorted(each) for each in members]
-        flat = [index for each in ordered for index, _ in each]
-        number_of = {index: number for number, index in enumerate(flat)}
-        groups = []
-        for kept, each in zip(self.facts["groups"], ordered, strict=True):
-            numbers = [number_of[index] for index, _ in each]
-            groups.append({**kept, "params": numbers, "param_names": [n for _, n in each]})
+        members: list[list[str]] = self.facts["members"]
+        number_of = {name: number for number, name in enumerate(n for m in members for n in m)}
+        groups = [
+            {**kept, "params": [number_of[name] for name in names], "param_names": list(names)}
+            for kept, names in zip(self.facts["groups"], members, strict=True)
+        ]
         state: dict[int, Any] = {}
         for unit_number, unit in enumerate(self.units):
             for chunk_number, chunk in enumerate(unit["chunks"]):
@@ -69,7 +63,7 @@ class StoreSource:
                     if steps:
                         moments = self._moments(unit_number, chunk_number, p)
                         step = torch.tensor(float(steps))
-                        state[number_of[p["index"]]] = {"step": step, **moments}
+                        state[number_of[p["name"]]] = {"step": step, **moments}
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     # -- parts ----------------------------------------------------------------------------------

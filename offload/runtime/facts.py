@@ -46,6 +46,12 @@ def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
+def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """The model's names for every group's parameters, in the optimizer's own order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
 def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that ``state_dict`` has, copied: running statistics and the like."""
     found: dict[str, torch.Tensor] = {}
