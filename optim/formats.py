@@ -99,9 +99,11 @@ def round_to_upper(value: Tensor) -> Tensor:
     NaN stays a (quiet) NaN.  Of the usual tie rules only this one can be undone from 16 bits.
     """
     raw = value.view(torch.int32)
-    nan = (raw & MAGNITUDE) > INFINITY
-    upper = torch.where(nan, (raw >> 16) | 0x40, (raw + 0x8000) >> 16)
-    return upper.to(torch.int16).view(torch.bfloat16)
+    upper = raw.add(0x8000).bitwise_right_shift_(16).to(torch.int16)
+    nan = value.isnan()
+    if nan.any():
+        upper = torch.where(nan, ((raw >> 16) | 0x40).to(torch.int16), upper)
+    return upper.view(torch.bfloat16)
 
 
 def split_master(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,11 +50,17 @@ class Contents:
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
             fields: dict[str, torch.Tensor] = {}
+            names = {
+                field.name
+                for subgroup in self._layout.subgroups[unit]
+                if subgroup.chunk == number
+                for field in subgroup.fields
+            }
             touched: list[ParamSpec] = []
             for spec in chunk.params:
                 values = value_of(spec)
                 if values is not None:
-                    self._fill_param(chunk, spec, values, flat, fields, first=first)
+                    self._fill_param(chunk, spec, values, flat, fields, names, first=first)
                     touched.append(spec)
             if chunk.group is not None and touched:
                 self._fill_state(unit, number, fields, touched, first=first)
@@ -62,9 +68,10 @@ class Contents:
 
     def _fill_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, flat: torch.Tensor,
-        fields: dict[str, torch.Tensor], *, first: bool,
+        fields: dict[str, torch.Tensor], names: set[str], *, first: bool,
     ) -> None:  # fmt: skip
-        """``fields`` collects what goes to the records; zeroes only where something was before."""
+        """``fields`` collects what goes to the records, which have ``names``; zeroes only where
+        something was before."""
         span = slice(spec.offset, spec.offset + spec.numel)
         kept = chunk.group is not None and chunk.dtype != torch.float32
         for name, value in values.items():
@@ -72,11 +79,7 @@ class Contents:
                 flat[span].copy_(flat_like(spec, value, chunk.dtype))
                 continue
             if name == "weight":
-                master = flat_like(spec, value, torch.float32)
-                high, low = split_master(master)
-                exact = chunk.dtype == torch.bfloat16
-                flat[span].copy_(high if exact else master.to(chunk.dtype))
-                stored = {"master": master, "master_lo": low}
+                stored = self._fill_weight(chunk, spec, value, flat[span], names, first=first)
             else:
                 stored = {name: flat_like(spec, value, torch.float32)}
             for field, part in stored.items():
@@ -84,6 +87,23 @@ class Contents:
                     if field not in fields:
                         fields[field] = part.new_zeros(chunk.numel)
                     fields[field][span] = part
+
+    @staticmethod
+    def _fill_weight(
+        chunk: Chunk, spec: ParamSpec, value: torch.Tensor, weight: torch.Tensor,
+        names: set[str], *, first: bool,
+    ) -> Values:  # fmt: skip
+        """Writes a weight that has a master; returns what the master's record gets."""
+        if value.dtype == chunk.dtype == torch.bfloat16 and "master" not in names:
+            weight.copy_(flat_like(spec, value, chunk.dtype))
+            return {} if first else {"master_lo": weight.new_zeros(weight.shape, dtype=torch.int16)}
+        master = flat_like(spec, value, torch.float32)
+        if chunk.dtype != torch.bfloat16:
+            weight.copy_(master.to(chunk.dtype))
+            return {"master": master}
+        high, low = split_master(master)
+        weight.copy_(high)
+        return {"master": master} if "master" in names else {"master_lo": low}
 
     def _fill_state(
         self,
