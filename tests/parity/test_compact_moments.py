@@ -55,7 +55,9 @@ def test_bits_are_the_cpu_optimizers(placement: str, moments: str, tmp_path: Pat
             model = make(dtype)
             options = {**PLACEMENTS[placement], "update": update, "moments": moments}
             options["master"] = master or "auto"
-            options["nvme"] = tmp_path if options.get("nvme") else None
+            if options.get("nvme"):
+                options["nvme"] = tmp_path / f"{dtype} {master} {update}"
+                options["nvme"].mkdir()
             with overspill.wrap(model, adamw(model), **options) as wrapped:
                 assert train(model, wrapped, STEPS) == losses
                 for name, value in weights(model).items():
@@ -66,7 +68,8 @@ def test_bits_are_the_cpu_optimizers(placement: str, moments: str, tmp_path: Pat
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_state_goes_in_and_out(moments: str, tmp_path: Path) -> None:
     """A state taken over by wrap, and one loaded later, go on as the CPU optimizer's does."""
-    options: dict[str, Any] = {**PLACEMENTS["sim nvme"], "nvme": tmp_path, "moments": moments}
+    where = {"nvme": tmp_path, "durable": False}
+    options: dict[str, Any] = {**PLACEMENTS["sim nvme"], **where, "moments": moments}
     formats: dict[str, Any] = {"master": "split", "moments": moments}
     model = make(torch.bfloat16)
     optimizer = ours(model, **formats)
