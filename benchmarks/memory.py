@@ -29,6 +29,10 @@ PEERS = ("torch-fp32", "deepspeed-zero2", "deepspeed-zero3", "deepspeed-nvme", "
 DISK_BYTES = 1 << 40
 MOST = 128  # the largest of the family has 103 B parameters
 LIMIT_S = 240.0
+ANY_RATES = overspill.Rates(  # how much fits does not depend on them
+    dram_bytes_s=1e10, disk_read_bytes_s=1e9, disk_write_bytes_s=1e9, update_params_s=1e9,
+    device_flops_s=1e12,
+)  # fmt: skip
 
 
 def shape_of(size: int) -> Shape:
@@ -45,7 +49,7 @@ def largest(options: Mapping[str, Any], host: int, disk: int | None) -> tuple[in
     def planned(size: int) -> overspill.Plan:
         model = build(shape_of(size), torch.bfloat16)
         machine = Machine(
-            "edge", overspill.Rates(), host_memory=str(host),
+            "edge", ANY_RATES, host_memory=str(host),
             nvme_memory=None if disk is None else str(disk),
         )  # fmt: skip
         given = {**options, "host_memory": host, "nvme_memory": disk or "auto"}

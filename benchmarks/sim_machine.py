@@ -126,7 +126,7 @@ def meta_model(shape: Shape) -> Gpt:
         return Gpt(shape).to(torch.bfloat16)
 
 
-def measure(machine: SimMachine, *, steps: int = 3, warmup: int = 2) -> Measured:
+def measure(machine: SimMachine, *, steps: int = 3, warmup: int = 3) -> Measured:
     """Trains on the machine, and simulates the same."""
     shape = machine.shape
     with tempfile.TemporaryDirectory() as store:

@@ -378,9 +378,11 @@ def simulate(
 ) -> Simulated:
     """The steady state: what a step takes, moves and holds."""
     run = Simulation(layout, costs)
-    for _ in range(warm_steps):
+    for _ in range(warm_steps + (update == "next_forward")):
         run.step(micro_steps, update)
-    turns = 2 if update == "step" else 1  # there, every other step goes the other way round
+    # Where updates are queued all at once, what one step leaves decides what the next one reads: in
+    # "step" every other one goes the other way round.
+    turns = 1 if update == "backward" else 2
     moved = dict.fromkeys(LINKS, 0)
     for _ in range(turns):
         run.step(micro_steps, update)

@@ -35,6 +35,8 @@ def draw(seed: int) -> tuple[Partition, Budgets, Needs]:
     )  # fmt: skip
     device = None if rng.random() < 0.4 else rng.randint(1, 30) * 100_000
     nvme = None if rng.random() < 0.2 else rng.choice([10**6, 10**7, 10**9])
+    if nvme is None:  # there is nowhere to be durable
+        needs = replace(needs, durable=False)
     return parts, Budgets(device, rng.randint(1, 40) * 100_000, nvme), needs
 
 
