@@ -35,20 +35,18 @@ def write_shards(
     shards: list[list[StreamedTensor]] = [[]]
     held = 0
     for tensor in tensors:
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{tensor.name}: safetensors has no name for {tensor.dtype}")
         if shards[-1] and held + tensor.nbytes > shard_bytes:
             shards.append([])
             held = 0
         shards[-1].append(tensor)
         held += tensor.nbytes
     if len(shards) == 1:
-        return {SINGLE: _write_safetensors(shards[0], out / SINGLE, note)}
+        return {SINGLE: write_safetensors(shards[0], out / SINGLE, note)}
     written: dict[str, Written] = {}
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        written[name] = _write_safetensors(shard, out / name, note)
+        written[name] = write_safetensors(shard, out / name, note)
         where |= dict.fromkeys((tensor.name for tensor in shard), name)
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": where}
@@ -63,10 +61,18 @@ def write_text(path: Path, text: str) -> Written:
     return writer.finish()
 
 
-def _write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note) -> Written:
+def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note) -> Written:
+    """Writes one file in the safetensors format.
+
+    Raises:
+        ValueError: safetensors has no such dtype.
+        OSError: the file cannot be written.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise ValueError(f"{tensor.name}: safetensors has no name for {tensor.dtype}")
         header[tensor.name] = {
             "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -40,15 +40,26 @@ def bytes_of(value: torch.Tensor) -> Bytes:
     return array
 
 
-def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
-    """A tensor that is there already."""
+def lazy(
+    name: str, dtype: torch.dtype, shape: Sequence[int], value: Callable[[], torch.Tensor]
+) -> StreamedTensor:
+    """A tensor that ``value`` makes when its turn comes, and that must not change after that."""
+    size = tuple(shape)
 
     def parts() -> Iterator[Bytes]:
-        data = bytes_of(value)
+        made = value()
+        if made.dtype != dtype or tuple(made.shape) != size:
+            raise ValueError(f"{name}: expected {dtype} {size}, got {made.dtype} {made.shape}")
+        data = bytes_of(made)
         for start in range(0, data.size, PART_BYTES):
             yield data[start : start + PART_BYTES]
 
-    return StreamedTensor(name, value.dtype, tuple(value.shape), parts)
+    return StreamedTensor(name, dtype, size, parts)
+
+
+def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
+    """A tensor that is there already."""
+    return lazy(name, value.dtype, value.shape, lambda: value)
 
 
 @dataclass(frozen=True)
