@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 NEVER = 1 << 60
 
@@ -23,14 +23,19 @@ class Order:
     step leaves the record, the cursor jumps to the next place where the use occurs; where there
     is none it stays, and prefetch guesses badly until the step ends.  Nothing but speed depends
     on it.
+
+    Args:
+        longest: a step with more uses than that is taken for several.
+        moving: by use and unit, whether weights may have to move for it.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, moving: Mapping[Use, Sequence[bool]]) -> None:
         self._events: list[tuple[Use, int]] = []
         self._positions: dict[tuple[Use, int], list[int]] = {}
         self._cursor = 0
         self._recording: list[tuple[Use, int]] = []
-        self._longest = longest
+        self._longest, self._moving = longest, moving
+        self._moves: list[int] = []  # positions of the uses for which something may move
 
     def observe(self, use: Use, unit: int) -> None:
         """The unit is used now."""
@@ -49,9 +54,11 @@ class Order:
     def end_step(self) -> None:
         """What was recorded since the last end becomes the order of the next step."""
         self._events, self._recording, self._cursor = self._recording, [], 0
-        self._positions = {}
-        for position, event in enumerate(self._events):
-            self._positions.setdefault(event, []).append(position)
+        self._positions, self._moves = {}, []
+        for position, (use, unit) in enumerate(self._events):
+            self._positions.setdefault((use, unit), []).append(position)
+            if self._moving[use][unit]:
+                self._moves.append(position)
 
     def _ahead(self, event: tuple[Use, int]) -> int:
         positions = self._positions.get(event)
@@ -66,8 +73,11 @@ class Order:
         """How many uses away the unit's next such use is; ``NEVER`` where none is known."""
         return self._ahead((use, unit))
 
-    def upcoming(self) -> Iterator[tuple[int, Use, int]]:
-        """The next uses, once around, as (distance, use, unit)."""
-        for distance in range(len(self._events)):
-            use, unit = self._events[(self._cursor + distance) % len(self._events)]
-            yield distance, use, unit
+    def upcoming(self, most: int) -> Iterator[tuple[int, Use, int]]:
+        """The next uses for which something may move, as (distance, use, unit): ``most`` of them,
+        and once around at most.  What never moves costs nothing here, however often it is used."""
+        moves, around = self._moves, len(self._events)
+        first = bisect_left(moves, self._cursor)
+        for turn in range(first, first + min(most, len(moves))):
+            position = moves[turn % len(moves)]
+            yield (position - self._cursor) % around, *self._events[position]

@@ -53,18 +53,18 @@ class Residency:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.order = Order(longest=64 * max(1, len(layout.units)))
+        self._groups = [(unit.index, *unit.shares) for unit in layout.units]
+        homes = layout.homes
+        moving = {
+            Use.COMPUTE: [not all(homes[u].resident for u in group) for group in self._groups],
+            Use.UPDATE: [home.weights is Tier.NVME for home in homes],
+        }
+        self.order = Order(64 * max(1, len(layout.units)), moving)
         self._out: list[Instruction] = []
         self.weights = Weights(layout, self.order, self._emit)
         self.gradients = Gradients(layout, self.weights.updating, self._emit)
         self.updates = Updates(layout, self.order, self.weights, self.gradients, self._emit)
         self.commits = self.updates.commits = Commits(layout, self.roles_of, self._emit)
-        self._groups = [(unit.index, *unit.shares) for unit in layout.units]
-        homes = layout.homes
-        self._moving = {  # whether weights may have to move for a use of the unit
-            Use.COMPUTE: [not all(homes[u].resident for u in group) for group in self._groups],
-            Use.UPDATE: [home.weights is Tier.NVME for home in homes],
-        }
         self._demands: deque[Need] = deque()
         self._step: Step | None = None
         self._settled: list[Settled] = []
@@ -302,21 +302,12 @@ class Residency:
         queued = self.weights.queued
         if self._step is not None and queued > UNITS_AHEAD:
             return  # what room there is will be wanted by the updates first
-        left = self.layout.prefetch_depth
-        changing: set[int] = set()  # by updates before the use: a copy now would be lost
-        for ahead, use, unit in self.order.upcoming():
-            if use is Use.UPDATE:
-                changing.add(unit)
-            if not self._moving[use][unit]:
-                continue
-            if not left:
-                return
-            left -= 1
+        for ahead, use, unit in self.order.upcoming(self.layout.prefetch_depth):
             distance = ahead + queued
             if use is Use.COMPUTE:
                 for member in self._groups[unit]:
-                    if member in changing:
-                        continue
+                    if self.order.next_use(Use.UPDATE, member) < ahead:
+                        continue  # a copy now would be lost
                     if room:
                         room = self.weights.toward_compute(member, distance, updating)
                     elif self.layout.has_device:
