@@ -10,6 +10,7 @@ from pathlib import Path
 
 SUITES = (
     "bound",
+    "checkpoint",
     "copy",
     "io",
     "memory",

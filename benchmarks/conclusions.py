@@ -12,7 +12,7 @@ from .results import number
 
 GIB = 1 << 30
 # In this order; ``bound`` and the like are about the schedule, not about others.
-SUITES = ("step", "scale", "memory", "checkpoint", "export", "optim", "io")
+SUITES = ("step", "scale", "memory", "checkpoint", "optim", "io")
 MOST_ROWS = 8  # of a comparison of rates with more, the best of each engine is shown
 BEGIN, END = "<!-- results: python -m benchmarks report DIR --readme -->", "<!-- end of results -->"
 

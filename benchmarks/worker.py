@@ -41,7 +41,16 @@ class Training:
             "idle_rss_bytes": self._idle_rss_bytes,
             "shape": asdict(self._shape),
             "packages": {name: version for name, version in packages.items() if version},
+            "memory_bytes": self._memory_bytes(),
         }
+
+    def _memory_bytes(self) -> int:
+        """Weights and state that have their home in host memory; 0 where no plan says so."""
+        plan = getattr(self.trainee.optimizer, "plan", None)
+        if plan is None or plan.layout is None:
+            return 0
+        places = [p for h in plan.layout.homes for p in (h.host_place, *h.state_places)]
+        return sum(place.nbytes for place in places if place is not None)
 
     def step(self, batch: int) -> float:
         """One training step with so many sequences; returns its loss."""
