@@ -36,8 +36,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu and not soak" $(PYTEST_ARGS)
 
 # mypy does not follow mapped packages: it sees the tree through links.
-build/typing/overspill: setup.py
-	rm -rf build/typing && mkdir -p build/typing/overspill
+build/typing/overspill: setup.py $(wildcard offload/*)
+	rm -rf build/typing/overspill && mkdir -p build/typing/overspill
 	for f in offload/*; do ln -sfn ../../../$$f build/typing/overspill/$$(basename $$f); done
 	ln -sfn ../../../optim build/typing/overspill/optim
 	ln -sfn ../../../io_engine build/typing/overspill/io_engine

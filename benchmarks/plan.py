@@ -98,7 +98,7 @@ def measured(
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with (
-        mock.patch("overspill.optimizer.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
         overspill.wrap(model, adamw, **options) as optimizer,
     ):
         seconds = [_step(model, optimizer, shape, step) for step in range(warmup + steps)]

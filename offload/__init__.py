@@ -13,8 +13,9 @@ from .loading import empty_init
 from .model_state import materialized
 from .observe.rates import Rates
 from .observe.stats import Stats
-from .optimizer import accumulate, plan, unwrap, wrap
+from .optimizer import accumulate
 from .schedule.plan import Plan
+from .wrapping import plan, unwrap, wrap
 
 __version__ = "0.1.0"
 

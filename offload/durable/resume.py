@@ -15,12 +15,13 @@ from ..config import OffloadConfig
 from ..decide import calibrated, decide
 from ..engine import Engine
 from ..errors import OffloadError
+from ..filling import free_unit, move_buffers
 from ..io_engine import FoundStore, find_store
-from ..optimizer import OffloadedOptimizer, install, raise_shortfall
-from ..runtime import torch_private
+from ..optimizer import OffloadedOptimizer
 from ..runtime.accelerator import make_accelerator
 from ..runtime.facts import decode_facts
 from ..schedule.describe import describe_units, difference
+from ..wrapping import install, raise_shortfall
 
 log = logging.getLogger("overspill")
 
@@ -86,7 +87,9 @@ def resume(
         accelerator.close()
         raise
     try:
-        _stub(model, engine)
+        for unit in engine.parts.units:
+            free_unit(engine, unit)
+        move_buffers(model, engine)
         engine.adopt(generation)
         wrapped = install(model, optimizer, engine)
         assert engine.committing is not None
@@ -157,16 +160,3 @@ def _optimizer_for(
     lists = [[params[name] for name in names] for names in members]
     made: torch.optim.Optimizer = kind([{"params": listed} for listed in lists], lr=1e-3)
     return made
-
-
-def _stub(model: nn.Module, engine: Engine) -> None:
-    """Frees what the model's parameters hold; buffers go to the device."""
-    device, parts = engine.accelerator.device, engine.parts
-    for unit in parts.units:
-        for chunk, spec in unit.params:
-            stub = torch.full((), float("nan"), dtype=chunk.dtype, device=device)
-            torch_private.become(parts.parameters[spec.index], stub.expand(spec.shape))
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer.device != device:
-                setattr(module, name, buffer.to(device))

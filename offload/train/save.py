@@ -11,8 +11,8 @@ from torch import nn
 
 from ..durable.files import write_safetensors
 from ..durable.tensors import StreamedTensor, in_memory, lazy
+from ..engine import engine_of
 from ..model_state import read_weight
-from ..optimizer import engine_of
 from ..runtime import torch_private
 
 

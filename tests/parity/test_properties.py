@@ -170,7 +170,7 @@ def test_delayed_copies_and_updates_change_nothing(
         made.append(SimAccelerator(rates, disturb=late))
         return made[-1]
 
-    monkeypatch.setattr("overspill.optimizer.make_accelerator", make)
+    monkeypatch.setattr("overspill.wrapping.make_accelerator", make)
     monkeypatch.setattr(Updater, "work_on", late_work)
     monkeypatch.setenv("OVERSPILL_VALIDATE", "1")
     model = drawn_model(1)

@@ -13,9 +13,10 @@ LEVELS = [
     {"overspill.train"},
     {"overspill"},  # the public names
     {"overspill.durable.resume"},
+    {"overspill.wrapping"},
     {"overspill.optimizer"},
     {"overspill.durable"},
-    {"overspill.model_state"},
+    {"overspill.filling", "overspill.model_state", "overspill.torch_state"},
     {"overspill.decide"},
     {"overspill.engine"},
     {"overspill.held_gradients", "overspill.committing"},

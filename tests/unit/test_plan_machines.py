@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import overspill
 from overspill.cli.app import app
 from overspill.observe.machine import Machine
-from overspill.optimizer import plan
 from overspill.train.shapes import SHAPES, find_model, plan_model
 from overspill.train.skeletons import skeleton
+from overspill.wrapping import plan
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "examples/machines").glob("*.toml"))

@@ -1,0 +1,54 @@
+"""Moves a model's weights and state to their homes, and frees the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from .engine import Engine
+from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
+from .runtime import torch_private
+from .schedule.partition import Unit
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
+    parts, config, rule = engine.parts, engine.config, engine.blueprint.rule
+    files = None if config.weights is None else WeightFiles(config.weights)
+    names = {} if files is None else match_files(files, model, parts)
+    init = config.init or default_init(model)
+    for index, p in enumerate(parts.parameters):
+        engine.updater.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+    for unit in parts.units:
+        specs = {spec.index: spec for _, spec in unit.params}
+        made: Mapping[int, torch.Tensor] = {}
+        if files is None and any(parts.parameters[i].is_meta for i in specs):
+            made = initialise(parts.found[unit.index], specs, parts, init)
+
+        def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
+            if files is not None:
+                return files.load(names[index])
+            return made.get(index, parts.parameters[index].data)
+
+        values = values_of_unit(parts, unit.index, optimizer, rule, weight_of)
+        engine.contents.fill(unit.index, values, first=True)
+        free_unit(engine, unit)
+    move_buffers(model, engine)
+
+
+def free_unit(engine: Engine, unit: Unit) -> None:
+    """Frees the originals of a unit: its parameters keep their shape, and hold one NaN."""
+    for chunk, spec in unit.params:
+        stub = torch.full((), float("nan"), dtype=chunk.dtype, device=engine.accelerator.device)
+        torch_private.become(engine.parts.parameters[spec.index], stub.expand(spec.shape))
+
+
+def move_buffers(model: nn.Module, engine: Engine) -> None:
+    """Brings every buffer to the device."""
+    device = engine.accelerator.device
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
