@@ -33,8 +33,11 @@ def _load() -> ModuleType | None:
 NATIVE = _load()
 
 
-def crc32(data: NDArray[np.uint8]) -> int:
-    """CRC-32 (zlib's) of contiguous bytes; the same with and without the extension."""
+def crc32(data: NDArray[np.uint8], before: int = 0) -> int:
+    """CRC-32 (zlib's) of contiguous bytes, the same with and without the extension.
+
+    ``before``: that of the bytes in front of them.
+    """
     if NATIVE is None:
-        return zlib.crc32(data.data)
-    return int(NATIVE.crc32(data.__array_interface__["data"][0], data.nbytes, 0))
+        return zlib.crc32(data.data, before)
+    return int(NATIVE.crc32(data.__array_interface__["data"][0], data.nbytes, before))

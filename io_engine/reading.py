@@ -6,18 +6,16 @@ since is told by the checksums.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .blocks import Block, BlockFiles
 from .committed import FoundStore
-from .errors import CorruptionError, IoError, remedy_for
+from .errors import CorruptionError, IoError
 from .manifest import Generation, Item
 from .native import crc32
 from .store import STORE_NAME
@@ -26,35 +24,14 @@ from .transfer import runs_of
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Block:
-    """What one checksum covers: ``start`` is its place in the item, ``offset`` in the file."""
-
-    item: int
-    file: int
-    offset: int
-    start: int
-    nbytes: int
-    checksum: int | None
-
-
 class StoreReader:
-    """The items of one generation.  Holds ``cached_blocks`` blocks at most; close it."""
+    """The items of one generation.  Holds some blocks, not more; close it."""
 
-    def __init__(self, store: FoundStore, generation: Generation, cached_blocks: int = 6) -> None:
+    def __init__(self, store: FoundStore, generation: Generation) -> None:
         self.layout, self.generation = store.layout, generation
         self._numbers = {item.key: number for number, item in enumerate(store.layout.items)}
         self._blocks: dict[int, tuple[list[Block], list[int]]] = {}
-        self._cache: OrderedDict[Block, Bytes] = OrderedDict()
-        self._limit = cached_blocks
-        self._paths = [directory / STORE_NAME for directory in store.directories]
-        self._fds: list[int] = []
-        try:
-            for path in self._paths:
-                self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            self.close()
-            raise _fail(path, "cannot open", error) from error
+        self._files = BlockFiles([d / STORE_NAME for d in store.directories], self._check)
 
     def __enter__(self) -> StoreReader:
         return self
@@ -64,9 +41,7 @@ class StoreReader:
 
     def close(self) -> None:
         """Closes the files."""
-        while self._fds:
-            os.close(self._fds.pop())
-        self._cache.clear()
+        self._files.close()
 
     def read(self, key: str, start: int, stop: int) -> Bytes:
         """A copy of bytes ``[start, stop)`` of an item; zeroes if it was never written.
@@ -76,24 +51,25 @@ class StoreReader:
             IoError: the file cannot be read.
             KeyError: there is no such item.
         """
-        out = np.zeros(stop - start, np.uint8)
         blocks, starts = self._plan(self._numbers[key])
+        out = (np.empty if blocks else np.zeros)(stop - start, np.uint8)
         first = max(bisect_right(starts, start) - 1, 0)
-        for block in blocks[first:]:
+        for number, block in enumerate(blocks[first:], first):
             if block.start >= stop:
                 break
             low, high = max(start, block.start), min(stop, block.start + block.nbytes)
             if low < high:
-                data = self._load(block)
+                data = self._files.load(blocks, number)
                 out[low - start : high - start] = data[low - block.start : high - block.start]
         return out
 
     def verify(self) -> Iterator[tuple[int, str | None]]:
         """Reads everything once; per block its bytes, and what is wrong with it, if anything."""
-        for number in range(len(self.layout.items)):
-            for block in self._plan(number)[0]:
+        for item in range(len(self.layout.items)):
+            blocks = self._plan(item)[0]
+            for number, block in enumerate(blocks):
                 try:
-                    self._fetch(block)
+                    self._files.load(blocks, number)
                 except (CorruptionError, IoError) as error:
                     yield block.nbytes, str(error)
                 else:
@@ -122,28 +98,7 @@ class StoreReader:
                 yield Block(number, file, offset + at, start, length, checksum)
                 start, count = start + length, count + 1
 
-    def _load(self, block: Block) -> Bytes:
-        data = self._cache.get(block)
-        if data is None:
-            while len(self._cache) >= self._limit:
-                self._cache.popitem(last=False)
-            data = self._cache[block] = self._fetch(block)
-        self._cache.move_to_end(block)
-        return data
-
-    def _fetch(self, block: Block) -> Bytes:
-        data, done, fd = np.empty(block.nbytes, np.uint8), 0, self._fds[block.file]
-        path = self._paths[block.file]
-        while done < block.nbytes:
-            try:
-                got = os.preadv(fd, [data.data[done:]], block.offset + done)
-            except OSError as error:
-                raise _fail(path, "cannot read", error) from error
-            if got == 0:
-                raise IoError(f"{path}: the file ends at {block.offset + done}; it was cut short",
-                              path=str(path))  # fmt: skip
-            done += got
-        os.posix_fadvise(fd, block.offset, block.nbytes, os.POSIX_FADV_DONTNEED)
+    def _check(self, block: Block, path: Path, data: Bytes) -> None:
         if block.checksum is not None and crc32(data) != block.checksum:
             raise CorruptionError(
                 f"{path}: {block.nbytes} bytes at offset {block.offset}, of "
@@ -152,11 +107,3 @@ class StoreReader:
                 "restore the store from a copy, or start from an export",
                 path=str(path),
             )
-        return data
-
-
-def _fail(path: Path, what: str, error: OSError) -> IoError:
-    code = error.errno or 0
-    return IoError(
-        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
-    )

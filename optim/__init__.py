@@ -6,7 +6,7 @@ from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .choose import rule_for
 from .compact import Noise
-from .formats import Field, Master, Moments, granule_of, join_master, split_master
+from .formats import Field, Master, Moments, granule_of, join_halves, join_master, split_master
 from .kernels import native_isa, set_threads, threads
 from .lion import Lion
 from .norm import accumulate, sum_of_squares
@@ -29,6 +29,7 @@ __all__ = [
     "StepScalars",
     "accumulate",
     "granule_of",
+    "join_halves",
     "join_master",
     "moments_of",
     "native_isa",

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Master = Literal["split", "fp32"] | None
@@ -122,3 +124,12 @@ def join_master(upper: Tensor, lower: Tensor) -> Tensor:
     """
     high = upper.view(torch.int16).to(torch.int32)
     return ((high << 16) + lower.to(torch.int32)).view(torch.float32)
+
+
+def join_halves(upper: NDArray[np.uint16], lower: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """As ``join_master``, of the raw halves, by one thread: for work beside transfers."""
+    whole = np.empty(upper.size, np.uint32)
+    halves = whole.view(np.uint16).reshape(-1, 2)
+    halves[:, 0] = lower
+    np.subtract(upper, lower >> 15, out=halves[:, 1])
+    return whole.view(np.float32)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import mmap
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..errors import OffloadError
 from ..loading import INDEX, SINGLE
-from ..runtime import torch_private
 from .tensors import FileWriter, StreamedTensor, Written, in_memory
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -20,6 +23,8 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
+_NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
 Note = Callable[[int], None]  # told how many bytes were written
 
 
@@ -103,16 +108,15 @@ def _write_parts(writer: FileWriter, tensor: StreamedTensor, note: Note) -> None
 def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
     """Writes what ``torch.save`` would, with every ``StreamedTensor`` in ``tree`` as a tensor.
 
-    torch writes the file with holes for the tensors' bytes, and says where they are; then they are
-    filled from the first to the last.
+    torch writes the file with holes for the tensors' bytes; then they are filled from the first to
+    the last.
     """
     streamed: list[StreamedTensor] = []
-    with torch_private.without_memory():
-        fake = _replace(tree, streamed)
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(fake, path)
-        found = list(_tensors(torch.load(path, weights_only=True)))
-    offsets = [torch_private.offset_in_file(tensor) for tensor in found]
+    empty = _replace(tree, streamed)
+    with torch.serialization.skip_data():
+        torch.save(empty, path)
+    del empty
+    offsets = _holes(path, [tensor.nbytes for tensor in streamed])
     size = path.stat().st_size
     writer, at = FileWriter(path, over=True), 0
     try:
@@ -127,8 +131,32 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
         writer.abort()
 
 
+def _holes(path: Path, sizes: Sequence[int]) -> list[int]:
+    """Where in a torch file the bytes of its storages begin, which it numbers as they were met.
+
+    Raises:
+        OffloadError: it is not written as torch has always done.
+    """
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        found: dict[int, int] = {}
+        for entry in archive.infolist():
+            _, folder, name = entry.filename.rpartition("/data/")
+            if not folder or not name.isdecimal():
+                continue
+            file.seek(entry.header_offset + _NAME_AND_EXTRA)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+            place = file.tell() + name_bytes + extra_bytes
+            if int(name) < len(sizes) and entry.file_size == sizes[int(name)]:
+                found[int(name)] = place
+    if len(found) != len(sizes):
+        raise OffloadError(f"{path}: torch {torch.__version__} lays its files out in a way that "
+                           "this version does not know; export with another")  # fmt: skip
+    return [found[number] for number in range(len(sizes))]
+
+
 def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
-    """The tree with tensors without memory; what they stand for goes to ``streamed``, in order."""
+    """The tree with tensors whose memory nobody touches; what they stand for goes to ``streamed``,
+    in order."""
     if isinstance(tree, Mapping):
         return {key: _replace(value, streamed) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -137,16 +165,9 @@ def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
         tree = in_memory("a value", tree)
     if isinstance(tree, StreamedTensor):
         streamed.append(tree)
-        return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
+        if tree.nbytes == 0:
+            return torch.empty(tree.shape, dtype=tree.dtype)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        memory = mmap.mmap(-1, tree.nbytes, flags=flags)
+        return torch.frombuffer(memory, dtype=tree.dtype).view(tree.shape)
     return tree
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
-    elif isinstance(tree, torch.Tensor):
-        yield tree

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import OffloadError
 from ..io_engine import FoundStore, Generation, StoreReader
-from ..optim import join_master, read_moment
+from ..optim import join_halves, read_moment
 from .tensors import PART_BYTES, Bytes, StreamedTensor, bytes_of, in_memory
 
 MASTERS = ("master", "master_lo")
@@ -68,14 +68,20 @@ class StoreSource:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _tensor(self, p: Node, dtype: torch.dtype, values: Any) -> StreamedTensor:
-        """``values(start, stop)`` gives elements of the chunk as a flat tensor."""
+    def _tensor(
+        self, p: Node, dtype: torch.dtype, values: Any, cuts: Sequence[int] = ()
+    ) -> StreamedTensor:
+        """``values(start, stop)`` gives elements of the chunk as a flat tensor.
+
+        ``cuts``: where it would have to put two pieces together; no part goes beyond one.
+        """
         begin, numel, shape = p["offset"], p["numel"], tuple(p["shape"])
 
         def parts() -> Iterator[Bytes]:
             at = begin
             while at < begin + numel:
                 stop = min(at - at % BLOCK + STEP, begin + numel)
+                stop = next((cut for cut in cuts if at < cut < stop), stop)
                 yield bytes_of(values(at, stop))
                 at = stop
 
@@ -98,20 +104,24 @@ class StoreSource:
     def _moments(self, unit: int, number: int, p: Node) -> dict[str, StreamedTensor]:
         chunk = self.units[unit]["chunks"][number]
         subgroups = [s for s in self.units[unit]["subgroups"] if s["chunk"] == number]
+        cuts = [s["start"] for s in subgroups]
         fields = {f["name"]: f for s in subgroups for f in s["fields"] if f["block"] == 1}
         found = {}
         for name in fields:
             if name not in MASTERS:
-                found[name] = self._tensor(p, torch.float32, self._field(subgroups, name))
+                found[name] = self._tensor(p, torch.float32, self._field(subgroups, name), cuts)
         if set(MASTERS) & fields.keys():
             (name,) = set(MASTERS) & fields.keys()
             stored, upper = self._field(subgroups, name), self._weight(unit, chunk)
 
             def exact(start: int, stop: int) -> torch.Tensor:
                 lower: torch.Tensor = stored(start, stop)
-                return lower if name == "master" else join_master(upper(start, stop), lower)
+                if name == "master":
+                    return lower
+                halves = (t.view(torch.uint16).numpy() for t in (upper(start, stop), lower))
+                return torch.from_numpy(join_halves(*halves))
 
-            found["master"] = self._tensor(p, torch.float32, exact)
+            found["master"] = self._tensor(p, torch.float32, exact, cuts)
         return found
 
     def _field(self, subgroups: list[Node], name: str) -> Any:
@@ -136,7 +146,9 @@ class StoreSource:
                 low, high = (f["offset"] + i * dtype.itemsize for i in span)
                 data = self.reader.read(f"state/{subgroup['index']}", low, high)
                 record[f["name"]] = torch.from_numpy(data).view(dtype)
-        value = record[name] if name in MASTERS else read_moment(record, name)
+        value = record[name]
+        if name not in MASTERS and value.dtype is not torch.float32:
+            value = read_moment(record, name)
         return value[start - first :]
 
 

@@ -5,7 +5,6 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,8 +13,6 @@ import torch
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
-
-from ..errors import OffloadError
 
 __all__ = ["tree_leaves", "tree_map"]
 
@@ -148,24 +145,3 @@ def not_compiled(function: F) -> F:
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
     """Whether ``state_dict`` has this buffer of the module's own."""
     return buffer not in module._non_persistent_buffers_set
-
-
-def without_memory() -> contextlib.AbstractContextManager[object]:
-    """Tensors that are made or loaded inside have no memory, yet are saved like real ones."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode: contextlib.AbstractContextManager[object] = FakeTensorMode()
-    return mode
-
-
-def offset_in_file(tensor: torch.Tensor) -> int:
-    """Where in its file the bytes of a tensor begin that was loaded ``without_memory``.
-
-    Raises:
-        OffloadError: torch does not say.
-    """
-    offset = tensor.untyped_storage()._checkpoint_offset
-    if offset is None:
-        raise OffloadError("this version of torch does not tell where a file has its tensors; "
-                           "export with torch 2.7 or newer")  # fmt: skip
-    return int(offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from overspill.durable.export import OPTIMIZER, write_export
 from overspill.durable.sums import SUMS, verify_export
 from overspill.durable.tensors import Bytes, StreamedTensor, in_memory
 from overspill.errors import OffloadError
+from overspill.io_engine.native import crc32
 from overspill.loading import WeightFiles
+from overspill.optim import join_halves, split_master
 
 PART = 4 << 20
 
@@ -127,3 +130,16 @@ def test_files_that_are_cut_or_gone_are_told(tmp_path: Path) -> None:
     assert "is damaged" in verify_export(tmp_path / "out", lambda nbytes: None)[0]
     path.unlink()
     assert "No such file" in verify_export(tmp_path / "out", lambda nbytes: None)[0]
+
+
+def test_checksums_go_on_from_those_before() -> None:
+    data = np.frombuffer(random.Random(0).randbytes(100_003), np.uint8)
+    first = crc32(data[:777])
+    assert crc32(data[777:], first) == zlib.crc32(data.tobytes())
+
+
+def test_halves_are_joined_as_masters_are() -> None:
+    value = torch.randn(4096) * torch.tensor([1.0, 1e-30, 1e30, 65504.0]).repeat(1024)
+    upper, lower = split_master(value)
+    raw = [half.view(torch.uint16).numpy() for half in (upper, lower)]
+    assert torch.from_numpy(join_halves(*raw)).view(torch.int32).equal(value.view(torch.int32))
