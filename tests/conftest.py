@@ -1,4 +1,5 @@
-"""What all tests share: a cache of their own, so that rates are measured once a run at most."""
+"""What all tests share: a cache of their own, so that rates are measured once a run at most, and
+one torch thread: models this small wait for a second one longer than it works."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes; processes of tests inherit it
 
 
 @pytest.fixture(scope="session", autouse=True)

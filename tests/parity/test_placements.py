@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ def wrapped(model: TinyLM, folder: Path, options: dict[str, Any], **more: Any) -
     return overspill.wrap(model, adamw(model), **options)
 
 
-def reference(kind: str, steps: int = STEPS, **more: Any) -> tuple[list[float], dict[str, Any]]:
+@cache
+def reference(
+    kind: str, steps: int = STEPS, micro_steps: int = 1, **more: Any
+) -> tuple[list[float], dict[str, Any]]:
     """The same engine with everything in memory."""
     model = make(kind)
-    micro = more.pop("micro_steps", 1)
     with overspill.wrap(model, adamw(model), device="cpu", host_memory="1GiB", **more) as opt:
-        return train(model, opt, steps, micro_steps=micro), weights(model)
+        return train(model, opt, steps, micro_steps=micro_steps), weights(model)
 
 
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
