@@ -79,7 +79,7 @@ class FileWriter:
     """Writes a file from its start to its end on a thread of its own, and sums it up.
 
     Past the page cache, where the file system can: what is written is not read again, and the
-    flush at the end then waits for nothing.  At most eight parts wait, so memory is bounded;
+    flush at the end then waits for nothing.  At most four parts wait, so memory is bounded;
     ``finish`` raises what went wrong.
     """
 
@@ -90,7 +90,7 @@ class FileWriter:
         self._memory = mmap.mmap(-1, STAGE_BYTES)
         self._stage: Bytes = np.frombuffer(self._memory, np.uint8)
         self._held = self._at = 0  # bytes in the stage, and where they belong
-        self._queue: queue.Queue[Bytes | int | None] = queue.Queue(8)
+        self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
         self._crc = self._nbytes = 0
         self._thread = threading.Thread(target=self._run, name="overspill-export", daemon=True)
