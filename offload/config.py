@@ -107,7 +107,8 @@ class OffloadConfig:
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
         units: module names that form units; the rest is found.
-        weights: safetensors file or Hugging Face folder to stream in.
+        weights: safetensors file, Hugging Face folder, or folder of
+            ``torch.distributed.checkpoint``, to stream in.
         init: for a meta model: called on each module of a unit to initialise its parameters.
         prefetch_depth: units fetched ahead of use; ``None`` lets the plan choose.
         threads: CPU threads of the optimizer update; ``None`` takes the physical cores.

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from .engine import Engine
-from .loading import WeightFiles, default_init, initialise, match_files, values_of_unit
+from .importing import open_weights
+from .loading import default_init, initialise, match_files, values_of_unit
 from .runtime import torch_private
 from .schedule.partition import Unit
 
@@ -16,7 +17,7 @@ from .schedule.partition import Unit
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
     parts, config, rule = engine.parts, engine.config, engine.blueprint.rule
-    files = None if config.weights is None else WeightFiles(config.weights)
+    files = None if config.weights is None else open_weights(config.weights)
     names = {} if files is None else match_files(files, model, parts)
     init = config.init or default_init(model)
     for index, p in enumerate(parts.parameters):

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,22 @@ from .runtime.contents import Values
 from .schedule.partition import FoundUnit, ParamSpec, Partition
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OPTIMIZER = "optimizer.pt"  # in the folder of an export
+DISTRIBUTED = ".metadata"  # in every folder of torch.distributed.checkpoint
+
+
+class TensorFiles(Protocol):
+    """Tensors by name in files, read one at a time."""
+
+    path: Path
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, or ``None`` where there is no such tensor."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        ...
 
 
 @contextlib.contextmanager
@@ -77,7 +93,7 @@ class WeightFiles:
             return files
         if (path / SINGLE).is_file():
             return [path / SINGLE]
-        raise ValueError(f"weights: {path} holds neither {SINGLE} nor {INDEX}")
+        raise ValueError(f"weights: {path} holds none of {SINGLE}, {INDEX} and {DISTRIBUTED}")
 
     def _open(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -110,7 +126,7 @@ class WeightFiles:
         return tensor
 
 
-def match_files(files: WeightFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
+def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
     """By parameter index, the tensor in the files that holds it; checked before anything moves.
 
     A tied parameter may stand under any of its names, with or without a leading module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from .config import Tier
 from .durable.export import export_store
 from .engine import Engine
 from .errors import OffloadError
+from .importing import open_state
 from .observe.export import save_trace
 from .observe.stats import MemoryStats, Stats
 from .schedule.plan import Plan
@@ -111,8 +113,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         return torch_state(self._engine, self.param_groups)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any] | str | os.PathLike[str]
+    ) -> None:
         """Takes over state in torch's own format (from ``state_dict`` here or of torch's own).
+
+        A path names a file of such a state, an export, or a folder of
+        ``torch.distributed.checkpoint``; then it is read tensor by tensor.
 
         Parameters are matched by ``param_names`` where groups have them (an export's have), else
         by their place.
@@ -120,6 +127,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups or names, or tensors of other shapes; nothing was changed.
         """
+        if isinstance(state_dict, (str, os.PathLike)):
+            state_dict = open_state(Path(state_dict), self._engine.model, self.param_groups)
         load_torch_state(self._engine, self.param_groups, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

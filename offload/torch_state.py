@@ -92,9 +92,12 @@ def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, An
 def _check_shapes(engine: Engine, by_id: Mapping[int, Mapping[str, Any]]) -> None:
     known = {"step", "master", *engine.blueprint.rule.moments}
     for p in engine.parts.parameters:
-        for name, value in by_id.get(id(p), {}).items():
+        given = by_id.get(id(p), {})
+        for name in given:
             if name not in known:
                 raise ValueError(f"the state has {name!r}; this optimizer's has {sorted(known)}")
+            like = getattr(given, "like", None)  # what is still on disk is not read for this
+            value = given[name] if like is None else like(name)
             if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
                 raise ValueError(
                     f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"

@@ -14,7 +14,8 @@ from .decide import calibrated, decide, foretell
 from .engine import ATTRIBUTE, Engine, engine_of
 from .errors import BudgetError, OffloadError
 from .filling import fill
-from .loading import WeightFiles, match_files
+from .importing import open_weights
+from .loading import match_files
 from .model_state import StateHooks, read_weight
 from .observe.machine import Machine
 from .optimizer import OffloadedOptimizer
@@ -94,7 +95,7 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         blueprint = decide(model, optimizer, config, accelerator)
         raise_shortfall(blueprint.plan)
         if config.weights is not None:
-            match_files(WeightFiles(config.weights), model, blueprint.parts)
+            match_files(open_weights(config.weights), model, blueprint.parts)
         engine = Engine(model, optimizer.param_groups, blueprint, accelerator, calibration)
     except BaseException:
         accelerator.close()

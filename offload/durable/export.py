@@ -11,12 +11,12 @@ from typing import Any
 
 from ..errors import OffloadError, format_bytes
 from ..io_engine import find_store
+from ..loading import OPTIMIZER
 from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
 from .source import StoreSource, require_unmoved
 from .sums import SUMS, sums_text
 from .tensors import StreamedTensor, Written
 
-OPTIMIZER = "optimizer.pt"
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 

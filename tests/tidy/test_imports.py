@@ -21,6 +21,8 @@ LEVELS = [
     {"overspill.engine"},
     {"overspill.held_gradients", "overspill.committing"},
     {"overspill.stepping"},
+    {"overspill.importing"},
+    {"overspill.distributed"},
     {"overspill.loading", "overspill.budgets"},
     {"overspill.runtime"},
     {"overspill.schedule"},
