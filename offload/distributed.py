@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from .loading import DISTRIBUTED
 
@@ -54,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """torch's reader, with the metadata that was read once."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -65,7 +67,7 @@ class _Reader(dcp.FileSystemReader):
         return self._known
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):
     """torch's planner; values that are no tensors are unpickled with ``weights_only``."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
@@ -136,7 +138,7 @@ class DistributedFolder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # there is no group: we know
-                dcp.load(found, storage_reader=self._reader, planner=_Planner(), no_dist=True)
+                load(found, storage_reader=self._reader, planner=_Planner(), no_dist=True)
         except _FAILURES as error:
             raise ValueError(f"{self.path}: {key!r} cannot be read: {error}") from error
         return found[key]
@@ -200,10 +202,10 @@ def optimizer_state(
     for group, members in zip(groups, names, strict=True):
         first = number
         for listed in members:
-            owner = next((name for name in listed if name in fields), None)
-            if owner is not None:
-                under = f"{root}state.{owner}."
-                state[number] = StoredState(folder, under, fields.pop(owner))
+            found = next((name for name in listed if name in fields), None)
+            if found is not None:
+                under = f"{root}state.{found}."
+                state[number] = StoredState(folder, under, fields.pop(found))
             number += 1
         scalars = _scalars(folder, f"{root}param_groups.", members[0]) if members else {}
         kept.append({**scalars, "params": list(range(first, first + len(group["params"])))})
