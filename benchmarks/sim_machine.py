@@ -14,7 +14,7 @@ import overspill
 from overspill.observe.trace import Span
 from overspill.schedule.bounds import step_bound, step_flops, trained_params
 from overspill.schedule.costs import Costs
-from overspill.schedule.simulate import Simulated, simulate
+from overspill.schedule.steady import Simulated, simulate
 
 from .model import Gpt, Shape, batch_of
 

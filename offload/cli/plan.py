@@ -14,6 +14,7 @@ from ..observe.machine import Machine
 from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
 from .failures import REFUSED, one_line_errors
+from .heap import nothing_collected
 from .plan_text import plan_json, show_plan
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def plan(
     debug: opt.Debug = False,
 ) -> None:
     """Show whether a model fits, what goes where, and how long a step takes.  Allocates nothing."""
-    with one_line_errors(debug):
+    with one_line_errors(debug), nothing_collected():
         from ..observe.export import save_trace
         from ..train.shapes import plan_model
 
@@ -106,11 +107,10 @@ Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 
 
 def _planner(model: Any, options: dict[str, Any]) -> Make:
-    import torch
-
     from ..decide import foretell
+    from ..train.skeletons import skeleton_adamw
 
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = skeleton_adamw(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, **more}

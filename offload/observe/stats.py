@@ -47,6 +47,14 @@ class Stats:
         """Step time over its bound: 1 is perfect; ``None`` where nothing was done."""
         return self.step_s / self.bound_s if self.bound_s else None
 
+    def per_step(self, steps: int) -> Stats:
+        """Figures that were taken over ``steps`` of them, of one on average."""
+        lanes = {
+            name: LaneStats(lane.bytes // steps, lane.busy_s / steps, lane.stall_s / steps)
+            for name, lane in self.lanes.items()
+        }
+        return Stats(self.step_s / steps, self.bound_s / steps, lanes)
+
     def explain(self) -> str:
         """One line: how far above the bound, and which lanes compute waited for."""
         ratio = self.over_bound

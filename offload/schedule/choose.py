@@ -14,7 +14,7 @@ from .layout import Layout
 from .partition import Partition
 from .plan import Budgets, Needs, Preference, Shortfall
 from .planner import DEFAULT_DEPTH, make_layout
-from .simulate import Simulated, simulate
+from .steady import Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
 AS_USUAL = Preference()
@@ -23,7 +23,8 @@ OTHERS = (
     Preference(("state", "weights", "gradients")),
 )
 SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
-CHOOSING_SUBGROUPS = 600  # fewer, and fewer steps, are simulated sooner and rank as well
+CHOOSING_SUBGROUPS = 300  # fewer, and fewer steps, are simulated sooner and rank as well
+CHOOSING_STEPS = 6
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that
 
 
@@ -91,11 +92,16 @@ def choose_plan(
         return foresee(parts, budgets, fixed, rates, load)
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
+    seen: list[Layout] = []
 
     def try_out(tried: Needs) -> None:
         nonlocal best, best_s
-        seconds = balanced_s(parts, budgets, tried, rates, compute_s)
-        if seconds is not None and seconds < WORTH * best_s:
+        layout, _, shortfalls = make_layout(parts, budgets, tried)
+        if shortfalls or layout in seen:
+            return
+        seen.append(layout)
+        seconds = balanced_s(layout, tried, rates, compute_s)
+        if seconds < WORTH * best_s:
             best, best_s = tried, seconds
 
     for each in DEPTHS if depth is None else (depth,):
@@ -107,17 +113,13 @@ def choose_plan(
     return foresee(parts, budgets, best, rates, load)
 
 
-def balanced_s(
-    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates, compute_s: float
-) -> float | None:
-    """Seconds of a step that computes for ``compute_s``; ``None`` where it does not fit."""
-    layout, _, shortfalls = make_layout(parts, budgets, needs)
-    if shortfalls:
-        return None
+def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
+    """Seconds of a step whose micro-steps compute for ``compute_s`` each."""
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
     costs = Costs.balanced(coarse, rates, compute_s)
     return simulate(
-        coarse, costs, micro_steps=needs.accumulate, update=needs.update, warm_steps=1
+        coarse, costs, micro_steps=needs.accumulate, update=needs.update,
+        most_steps=CHOOSING_STEPS,
     ).stats.step_s  # fmt: skip
 
 

@@ -58,8 +58,10 @@ def _currency(machine: Residency) -> None:
         current = current or (item.host is not None and item.host.valid)
         assert current, f"unit {number} has no current copy"
         assert item.pins >= 0 and item.held >= 0, f"unit {number} was released too often"
-        for copy in (item.host, item.device):
+        for tier, copy in ((Tier.HOST, item.host), (Tier.DEVICE, item.device)):
             assert copy is None or copy.holds >= 0, f"unit {number} was let go too often"
+            moved = copy is not None and not copy.fixed
+            assert moved == (number in machine.weights.moved[tier]), f"unit {number} is miscounted"
         if not item.stored and home.weights is Tier.NVME:
             assert item.host is not None and item.host.holds > 0, f"unit {number} may be lost"
         if item.pins:

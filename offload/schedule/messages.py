@@ -16,6 +16,8 @@ class Kind(enum.Enum):
     GRADS = "grads"  # indexed by unit
     STATE = "state"  # indexed by subgroup
 
+    __hash__ = object.__hash__  # Enum's own is slow, and moves are counted by their items
+
 
 class Item(NamedTuple):
     kind: Kind

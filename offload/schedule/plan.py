@@ -13,7 +13,7 @@ from ..observe.rates import Rates
 from .costs import Profile
 from .layout import Layout, UnitHome
 from .partition import Unit, align
-from .simulate import Simulated
+from .steady import Simulated
 from .subgroups import (
     FieldsOf,
 )

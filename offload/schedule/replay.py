@@ -6,7 +6,7 @@ from ..observe.trace import Trace
 from .coarse import coarsen
 from .costs import Costs, Profile
 from .plan import Plan
-from .simulate import Simulated, simulate
+from .steady import Simulated, simulate
 
 
 def replay(plan: Plan, trace: Trace) -> Simulated | None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from ..config import Tier
 from ..observe.rates import Rates
-from ..observe.stats import Stats, step_stats
 from ..observe.trace import Trace
 from .costs import Costs
 from .layout import Layout
@@ -45,21 +44,10 @@ from .messages import (
 )
 from .residency import Residency
 
+LANE_OF: dict[type, str] = {Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out"}
 LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
-WARM_STEPS = 2  # the first records the order of uses, the second fills what is prefetched by it
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The steady state: a step's figures, its bytes on average, the most in use by tier, and all
-    spans."""
-
-    stats: Stats
-    link_bytes: dict[str, int]
-    peak_bytes: dict[Tier, int]
-    trace: Trace
 
 
 @dataclass(frozen=True)
@@ -101,9 +89,18 @@ class Simulation:
         self._landed = True
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
-        self._record_bytes = [s.nbytes for s in subgroups]
         self._params = [s.count for s in subgroups]
-        self._unit_of = [s.unit for s in subgroups]
+        names = [unit.name for unit in layout.units]
+        self._names = {
+            Kind.WEIGHTS: [f"weights {name}" for name in names],
+            Kind.GRADS: [f"grads {name}" for name in names],
+            Kind.STATE: [f"state {names[s.unit]} {s.index}" for s in subgroups],
+        }
+        self._nbytes_of = {
+            Kind.WEIGHTS: [unit.weight_bytes for unit in layout.units],
+            Kind.GRADS: layout.grad_bytes,
+            Kind.STATE: [s.nbytes for s in subgroups],
+        }
         rates = costs.rates
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
@@ -136,23 +133,12 @@ class Simulation:
             elif isinstance(instruction, Refuse):
                 raise AssertionError(f"the machine refused unit {instruction.unit}")
             else:
-                lane = self._lane_of(instruction)
+                lane = self._lanes[LANE_OF.get(type(instruction), "update")]
                 urgent = isinstance(instruction, Read) and instruction.urgent
                 (lane.urgent if urgent else lane.line).append(instruction)
                 if lane.current is None:
                     self._start(lane)
         self._note_peaks()
-
-    def _lane_of(self, work: Work) -> _Lane:
-        if isinstance(work, Read):
-            return self._lanes["read"]
-        if isinstance(work, Write):
-            return self._lanes["write"]
-        if isinstance(work, CopyIn):
-            return self._lanes["copy_in"]
-        if isinstance(work, CopyOut):
-            return self._lanes["copy_out"]
-        return self._lanes["update"]
 
     def _start(self, lane: _Lane) -> None:
         line = lane.urgent or lane.line
@@ -207,12 +193,7 @@ class Simulation:
 
     def _nbytes(self, work: Work) -> int:
         if isinstance(work, (Read, Write)):
-            kind, index = work.item
-            if kind is Kind.WEIGHTS:
-                return self.layout.units[index].weight_bytes
-            if kind is Kind.GRADS:
-                return self.layout.grad_bytes[index]
-            return self._record_bytes[index]
+            return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
             return work.place.nbytes
         if isinstance(work, CopyOut):
@@ -220,15 +201,11 @@ class Simulation:
         return work.state.nbytes if isinstance(work, Update) else 0
 
     def _name(self, work: Work) -> str:
-        units = self.layout.units
         if isinstance(work, (Read, Write)):
-            kind, index = work.item
-            if kind is Kind.STATE:
-                return f"state {units[self._unit_of[index]].name} {index}"
-            return f"{kind.value} {units[index].name}"
+            return self._names[work.item.kind][work.item.number]
         if isinstance(work, (Clear, Commit)):
             return "clear" if isinstance(work, Clear) else "commit"
-        return units[work.unit].name
+        return self.layout.units[work.unit].name
 
     def _end_next(self) -> None:
         """The next piece of work ends."""
@@ -244,12 +221,8 @@ class Simulation:
             return
         self._lane = lane.name
         if not isinstance(work, (Settle, Clear)):
-            self.trace.add(
-                lane.name, self._name(work), _ns(lane.started_s), _ns(self.now_s),
-                self._nbytes(work),
-            )  # fmt: skip
-            if lane.name != "update":
-                self.link_bytes[lane.name] += self._nbytes(work)
+            began, ended = _ns(lane.started_s), _ns(self.now_s)
+            self.trace.add(lane.name, self._name(work), began, ended, self._nbytes(work))
         self._start(lane)
         if lane.current is None:
             self._changed(lane)
@@ -316,10 +289,10 @@ class Simulation:
         self._wait(ticket, self.layout.units[unit].name)
         self._send(GradReady(unit, merge, update))
 
-    def step(self, micro_steps: int, update: str) -> None:
-        """One optimizer step over all units in their order."""
+    def step(self, micro_steps: int, update: str) -> float:
+        """One optimizer step over all units in their order; its seconds."""
+        began_s = self.now_s
         units, costs = self.layout.units, self.costs
-        self.link_bytes = dict.fromkeys(LINKS, 0)
         for micro in range(micro_steps):
             for unit in units:
                 self._compute(unit.index, costs.forward_s[unit.index])
@@ -333,6 +306,7 @@ class Simulation:
         self._finish_step(update)
         index = len(self.trace.steps) + 1
         self.trace.mark_step(index, _ns(self.now_s))
+        return self.now_s - began_s
 
     def _finish_step(self, update: str) -> None:
         """What ``optimizer.step()`` does."""
@@ -371,23 +345,3 @@ def _slowdown(rates: Rates) -> float:
 
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
-
-
-def simulate(
-    layout: Layout, costs: Costs, *, micro_steps: int, update: str, warm_steps: int = WARM_STEPS
-) -> Simulated:
-    """The steady state: what a step takes, moves and holds."""
-    run = Simulation(layout, costs)
-    for _ in range(warm_steps + (update == "next_forward")):
-        run.step(micro_steps, update)
-    # Where updates are queued all at once, what one step leaves decides what the next one reads: in
-    # "step" every other one goes the other way round.
-    turns = 1 if update == "backward" else 2
-    moved = dict.fromkeys(LINKS, 0)
-    for _ in range(turns):
-        run.step(micro_steps, update)
-        for lane, nbytes in run.link_bytes.items():
-            moved[lane] += nbytes
-    stats = step_stats(run.trace, run.trace.steps[-1], {})
-    links = {lane: nbytes // turns for lane, nbytes in moved.items()}
-    return Simulated(stats, links, run.peak_bytes, run.trace)

@@ -39,12 +39,21 @@ class _State:
 class _Task:
     """One unit in the queue."""
 
-    __slots__ = ("begun", "done", "holds_weights", "next", "staged", "subgroups", "unit")
+    __slots__ = (
+        "begun",
+        "complete",
+        "done",
+        "holds_weights",
+        "next",
+        "staged",
+        "subgroups",
+        "unit",
+    )
 
     def __init__(self, unit: int, subgroups: tuple[Subgroup, ...]) -> None:
         self.unit, self.subgroups = unit, subgroups
         self.staged = self.next = self.done = 0
-        self.begun = self.holds_weights = False
+        self.begun = self.holds_weights = self.complete = False
 
 
 class Updates:
@@ -79,6 +88,7 @@ class Updates:
         self._forwards = False
         self._queued: list[int] = []  # the units of this step in the order of their updates
         self._coming: deque[int] = deque()  # subgroups on disk in the order expected next
+        self._turns: dict[int, int] = {}  # of those that are coming
 
     @property
     def busy(self) -> bool:
@@ -91,7 +101,7 @@ class Updates:
             self.updated.add(unit)
             self._queued.append(unit)
             while self._coming and self.unit_of[self._coming[0]] in self.updated:
-                self._coming.popleft()
+                del self._turns[self._coming.popleft()]
             self.weights.begin_update(unit)
             self.order.observe(Use.UPDATE, unit)
             self.queue.append(_Task(unit, self.layout.subgroups[unit]))
@@ -128,6 +138,7 @@ class Updates:
             for subgroup in self.layout.subgroups[unit]
             if self._on_disk(subgroup.index)
         )
+        self._turns = {index: turn for turn, index in enumerate(self._coming)}
         self._queued = []
         self.updated.clear()
 
@@ -143,6 +154,8 @@ class Updates:
                 break
 
     def _stage(self, task: _Task, number: int) -> bool:
+        if task.complete:
+            return True
         unit, home = task.unit, self.layout.homes[task.unit]
         task.begun = True
         if not task.holds_weights and home.weights is not Tier.DEVICE:
@@ -157,6 +170,8 @@ class Updates:
             if not self._stage_state(task.subgroups[task.staged]):
                 return False
             task.staged += 1
+        there = task.holds_weights or home.weights is Tier.DEVICE
+        task.complete = there and self.gradients.held(unit)
         return True
 
     def _stage_state(self, subgroup: Subgroup) -> bool:
@@ -193,8 +208,7 @@ class Updates:
             for i in self.cached
             if self.states[i].ready and not self.states[i].claimed and i not in keep
         ]
-        coming = {index: turn for turn, index in enumerate(self._coming)}
-        return max(clean, key=lambda i: coming.get(i, NEVER), default=None)
+        return max(clean, key=lambda i: self._turns.get(i, NEVER), default=None)
 
     def _drop(self, index: int) -> None:
         state = self.states[index]

@@ -85,6 +85,7 @@ class Weights:
         self.drains = False  # whether all queued updates come before any further compute
         self.updating: set[int] = set()
         self.units: list[_Unit] = []
+        self.moved: dict[Tier, set[int]] = {Tier.HOST: set(), Tier.DEVICE: set()}  # not fixed there
         self._users = [
             [u.index, *(other.index for other in layout.units if u.index in other.shares)]
             for u in layout.units
@@ -142,6 +143,7 @@ class Weights:
         if place is None:
             return False
         item.device = Copy(place, valid=False, fixed=False)
+        self.moved[Tier.DEVICE].add(unit)
         self._copy_in(unit, item)
         return True
 
@@ -155,6 +157,7 @@ class Weights:
             return False
         assert item.stored, f"unit {unit} has no current copy to read"
         item.host = Copy(place, valid=False, fixed=False, holds=1)
+        self.moved[Tier.HOST].add(unit)
         self._emit(Read(Item(Kind.WEIGHTS, unit), item.roles.newest, place, urgent=distance < 0))
         return True
 
@@ -197,7 +200,7 @@ class Weights:
         if arena.tier is not self.layout.compute_tier:  # on the device already: here it may go
             keep = {u for u in keep if not ((on := self.units[u].device) and on.valid)}
         victims: list[tuple[int, int, Copy]] = []
-        for unit in range(len(self.units)):
+        for unit in self.moved[arena.tier]:
             copy = self.evictable(unit, arena.tier)
             if copy is not None and unit not in keep and copy.place.nbytes:
                 use = self._next_use(unit, arena.tier)
@@ -218,6 +221,7 @@ class Weights:
         item = self.units[unit]
         copy = self.evictable(unit, tier)
         assert copy is not None, f"unit {unit} must not be evicted from {tier.value}"
+        self.moved[tier].discard(unit)
         if tier is Tier.DEVICE:
             item.device = None
             self.device_arena.free(copy.place)
@@ -253,6 +257,7 @@ class Weights:
             elif item.held and not item.device.holds:
                 item.orphans.append(item.device.place)
                 item.device = None
+                self.moved[Tier.DEVICE].discard(unit)
 
     def may_update(self, unit: int) -> bool:
         """Whether no copy of the old values is under way any more."""

@@ -20,6 +20,11 @@ class _Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
 
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without its own way to fill it, which imports torch's compiler: half a second."""
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+
+
 class _Matrix(nn.Module):
     """A product with a weight, as GPT-2 keeps it (inputs first)."""
 
@@ -54,7 +59,7 @@ class _LlamaLayer(nn.Module):
 def _llama(config: Mapping[str, Any]) -> nn.Module:
     model, width, vocabulary = nn.Module(), config["hidden_size"], config["vocab_size"]
     model.model = nn.Module()
-    model.model.embed_tokens = nn.Embedding(vocabulary, width)
+    model.model.embed_tokens = _table(vocabulary, width)
     layers = range(config["num_hidden_layers"])
     model.model.layers = nn.ModuleList(_LlamaLayer(config) for _ in layers)
     model.model.norm = _Norm(width)
@@ -77,8 +82,8 @@ def _gpt2(config: Mapping[str, Any]) -> nn.Module:
     model, width, vocabulary = nn.Module(), config["n_embd"], config["vocab_size"]
     inner = config.get("n_inner") or 4 * width
     model.transformer = nn.Module()
-    model.transformer.wte = nn.Embedding(vocabulary, width)
-    model.transformer.wpe = nn.Embedding(config["n_positions"], width)
+    model.transformer.wte = _table(vocabulary, width)
+    model.transformer.wpe = _table(config["n_positions"], width)
     layers = range(config["n_layer"])
     model.transformer.h = nn.ModuleList(_Gpt2Layer(width, inner) for _ in layers)
     model.transformer.ln_f = nn.LayerNorm(width)
@@ -86,6 +91,18 @@ def _gpt2(config: Mapping[str, Any]) -> nn.Module:
     if config.get("tie_word_embeddings", True):
         model.lm_head.weight = model.transformer.wte.weight
     return model
+
+
+def skeleton_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """torch's AdamW as far as a plan looks at it: its constructor too imports the compiler."""
+    optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
+    optimizer.defaults = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
+        "maximize": False, "capturable": False, "differentiable": False, "foreach": None,
+        "fused": None,
+    }  # fmt: skip
+    optimizer.param_groups = [{"params": list(model.parameters()), **optimizer.defaults}]
+    return optimizer
 
 
 def skeleton(config: Mapping[str, Any]) -> nn.Module | None:

@@ -63,9 +63,9 @@ def test_the_placement_with_the_least_time_is_chosen() -> None:
 
         def seconds(tried: Needs, at: object = (parts, budgets, compute_s)) -> float:
             where, sizes, total_s = at  # type: ignore[misc]
-            found = balanced_s(where, sizes, tried, RATES, total_s)
-            assert found is not None
-            return found
+            layout, _, shortfalls = make_layout(where, sizes, tried)
+            assert not shortfalls
+            return balanced_s(layout, tried, RATES, total_s)
 
         mine, usual_s = seconds(best.needs), seconds(usual)
         depth = best.layout.prefetch_depth

@@ -17,7 +17,8 @@ from overspill.schedule.invariants import validate
 from overspill.schedule.partition import Partition
 from overspill.schedule.plan import Budgets, Needs
 from overspill.schedule.planner import make_layout
-from overspill.schedule.simulate import Simulation, simulate
+from overspill.schedule.simulate import Simulation
+from overspill.schedule.steady import simulate
 from tests.random_parts import Field, random_parts
 
 CASES = 200

@@ -14,7 +14,7 @@ from overspill.schedule.layout import Layout
 from overspill.schedule.partition import partition
 from overspill.schedule.plan import Budgets, Needs
 from overspill.schedule.planner import make_layout
-from overspill.schedule.simulate import Simulated, simulate
+from overspill.schedule.steady import Simulated, simulate
 from tests.random_parts import Field
 
 MODES = ("step", "backward", "next_forward")

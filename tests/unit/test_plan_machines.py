@@ -147,10 +147,11 @@ def test_a_plan_of_70_b_needs_little() -> None:
         "import sys\n"
         "from overspill.cli.app import app\n"
         "try:\n"
-        f"    app(['plan', '--model', 'llama-70b', '--rates', {str(MACHINES[-1])!r}])\n"
+        "    app(['plan', 'llama-70b', '--precision', 'bf16',\n"
+        f"         '--rates', {str(MACHINES[-1])!r}])\n"
         "except SystemExit as end:\n"
         "    assert not end.code, end.code\n"
-        "assert 'transformers' not in sys.modules\n"
+        "assert not {'transformers', 'torch._dynamo'} & set(sys.modules)\n"
         "status = open('/proc/self/status').read()\n"  # ru_maxrss begins with the parent's memory
         "print(status.split('VmHWM:')[1].split()[0])\n"
     )
@@ -163,5 +164,5 @@ def test_a_plan_of_70_b_needs_little() -> None:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) < 1_000_000, "kilobytes of RSS"
-    assert after.ru_utime - before.ru_utime < 15, "5 s on a machine with nothing else to do"
+    assert after.ru_utime - before.ru_utime < 10, "5 s on a machine with nothing else to do"
     assert "llama-70b" in SHAPES
