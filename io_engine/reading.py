@@ -63,6 +63,10 @@ class StoreReader:
                 out[low - start : high - start] = data[low - block.start : high - block.start]
         return out
 
+    def written(self, key: str) -> bool:
+        """Whether an item was ever written; else it reads as zeroes."""
+        return self.generation.roles[self._numbers[key]] >= 0
+
     def verify(self) -> Iterator[tuple[int, str | None]]:
         """Reads everything once; per block its bytes, and what is wrong with it, if anything."""
         for item in range(len(self.layout.items)):

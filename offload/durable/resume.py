@@ -22,6 +22,7 @@ from ..runtime.accelerator import make_accelerator
 from ..runtime.facts import decode_facts
 from ..schedule.describe import describe_units, difference
 from ..wrapping import install, raise_shortfall
+from .moving import move_store
 
 log = logging.getLogger("overspill")
 
@@ -37,13 +38,15 @@ def resume(
     Weights, state, step counts, hyper-parameters, buffers and random generators are set to those
     of the commit; what the model and the optimizer hold is of no account, so the model may be
     built under ``empty_init()``.  Budgets, tiers, the way to update and the device may differ from
-    those of the run before; the formats of numbers are those of the store.
+    those of the run before; the formats of numbers are those of the store.  With other directories
+    in ``nvme`` the commit is first copied there, over as many stripes as they are, and the
+    store that was there stays.
 
     Args:
         path: the directory of the store, or all of them.
         optimizer: of the same kind, with the same param groups; ``None`` for torch's
             of that kind, with the groups of the store.
-        options: see ``OffloadConfig``; ``nvme`` is the store's.
+        options: see ``OffloadConfig``; ``nvme``: where to go on, if not in the store itself.
 
     Returns:
         The optimizer, and what ``extra`` gave when the commit was sealed.
@@ -69,7 +72,9 @@ def resume(
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, calibration = calibrated(model, optimizer, config, accelerator)
-        blueprint = decide(model, optimizer, config, accelerator, numel=_largest(description))
+        moves = set(config.nvme or ()) != set(store.directories)
+        numel = None if moves else _largest(description)
+        blueprint = decide(model, optimizer, config, accelerator, numel=numel)
         assert blueprint.plan.layout is not None
         mine = describe_units(blueprint.plan.layout)
         found = difference(description["units"], mine, cuts=False)
@@ -78,7 +83,12 @@ def resume(
         if found is not None:
             raise OffloadError(f"{store.directories[0]}: the store does not fit: {found}")
         raise_shortfall(blueprint.plan)
-        if (cut := difference(description["units"], mine, cuts=True)) is not None:
+        if moves:
+            assert config.nvme is not None
+            plan = blueprint.plan
+            store = move_store(store, generation, config.nvme, plan.layout, plan.disk_bytes)
+            generation = store.last()
+        elif (cut := difference(description["units"], mine, cuts=True)) is not None:
             raise OffloadError(f"{store.directories[0]}: the store does not fit: {cut}")
         engine = Engine(
             model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
@@ -104,14 +114,7 @@ def resume(
 def _with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with the formats and directories of the store."""
     given = dict(options)
-    nvme = given.pop("nvme", None)
-    if nvme is not None:
-        listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
-        if {Path(p).resolve() for p in listed} != {p.resolve() for p in store.directories}:
-            raise ValueError(
-                "resume goes on in the store's own directories; leave nvme out, or export the "
-                "store and wrap the model anew on the other directories"
-            )
+    nvme = _directories(store, given.pop("nvme", None))
     for name in ("weights", "init"):
         if given.get(name) is not None:
             raise ValueError(f"{name}= is for wrap: resume takes the weights of the store")
@@ -125,7 +128,22 @@ def _with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, An
         given[name] = kept
     if given.get("units") is None:
         given["units"] = description["names"]
-    return {**given, "nvme": list(store.directories), "checksum": store.layout.checksum}
+    return {**given, "nvme": nvme, "checksum": store.layout.checksum}
+
+
+def _directories(store: FoundStore, nvme: Any) -> list[Path]:
+    """Where training goes on: in the store's own directories, or in others altogether."""
+    own = {path.resolve() for path in store.directories}
+    listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme or ())
+    wanted = {Path(path).resolve() for path in listed}
+    if not wanted or wanted == own:
+        return list(store.directories)
+    if shared := wanted & own:
+        raise ValueError(
+            f"{min(shared)} has the store itself: leave nvme out to go on in the store, or give "
+            "directories without it, which may be on the same disks, to have it copied there"
+        )
+    return [Path(path) for path in listed]
 
 
 def _largest(description: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,131 @@
+"""Copies the last commit of a store to other directories: another number of stripes, records of
+another size.  The store that was there stays as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..io_engine import Extent, FoundStore, Generation, IoEngine, StoreReader, Ticket, find_store
+from ..io_engine.manifest import Sums
+from ..schedule.describe import describe_units
+from ..schedule.layout import Layout
+
+log = logging.getLogger("overspill")
+
+Bytes = NDArray[np.uint8]
+Node = Mapping[str, Any]  # a piece of a store's description
+Field = Mapping[str, Any]
+
+
+def move_store(
+    store: FoundStore, generation: Generation, directories: Sequence[Path], layout: Layout,
+    disk_bytes: int,
+) -> FoundStore:  # fmt: skip
+    """Writes a new store in ``directories`` with what ``generation`` holds, its state cut as
+    ``layout`` says, and one commit.  A few records are in memory at a time.
+
+    Raises:
+        IoError: a directory has a store, or no room; nothing stays there.
+        CorruptionError: what is copied does not match its checksum.
+    """
+    units = describe_units(layout)
+    description = {**store.layout.description, "units": units}
+    io = IoEngine(list(directories), disk_bytes, checksum=store.layout.checksum)
+    with io, StoreReader(store, generation) as reader:
+        named: list[tuple[str, list[Extent]]] = []
+        roles: list[int] = []
+        sums: list[Sums | None] = []
+        last: Ticket | None = None
+        for key, nbytes, data in _items(reader, store.layout.description["units"], units):
+            pair = [io.allocate(nbytes), io.allocate(nbytes)]
+            named.append((key, pair))
+            roles.append(-1 if data is None else 0)
+            if data is not None:
+                lease = io.buffer(nbytes)
+                lease.array[:nbytes] = data
+                if last is not None:
+                    last.wait()
+                last = io.write(
+                    pair[0], lease.array[:nbytes], on_done=lambda _, b=lease: b.release()
+                )
+        if last is not None:
+            last.wait()
+        io.wait_all()
+        sums = [
+            io.checksums(pair[0]) if role == 0 else None
+            for (_, pair), role in zip(named, roles, strict=True)
+        ]
+        manifest = io.make_durable(named, description)
+        try:
+            manifest.commit(generation.step, roles, sums, generation.meta)
+        except BaseException:
+            io.make_ephemeral(manifest)
+            raise
+        finally:
+            manifest.close()
+    log.info(
+        "overspill: the store of %s was copied to %s; the old one is no longer needed",
+        ", ".join(map(str, store.directories)), ", ".join(map(str, directories)),
+    )  # fmt: skip
+    return find_store(list(directories))
+
+
+def _items(
+    reader: StoreReader, there: Sequence[Node], here: Sequence[Node]
+) -> Iterator[tuple[str, int, Bytes | None]]:
+    """Every item of the new store in the order of a commit: key, bytes, and what it holds;
+    ``None`` for what was never written."""
+    for number, unit in enumerate(here):
+        if unit["weight_bytes"]:
+            key, nbytes = f"weights/{number}", unit["weight_bytes"]
+            yield key, nbytes, reader.read(key, 0, nbytes) if reader.written(key) else None
+    for old, new in zip(there, here, strict=True):
+        for record in new["subgroups"]:
+            sources = [s for s in old["subgroups"] if _overlap(s, record) is not None]
+            written = any(reader.written(f"state/{s['index']}") for s in sources)
+            data = _record(reader, sources, record) if written else None
+            yield f"state/{record['index']}", record["nbytes"], data
+
+
+def _overlap(source: Node, record: Node) -> tuple[int, int] | None:
+    """The elements that two records of a unit have in common."""
+    low = max(source["start"], record["start"])
+    high = min(source["start"] + source["count"], record["start"] + record["count"])
+    return (low, high) if source["chunk"] == record["chunk"] and low < high else None
+
+
+def _record(reader: StoreReader, sources: Sequence[Node], record: Node) -> Bytes:
+    """A record put together from those that had its elements before."""
+    data = np.zeros(record["nbytes"], np.uint8)
+    for source in sources:
+        span = _overlap(source, record)
+        assert span is not None
+        fields = {f["name"]: f for f in source["fields"]}
+        for f in record["fields"]:
+            to, stop = _bytes_of(f, record, span)
+            low, high = _bytes_of(fields[f["name"]], source, span)
+            data[to:stop] = reader.read(f"state/{source['index']}", low, high)
+    return data
+
+
+def _bytes_of(field: Field, record: Node, span: tuple[int, int]) -> tuple[int, int]:
+    """Where a record has a field's values for these elements of the chunk.
+
+    Records are cut where a block of elements begins, so no value is shared by two.
+    """
+    size = getattr(torch, field["dtype"]).itemsize
+    low, high = (element - record["start"] for element in span)
+    assert low % field["block"] == 0, "a record begins within a block"
+    return field["offset"] + low // field["block"] * size, (
+        field["offset"] + -(-high // field["block"]) * size
+    )
+
+
+__all__ = ["move_store"]
