@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..io_engine import Extent, FoundStore, Generation, IoEngine, StoreReader, Ticket, find_store
+from ..io_engine import (
+    Extent,
+    FoundStore,
+    Generation,
+    IoEngine,
+    Lease,
+    StoreReader,
+    Ticket,
+    find_store,
+)
 from ..io_engine.manifest import Sums
 from ..schedule.describe import describe_units
 from ..schedule.layout import Layout
@@ -52,9 +62,7 @@ def move_store(
                 lease.array[:nbytes] = data
                 if last is not None:
                     last.wait()
-                last = io.write(
-                    pair[0], lease.array[:nbytes], on_done=lambda _, b=lease: b.release()
-                )
+                last = io.write(pair[0], lease.array[:nbytes], on_done=partial(_release, lease))
         if last is not None:
             last.wait()
         io.wait_all()
@@ -75,6 +83,10 @@ def move_store(
         ", ".join(map(str, store.directories)), ", ".join(map(str, directories)),
     )  # fmt: skip
     return find_store(list(directories))
+
+
+def _release(lease: Lease, ticket: Ticket) -> None:
+    lease.release()
 
 
 def _items(

@@ -85,8 +85,8 @@ def resume(
         raise_shortfall(blueprint.plan)
         if moves:
             assert config.nvme is not None
-            plan = blueprint.plan
-            store = move_store(store, generation, config.nvme, plan.layout, plan.disk_bytes)
+            disk_bytes, layout = blueprint.plan.disk_bytes, blueprint.plan.layout
+            store = move_store(store, generation, config.nvme, layout, disk_bytes)
             generation = store.last()
         elif (cut := difference(description["units"], mine, cuts=True)) is not None:
             raise OffloadError(f"{store.directories[0]}: the store does not fit: {cut}")
