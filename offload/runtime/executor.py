@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..config import Tier
 from ..errors import BudgetError, OffloadError
 from ..observe.trace import Trace
 from ..schedule.arena import Place
@@ -29,7 +28,6 @@ from ..schedule.messages import (
     Failed,
     Grant,
     Instruction,
-    Kind,
     Need,
     Read,
     Refuse,
@@ -42,15 +40,14 @@ from ..schedule.messages import (
     Write,
 )
 from ..schedule.residency import Residency
-from .accelerators.base import Accelerator, CopyDone, Event
-from .accelerators.pace import Pace
+from .accelerators.base import Accelerator, Event
 from .commits import CommitWriter
-from .disk import Disk, Moved
+from .disk import Disk
 from .events import RangeEvents
 from .extents import Extents
+from .moves import Mover
 from .pools import Arenas
-
-_Task = Clear | Settle | Update  # what the update worker does
+from .update_worker import Task, UpdateWorker
 
 
 class _Waiter:
@@ -85,22 +82,15 @@ class Executor:
         disk: Disk | None,
         extents: Extents,
         trace: Trace,
-        work_on: Callable[[_Task], bool],
+        work_on: Callable[[Task], bool],
         *,
         check: bool,
         commits: CommitWriter | None = None,
     ) -> None:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
-        self._disk, self._extents, self._trace, self._work_on = disk, extents, trace, work_on
-        self._check, self._commits = check, commits
-        self._update_pace = Pace(accelerator.limits.update_params_s)
-        self._unit_of = [s.unit for group in machine.layout.subgroups for s in group]
-        self._params = [s.count for group in machine.layout.subgroups for s in group]
+        self._trace, self._check, self._commits = trace, check, commits
         self.waited_ns = 0  # by compute, in all
-        self._names = [unit.name for unit in machine.layout.units]
-        self.device_events = RangeEvents()
         self._queue: queue.SimpleQueue[Signal | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[tuple[_Task, int] | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
@@ -109,12 +99,16 @@ class Executor:
         self._closed = False
         self._owner = os.getpid()
         self._lane: str | None = None
-        self._threads = [
-            threading.Thread(target=self._pump, name="overspill-pump", daemon=True),
-            threading.Thread(target=self._work, name="overspill-update", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._events = RangeEvents()
+        self._mover = Mover(
+            machine.layout, arenas, accelerator, disk, extents, self._events, trace, self._finished
+        )
+        self._worker = UpdateWorker(
+            machine.layout, arenas, accelerator, self._events, trace, work_on,
+            lambda: self._queue.put(Spoiled()), self._finished,
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
+        self._thread.start()
 
     # -- for the other threads ------------------------------------------------------------------
 
@@ -246,26 +240,20 @@ class Executor:
         regions = self.machine.layout.regions
         total = regions.device_bytes if refuse.tier == "device" else regions.host_bytes
         return BudgetError(
-            f"unit {self._names[refuse.unit]!r}", refuse.tier, refuse.need_bytes,
+            f"unit {self.machine.layout.units[refuse.unit].name!r}", refuse.tier, refuse.need_bytes,
             refuse.have_bytes, total,
             f"raise {refuse.tier}_memory, or free graphs that still hold weights",
         )  # fmt: skip
 
     def _start(self, work: Work) -> None:
-        if isinstance(work, (Read, Write)):
-            self._transfer(work)
-        elif isinstance(work, CopyIn):
-            with self._trace.during("copy_in", self._names[work.unit]):
-                self._copy_in(work)
-        elif isinstance(work, CopyOut):
-            with self._trace.during("copy_out", self._names[work.unit]):
-                self._copy_out(work)
+        if isinstance(work, (Clear, Settle, Update)):
+            self._worker.put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
             table = self.machine.commits.table()
             self._commits.put(work, table, lambda error: self._finished(work, error))
         else:
-            self._tasks.put((work, time.perf_counter_ns()))
+            self._mover.start(work)
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:
@@ -275,67 +263,13 @@ class Executor:
         else:
             self._queue.put(Done(work))
 
-    # -- moves ----------------------------------------------------------------------------------
-
-    def _transfer(self, work: Read | Write) -> None:
-        assert self._disk is not None
-        extent = self._extents.of(work.item, work.role)
-        memory = self.arenas.bytes_of(work.place).numpy()
-        lane = "read" if isinstance(work, Read) else "write"
-        name = self._item_name(work)
-
-        def done(moved: Moved) -> None:
-            self._trace.add(lane, name, moved.started_ns, moved.finished_ns, moved.nbytes)
-            self._finished(work, moved.error)
-
-        with self._trace.during(lane, name):
-            if isinstance(work, Read):
-                self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
-            else:
-                self._disk.write(extent, memory, on_done=done)
-
-    def _item_name(self, work: Read | Write) -> str:
-        kind, index = work.item
-        if kind is Kind.STATE:
-            return f"state {self._names[self._unit_of[index]]} {index}"
-        return f"{kind.value} {self._names[index]}"
-
-    def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:
-        def done(copy: CopyDone) -> None:
-            name = self._names[work.unit]
-            self._trace.add(lane, name, copy.started_ns, copy.finished_ns, copy.nbytes)
-            self._finished(work, copy.error)
-
-        return done
-
-    def _copy_in(self, work: CopyIn) -> None:
-        event = self.accelerator.copy_in(
-            self.arenas.bytes_of(work.place),
-            self.arenas.bytes_of(work.source),
-            after=self.device_events.over(work.place),
-            on_done=self._copied(work, "copy_in"),
-        )
-        self.device_events.set(work.place, event)
-
-    def _copy_out(self, work: CopyOut) -> None:
-        event = self.accelerator.copy_out(
-            self.arenas.bytes_of(work.place).narrow(0, 0, work.source.nbytes),
-            self.arenas.bytes_of(work.source),
-            after=self.device_events.over(work.source),
-            on_done=self._copied(work, "copy_out"),
-        )
-        self.device_events.set(work.source, event)
-
     def mark_device_use(self, place: Place, event: Event) -> None:
         """Compute has used ``place`` up to ``event``; the next copy over it waits."""
-        with self.lock:
-            self.device_events.set(place, event)
+        self._events.set(place, event)
 
     def wait_for(self, place: Place) -> None:
         """The calling thread's compute waits for what was last done with ``place``."""
-        with self.lock:
-            events = self.device_events.over(place)
-        for event in events:
+        for event in self._events.over(place):
             self.accelerator.wait(event)
 
     def compute_waits_for(self, place: Place, lane: str) -> None:
@@ -353,53 +287,6 @@ class Executor:
         self._trace.stall(lane, started_ns, ended_ns, name)
         self._trace.compute_resume(name)
 
-    # -- the update worker ----------------------------------------------------------------------
-
-    def _work(self) -> None:
-        while (queued := self._tasks.get()) is not None:
-            task, queued_ns = queued
-            started = time.perf_counter_ns()
-            try:
-                unit = self._unit_of[task.item[1]] if isinstance(task, Clear) else task.unit
-                with self._trace.during("update", self._names[unit]):
-                    finite = self._do(task)
-                if not finite:
-                    self._queue.put(Spoiled())
-                if isinstance(task, Update):
-                    self._update_pace.hold(self._params[task.subgroup], queued_ns)
-            except BaseException as error:
-                self._finished(task, error)
-                continue
-            if isinstance(task, Update):
-                name = self._names[task.unit]
-                nbytes = task.state.nbytes
-                self._trace.add("update", name, started, time.perf_counter_ns(), nbytes)
-            self._finished(task, None)
-
-    def _do(self, task: _Task) -> bool:
-        """Runs a task; one that touches device memory is ordered with copies and compute.
-
-        Returns:
-            Whether what it gave is finite.
-        """
-        if isinstance(task, Update):
-            touched = [task.weights, task.grads, task.state]
-        else:
-            touched = [task.place]
-        places = [place for place in touched if place.tier is Tier.DEVICE]
-        if not places:
-            return self._work_on(task)
-        with self.accelerator.update_stream():
-            for place in places:
-                self.wait_for(place)
-                self.accelerator.used(self.arenas.bytes_of(place))
-            finite = self._work_on(task)
-            event = self.accelerator.record()
-        for place in places:
-            self.mark_device_use(place, event)
-        event.synchronize()
-        return finite
-
     def close(self) -> None:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
         if self._closed or os.getpid() != self._owner:
@@ -411,10 +298,9 @@ class Executor:
                     break
             time.sleep(0.0005)
         self._closed = True
-        self._tasks.put(None)
+        self._worker.close()
         self._queue.put(None)
-        for thread in self._threads:
-            thread.join(timeout=60)
+        self._thread.join(timeout=60)
         for waiter in list(self._waiters.values()):
             waiter.error = OffloadError("the engine was closed")
             waiter.event.set()
