@@ -46,6 +46,8 @@ class Rates:
         update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
         disk_cpu_bytes_s: what all processors together could move to and from the disks if they did
             nothing else (checksums included); with ``device="cpu"`` moves take this from compute.
+        device_update_params_s: as ``update_params_s``, of state that stays on the device; not
+            measured, and where it is not known no faster than the CPU.
     """
 
     h2d_bytes_s: float | None = None
@@ -61,6 +63,7 @@ class Rates:
     d2h_pageable_bytes_s: float | None = None
     update_beside_params_s: float | None = None
     disk_cpu_bytes_s: float | None = None
+    device_update_params_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

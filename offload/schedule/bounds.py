@@ -28,7 +28,7 @@ def step_flops(units: Sequence[Unit], tokens: int) -> float:
 
 
 def lane_seconds(
-    links: Mapping[str, int], rates: Rates, *, update_params: int = 0, flops: float = 0.0
+    links: Mapping[str, int], rates: Rates, *, update_params: float = 0, flops: float = 0.0
 ) -> dict[str, float]:
     """Seconds that each lane needs for its work of a step; lanes without a rate are left out.
 
@@ -51,6 +51,16 @@ def lane_seconds(
 def trained_params(layout: Layout) -> int:
     """Parameters that a step updates, borders between them included."""
     return sum(s.count for group in layout.subgroups for s in group)
+
+
+def update_work(layout: Layout, rates: Rates) -> float:
+    """Parameters that the CPU would update in the time that CPU and device need for all of a
+    step's, one after the other."""
+    total = trained_params(layout)
+    if not rates.update_params_s or not rates.device_update_params_s:
+        return total
+    there = total * device_update_share(layout)
+    return total - there + there * rates.update_params_s / rates.device_update_params_s
 
 
 def device_update_share(layout: Layout) -> float:
@@ -80,7 +90,7 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
     read, write = _state_seconds(layout, rates)
     times = [read, write]
     if rates.update_params_s:
-        times.append(trained_params(layout) / rates.update_params_s)
+        times.append(update_work(layout, rates) / rates.update_params_s)
     if layout.has_device and rates.h2d_bytes_s:
         times.append(2 * streamed / rates.h2d_bytes_s)
     if rates.disk_read_bytes_s:
@@ -113,7 +123,7 @@ def step_bound(
         compute_s: seconds of compute of a step, where they were measured.
     """
     flops = step_flops(layout.units, tokens)
-    seconds = lane_seconds(links, rates, update_params=trained_params(layout), flops=flops)
+    seconds = lane_seconds(links, rates, update_params=update_work(layout, rates), flops=flops)
     if compute_s:
         seconds["compute"] = compute_s
     floors = dict(seconds)

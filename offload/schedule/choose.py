@@ -22,6 +22,7 @@ OTHERS = (
     Preference(("weights", "state", "gradients")),
     Preference(("state", "weights", "gradients")),
 )
+DEVICE_SHARES = (1.0, 0.5)  # of room on the device, to units that are updated there
 SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
 CHOOSING_SUBGROUPS = 300  # fewer, and fewer steps, are simulated sooner and rank as well
 CHOOSING_STEPS = 6
@@ -110,6 +111,9 @@ def choose_plan(
         for other in OTHERS:
             try_out(replace(best, prefer=other))
         try_out(replace(best, prefer=replace(best.prefer, share=SMALLER_SHARE)))
+    if prefer is None and budgets.device is not None:
+        for share in DEVICE_SHARES:
+            try_out(replace(best, prefer=replace(best.prefer, device=share)))
     return foresee(parts, budgets, best, rates, load)
 
 

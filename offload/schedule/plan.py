@@ -54,11 +54,14 @@ class Preference:
         kinds: what moves up from disk to host memory, first what is first.
         order: of units, by index; ``None`` lets those that stay lie evenly over the model.
         share: of the room that is left for what stays; the rest goes to staging and prefetch.
+        device: of such room on the device, what goes to units that live there as a whole, weights,
+            gradients and state, and are updated there; the rest goes to weights alone.
     """
 
     kinds: tuple[str, ...] = ("weights", "gradients", "state")
     order: tuple[int, ...] | None = None
     share: float = 1.0
+    device: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ class _Planner:
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
         self.resident = [u.encloses or u.weight_bytes == 0 for u in self.units]
-        self.on_device = [False] * len(self.units)
         self.weights = [
             Tier.HOST if u.weight_bytes == 0 or (u.encloses and not self.has_device) else self.lower
             for u in self.units
@@ -152,20 +151,26 @@ class _Planner:
             return 0, gather
         ahead = self._ahead(self.budgets.device - fixed - gather, self._device_weights)
         room = self.budgets.device - fixed - gather - self._device_weights(ahead)
-        spend = _Spend(int(room * self.needs.prefer.share))
+        prefer = self.needs.prefer
+        whole = _Spend(int(room * prefer.share * prefer.device))
+        if prefer.device:
+            self._move_to_device(whole)
+        spend = _Spend(int(room * prefer.share * (1 - prefer.device)) + whole.left)
         for unit in self.order:
             if not self.resident[unit.index] and spend.take(unit.weight_bytes):
                 self.resident[unit.index] = True
         return self._device_weights(ahead), gather
 
     def _move_to_device(self, spend: _Spend) -> None:
-        """Gradients and state of as many units as fit, once all weights are resident."""
+        """As many units as fit live there as a whole; weights that are resident are paid for."""
         if self.needs.update_in_backward or self.needs.durable:
             return  # commits are written from host memory
-        for unit in self.units:
+        for unit in self.order:
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
+            if not self.resident[unit.index]:
+                nbytes += unit.weight_bytes
             if spend.take(nbytes):
-                self.on_device[unit.index] = True
+                self.resident[unit.index] = True
                 self.weights[unit.index] = Tier.DEVICE
                 if unit.trainable:
                     self.grads[unit.index] = Tier.DEVICE

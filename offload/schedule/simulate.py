@@ -182,7 +182,8 @@ class Simulation:
     def _seconds(self, lane: _Lane, work: Work) -> float:
         rates = self.costs.rates
         if isinstance(work, Update):
-            return self._params[work.subgroup] * _inverse(rates.update_params_s)
+            here = rates.device_update_params_s if work.state.tier is Tier.DEVICE else None
+            return self._params[work.subgroup] * _inverse(here or rates.update_params_s)
         if isinstance(work, (Settle, Clear)):
             moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
             return moved * _inverse(rates.dram_bytes_s)
