@@ -41,7 +41,10 @@ class UpdateWorker:
         self._arenas, self._accelerator, self._events = arenas, accelerator, events
         self._trace, self._work_on = trace, work_on
         self._spoiled, self._finished = spoiled, finished
-        self._pace = Pace(accelerator.limits.update_params_s)
+        limits = accelerator.limits
+        self._pace = Pace(limits.update_params_s)
+        there = limits.device_update_params_s
+        self._there = (limits.update_params_s or 0.0) / there if there else 1.0
         self._names = [unit.name for unit in layout.units]
         subgroups = [s for group in layout.subgroups for s in group]
         self._unit_of = [s.unit for s in subgroups]
@@ -77,7 +80,8 @@ class UpdateWorker:
         if not finite:
             self._spoiled()
         if isinstance(task, Update):
-            self._pace.hold(self._params[task.subgroup], queued_ns)
+            share = self._there if task.state.tier is Tier.DEVICE else 1.0
+            self._pace.hold(self._params[task.subgroup] * share, queued_ns)
             self._trace.add("update", name, started, time.perf_counter_ns(), task.state.nbytes)
 
     def _in_order(self, task: Task) -> bool:

@@ -16,7 +16,7 @@ from overspill.config import Tier
 from overspill.decide import decide
 from overspill.schedule.bounds import device_update_share
 from overspill.schedule.choose import choose_plan
-from overspill.schedule.plan import Budgets, Needs, Preference
+from overspill.schedule.plan import Budgets, Preference
 from overspill.schedule.planner import make_layout
 from tests.models import TinyLM, adamw, train, weights
 from tests.sim.test_choice import RATES, draw
@@ -65,7 +65,7 @@ def test_the_plan_updates_there_where_that_pays() -> None:
         share = device_update_share(chosen.layout)
         plain = choose_plan(parts, budgets, needs, None, slow, prefer=Preference())
         assert chosen.step_s is not None and plain.step_s is not None
-        assert 0.05 < share and chosen.step_s < (1 - share / 2) * plain.step_s
+        assert share > 0.05 and chosen.step_s < (1 - share / 2) * plain.step_s
         link = replace(RATES, h2d_bytes_s=1e6, d2h_bytes_s=1e9, update_params_s=1e9)
         assert choose_plan(parts, budgets, needs, None, link).needs.prefer.device < 1
 

@@ -32,7 +32,7 @@ from overspill.schedule.messages import (
     Work,
     Write,
 )
-from overspill.schedule.plan import Budgets, Needs
+from overspill.schedule.plan import Budgets, Needs, Preference
 from overspill.schedule.planner import make_layout
 from overspill.schedule.residency import Residency
 from tests.random_parts import Field, random_parts
@@ -155,7 +155,8 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
     backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
     mode = "backward" if backward else "step"
-    needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8))
+    whole = Preference(device=random.Random(seed).choice([0.0, 0.0, 0.5, 1.0]))
+    needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8), whole)
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
     layout, _, shortfalls = make_layout(parts, budgets, needs)
