@@ -9,7 +9,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +24,9 @@ from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Item, Manifest, StoreLayout
 from .opening import open_backend
 from .probe import measured_rates
-from .settings import settle
+from .settings import directory_list, settle
 from .space import Space, file_shares
-from .store import StoreFile
+from .store import StoreFile, open_files
 from .transfer import Buffer, block_count, plan_transfer
 from .types import Direction, Extent, IoStats, LaneStats, Ticket, round_up
 
@@ -78,7 +77,7 @@ class IoEngine:
             ValueError: an argument makes no sense.
             RuntimeError: the backend cannot run here.
         """
-        paths = _paths(directories)
+        paths = directory_list(directories)
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes must be positive, not {capacity_bytes}")
         tuning = settle(paths, backend, block_bytes, queue_depth)
@@ -87,7 +86,7 @@ class IoEngine:
         sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
         self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
         self._space = Space(sizes, rates, tuning.block_bytes)
-        self._open(_open_files(paths, sizes, ephemeral), start, buffer_bytes, slow_after_s)
+        self._open(open_files(paths, sizes, ephemeral=ephemeral), start, buffer_bytes, slow_after_s)
 
     @classmethod
     def reopen(
@@ -115,18 +114,12 @@ class IoEngine:
         tuning = settle(paths, backend, layout.block_bytes, queue_depth)
         start = open_backend if isinstance(backend, str) else backend
         engine = cls.__new__(cls)
-        taken = [0] * len(paths)
-        for piece in (p for item in layout.items for e in item.extents for p in e.pieces):
-            taken[piece.file] += piece.nbytes
-        spare = sum(layout.file_bytes) - sum(taken)
         rates = [float(max(nbytes, 1)) for nbytes in layout.file_bytes]
-        more = [0] * len(paths)
-        if extra_bytes > spare:
-            more = file_shares(extra_bytes - spare, rates, tuning.block_bytes)
+        more = file_shares(extra_bytes - layout.spare_bytes, rates, tuning.block_bytes)
         sizes = [have + add for have, add in zip(layout.file_bytes, more, strict=True)]
         engine.capacity_bytes, engine.checksum = sum(sizes), layout.checksum
         engine.tuning, engine._space = tuning, Space(sizes, rates, tuning.block_bytes)
-        files = _open_files(paths, sizes, False, reopen=True, read_only=read_only)
+        files = open_files(paths, sizes, reopen=True, read_only=read_only)
         engine._open(files, start, buffer_bytes, slow_after_s)
         try:
             engine._adopt(layout, generation)
@@ -445,36 +438,6 @@ class IoEngine:
         if contents is None or contents.extent is not extent:
             raise ValueError(f"{extent} is not an extent of this engine, or has been freed")
         return contents
-
-
-def _paths(
-    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
-) -> list[Path]:
-    if isinstance(directories, (str, os.PathLike)):
-        directories = [directories]
-    paths = [Path(directory).absolute() for directory in directories]
-    if not paths:
-        raise ValueError("the I/O engine needs at least one directory")
-    if len({path.resolve() for path in paths}) != len(paths):
-        raise ValueError(f"a directory is named twice: {', '.join(map(str, paths))}")
-    return paths
-
-
-def _open_files(
-    paths: Sequence[Path], sizes: Sequence[int], ephemeral: bool, *, reopen: bool = False,
-    read_only: bool = False,
-) -> list[StoreFile]:  # fmt: skip
-    files: list[StoreFile] = []
-    try:
-        for path, nbytes in zip(paths, sizes, strict=True):
-            files.append(
-                StoreFile(path, nbytes, ephemeral=ephemeral, reopen=reopen, read_only=read_only)
-            )
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    return files
 
 
 def _forget(mover: Backend, address: int, nbytes: int, owner: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno as codes
+import os
+from pathlib import Path
 
 
 class OffloadError(Exception):
@@ -71,3 +73,11 @@ _REMEDIES = {
 def remedy_for(errno: int) -> str:
     """What a user can do about ``errno``."""
     return _REMEDIES.get(errno, "see the kernel log, or choose another directory")
+
+
+def refused(path: Path, what: str, error: OSError) -> IoError:
+    """The error for what the system refused to do with ``path``, with a remedy."""
+    code = error.errno or 0
+    return IoError(
+        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
+    )

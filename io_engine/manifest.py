@@ -67,6 +67,12 @@ class StoreLayout:
     items: tuple[Item, ...]
     description: Mapping[str, Any]
 
+    @property
+    def spare_bytes(self) -> int:
+        """Room in the files that no item takes."""
+        pieces = (piece for item in self.items for e in item.extents for piece in e.pieces)
+        return sum(self.file_bytes) - sum(piece.nbytes for piece in pieces)
+
     def sums_of(self, extent: Extent) -> int:
         """How many checksums an extent has."""
         return block_count(extent, self.block_bytes) if self.checksum else 0

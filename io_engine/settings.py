@@ -24,6 +24,24 @@ MOST_DEPTH = 1024
 log = logging.getLogger("overspill.io_engine")
 
 
+def directory_list(
+    directories: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+) -> list[Path]:
+    """The directories of a store, absolute, each once.
+
+    Raises:
+        ValueError: there is none, or one is named twice.
+    """
+    if isinstance(directories, (str, os.PathLike)):
+        directories = [directories]
+    paths = [Path(directory).absolute() for directory in directories]
+    if not paths:
+        raise ValueError("the I/O engine needs at least one directory")
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise ValueError(f"a directory is named twice: {', '.join(map(str, paths))}")
+    return paths
+
+
 def _about(directory: Path) -> dict[str, object]:
     """What the setting holds for: this machine and this file system."""
     return {"host": socket.gethostname(), "device": os.stat(directory).st_dev}

@@ -135,6 +135,8 @@ class Space:
 
 def file_shares(nbytes: int, rates: Sequence[float], block_bytes: int) -> list[int]:
     """The size of each store file for ``nbytes`` in all: in proportion, in whole blocks."""
+    if nbytes <= 0:
+        return [0] * len(rates)
     if len(rates) == 1:
         return [round_up(nbytes)]
     total = sum(rates)

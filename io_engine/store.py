@@ -5,110 +5,26 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import json
 import logging
 import mmap
 import os
 import resource
-import socket
 import stat
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import IoError, remedy_for
+from .errors import IoError, refused
 from .manifest import read_manifest
+from .ownership import DirectoryLock, remove_own
 from .types import SECTOR_BYTES
 
 STORE_NAME = "overspill.store"
-LOCK_NAME = "overspill.lock"
 
 log = logging.getLogger("overspill.io_engine")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def _fail(path: Path, what: str, error: OSError) -> IoError:
-    code = error.errno or 0
-    return IoError(
-        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
-    )
-
-
-def _remove(path: Path, fd: int) -> None:
-    """Unlinks the file that ``fd`` has open, unless ``path`` has come to name another one.
-
-    It has when a user deleted the file, or unmounted the directory, and another process went on
-    there.  What cannot be removed, on a disk that failed, is said: closing goes on.
-    """
-    try:
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            path.unlink()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.warning("%s: cannot be removed: %s", path, os.strerror(error.errno or 0))
-
-
-class DirectoryLock:
-    """Ownership of a directory's store, held until ``release`` or the end of the process."""
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / LOCK_NAME
-        self._fd = self._take(directory)
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
-        try:
-            self.previous = self._owner()
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, text.encode(), 0)
-        except OSError as error:
-            self.release()
-            raise _fail(directory, "cannot create a store here", error) from error
-
-    def _take(self, directory: Path) -> int:
-        while True:
-            try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise _fail(directory, "cannot create a store here", error) from error
-            self._fd = fd
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                owner = self._owner()
-                os.close(fd)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise _fail(self._path, "cannot lock", error) from error
-                raise IoError(
-                    f"{directory}: the store here is in use by {owner or 'another process'}; "
-                    "choose another directory, or end that process first",
-                    path=str(directory),
-                    errno=error.errno,
-                ) from None
-            if self._is_current(fd):
-                return fd
-            os.close(fd)  # its owner has just removed it
-
-    def _is_current(self, fd: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(fd), os.stat(self._path))
-        except FileNotFoundError:
-            return False
-
-    def _owner(self) -> str:
-        """``process 123 on host`` as the lock file has it; empty if it says nothing."""
-        try:
-            owner = json.loads(os.pread(self._fd, 4096, 0))
-            return f"process {int(owner['pid'])} on {owner['host']}"
-        except (ValueError, KeyError, TypeError):
-            return ""
-
-    def release(self) -> None:
-        """Gives the directory up.  A second call does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            _remove(self._path, fd)
-            os.close(fd)
 
 
 class StoreFile:
@@ -174,12 +90,12 @@ class StoreFile:
             return self._open_with(flags | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise _fail(self.directory, "cannot create a store here", error) from error
+                raise refused(self.directory, "cannot create a store here", error) from error
         self._announce_buffered()
         try:
             return self._open_with(flags)
         except OSError as error:
-            raise _fail(self.directory, "cannot create a store here", error) from error
+            raise refused(self.directory, "cannot create a store here", error) from error
 
     def _open_with(self, flags: int) -> int:
         if self._reopen:
@@ -212,7 +128,7 @@ class StoreFile:
             if code == errno.EINTR:
                 continue
             if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise _fail(
+                raise refused(
                     self.directory, f"cannot reserve {self.nbytes} bytes", OSError(code, "")
                 )
             log.warning("%s: the file system cannot reserve space ahead", self.directory)
@@ -228,7 +144,7 @@ class StoreFile:
                 os.preadv(self.fd, [memory], 0)
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    raise _fail(self.path, "cannot read", error) from error
+                    raise refused(self.path, "cannot read", error) from error
                 flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
                 fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 self._announce_buffered()
@@ -243,7 +159,7 @@ class StoreFile:
             os.fdatasync(self.fd)
             links = os.fstat(self.fd).st_nlink
         except OSError as error:
-            raise _fail(self.path, "cannot flush", error) from error
+            raise refused(self.path, "cannot flush", error) from error
         if links == 0 and not self.ephemeral:
             raise IoError(
                 f"{self.path}: the store file has been deleted while in use; its contents end with "
@@ -261,12 +177,30 @@ class StoreFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if not self.ephemeral and not self.keep:
-                _remove(self.path, fd)
+                remove_own(self.path, fd)
             if not keep_descriptor:
                 os.close(fd)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def open_files(
+    directories: Sequence[Path], sizes: Sequence[int], *, ephemeral: bool = False,
+    reopen: bool = False, read_only: bool = False,
+) -> list[StoreFile]:  # fmt: skip
+    """A ``StoreFile`` in each directory; where one fails, none stays open."""
+    files: list[StoreFile] = []
+    try:
+        for path, nbytes in zip(directories, sizes, strict=True):
+            files.append(
+                StoreFile(path, nbytes, ephemeral=ephemeral, reopen=reopen, read_only=read_only)
+            )
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
 
 
 def _require_directory(directory: Path) -> None:
@@ -279,7 +213,7 @@ def _require_directory(directory: Path) -> None:
             errno=errno.ENOENT,
         ) from None
     except OSError as error:
-        raise _fail(directory, "cannot look at it", error) from error
+        raise refused(directory, "cannot look at it", error) from error
     if not is_directory:
         raise IoError(
             f"{directory}: is not a directory; choose one",
@@ -300,7 +234,7 @@ def _require_room(directory: Path, nbytes: int) -> None:
     try:
         system = os.statvfs(directory)
     except OSError as error:
-        raise _fail(directory, "cannot tell the free space", error) from error
+        raise refused(directory, "cannot tell the free space", error) from error
     free = system.f_bavail * system.f_frsize
     if system.f_blocks and nbytes > free:  # ramfs has no size, and tells none
         raise IoError(

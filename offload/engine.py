@@ -160,11 +160,13 @@ class Engine:
             kept = sum(e.padded_bytes for item in self.store.layout.items for e in item.extents)
             extra = max(0, disk - kept)
             self.io = IoEngine.reopen(self.store, self.store.last(), extra_bytes=extra)
-            return
-        durable = self.layout.durable
-        self.io = IoEngine(
-            list(self.config.nvme), disk, checksum=self.config.checksum, ephemeral=not durable
-        )
+        else:
+            self.io = IoEngine(
+                list(self.config.nvme), disk, checksum=self.config.checksum,
+                ephemeral=not self.layout.durable,
+            )  # fmt: skip
+        if self._lease is not None:
+            self.io.register(self._lease)
 
     def _disk(self) -> Disk | None:
         """What the executor moves extents with: on a simulated machine, at that one's rates."""
