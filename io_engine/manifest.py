@@ -28,7 +28,7 @@ from .transfer import block_count
 from .types import Extent, Piece
 
 MANIFEST_NAME = "overspill.manifest"
-FORMAT = 1
+FORMAT = 2  # 1: commits did not name the members of param groups
 LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written anew
 
 Sums = NDArray[np.uint32]

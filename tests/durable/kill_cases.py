@@ -2,7 +2,8 @@
 
 ``python kill_cases.py FOLDER CASES SEED``: every case is a process forked from this one, which has
 everything imported.  It is killed with SIGKILL; another one resumes from what is there, and must
-end with the weights of a run that nobody killed, bit for bit.
+end with the weights of a run that nobody killed, bit for bit.  In every other case the power goes
+with the process: of what was written since the last flush, each sector is there or is not.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import nn
 import overspill
 
 STEPS, WIDTH = 60, 96
+SECTOR = 4096
+FILES = ("overspill.store", "overspill.manifest")
 MODES: list[dict[str, Any]] = [
     {"update": "step"},
     {"update": "next_forward", "commit_every": 2},
@@ -49,8 +52,8 @@ def work(folder: Path, mode: dict[str, Any], out: Path) -> None:
     except overspill.IoError as error:
         if not any(words in str(error) for words in ("no store here", "never committed")):
             raise
+        torch.manual_seed(5)  # before wrap: the first commit has the random states of then
         optimizer = overspill.wrap(model, inner, nvme=folder, **options)
-        torch.manual_seed(5)
     with optimizer:
         while optimizer.step_count < STEPS:
             draw = torch.Generator().manual_seed(optimizer.step_count)
@@ -61,11 +64,62 @@ def work(folder: Path, mode: dict[str, Any], out: Path) -> None:
         torch.save({n: v.clone() for n, v in model.state_dict().items()}, out)
 
 
-def forked(*arguments: Any) -> int:
+class Flushed:
+    """Keeps, beside every file that is flushed, what the flush made sure of.
+
+    Stands for ``os.fdatasync``.  The copy is taken before the flush and gets its name after it: a
+    process that is killed in between had not been told that the flush was over.
+    """
+
+    def __init__(self) -> None:
+        self._real, self._sync = os.fdatasync, os.fsync
+        self._number = 0
+
+    def __call__(self, fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        self._number += 1
+        copy = path.with_name(f"{path.name}.{self._number}")
+        shutil.copyfile(path, copy)
+        self._real(fd)
+        copy.replace(path.with_name(f"{path.name}.flushed"))
+
+    def sync(self, fd: int) -> None:
+        """Stands for ``os.fsync``: a log that is written anew replaces what was kept of the old."""
+        self._sync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.suffix == ".new":
+            path.with_name(f"{path.stem}.flushed").unlink(missing_ok=True)
+
+
+def cut_power(folder: Path, rng: random.Random) -> int:
+    """Drops some of what was not flushed, sector by sector; returns how many were dropped."""
+    lost = 0
+    for name in FILES:
+        path, kept = folder / name, folder / f"{name}.flushed"
+        if not path.exists() or not kept.exists():
+            continue
+        now, before = bytearray(path.read_bytes()), kept.read_bytes()
+        before = before.ljust(len(now), b"\0")
+        share = rng.choice([0.3, 0.7, 1.0])
+        for at in range(0, len(now), SECTOR):
+            old = before[at : at + SECTOR]
+            if now[at : at + SECTOR] != old and rng.random() < share:
+                now[at : at + SECTOR] = old[: len(now) - at]
+                lost += 1
+        path.write_bytes(now)
+    for left in [*folder.glob("*.flushed"), *folder.glob("*.[0-9]*")]:
+        left.unlink()
+    return lost
+
+
+def forked(*arguments: Any, flushed: bool = False) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            if flushed:
+                os.fdatasync = disk = Flushed()
+                os.fsync = disk.sync
             torch.set_num_threads(1)
             work(*arguments)
             code = 0
@@ -90,23 +144,28 @@ def main(folder: Path, cases: int, seed: int) -> None:
         assert ended(forked(place, mode, folder / "out")) == 0
         references.append((time.monotonic() - started, torch.load(folder / "out")))
         shutil.rmtree(place)
+    lost = 0
     for case in range(cases):
         number = case % len(MODES)
         seconds, wanted = references[number]
         place = folder / f"case{case}"
         place.mkdir()
         for _ in range(rng.randint(1, 2)):  # a run that was resumed is killed too
-            pid = forked(place, MODES[number], folder / "out")
+            power = case // len(MODES) % 2 == 1
+            pid = forked(place, MODES[number], folder / "out", flushed=power)
             time.sleep(rng.uniform(0.2, 1.0) * seconds)
             os.kill(pid, signal.SIGKILL)
             ended(pid)
+            if power:
+                lost += cut_power(place, rng)
         (folder / "out").unlink(missing_ok=True)
         assert ended(forked(place, MODES[number], folder / "out")) == 0, (seed, case)
         found = torch.load(folder / "out")
         for name, value in wanted.items():
             assert torch.equal(found[name], value), (seed, case, name)
         shutil.rmtree(place)
-    print(f"{cases} cases passed", flush=True)
+    assert lost or cases <= len(MODES), "no power cut has dropped anything"
+    print(f"{cases} cases passed, {lost} sectors dropped", flush=True)
 
 
 if __name__ == "__main__":

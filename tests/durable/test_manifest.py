@@ -197,9 +197,9 @@ def test_a_committed_store_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("overspill.io_engine.manifest.FORMAT", 0)
+    monkeypatch.setattr("overspill.io_engine.manifest.FORMAT", 1)
     store = Store([tmp_path])
     store.close()
     monkeypatch.undo()
-    with pytest.raises(IoError, match="format 0, this version reads 1; export it with the version"):
+    with pytest.raises(IoError, match="format 1, this version reads 2; export it with the version"):
         find_store(tmp_path)
