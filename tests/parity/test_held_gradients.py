@@ -9,7 +9,7 @@ import torch
 
 import overspill
 from tests.models import adamw, batch, weights
-from tests.parity.test_drop_in import NVME, make
+from tests.parity.twins import NVME, make
 
 
 def test_a_clipped_step_moves_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,135 @@
+"""What cannot be right is found out, said, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from tests.models import adamw, batch, train, weights
+from tests.parity.twins import NVME, close, make
+
+
+def test_after_close_everything_refuses(pair: Any) -> None:
+    model, ours, _, _ = pair
+    ours.close()
+    ours.close()
+    with pytest.raises(overspill.OffloadError, match="closed"):
+        model(*batch(0))
+    with pytest.raises(overspill.OffloadError, match="closed"):
+        ours.step()
+    with pytest.raises(overspill.OffloadError, match="closed"):
+        model.state_dict()
+
+
+def test_copies_of_a_wrapped_model_are_refused(pair: Any) -> None:
+    model, _, _, _ = pair
+    with pytest.raises(overspill.OffloadError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(overspill.OffloadError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+def test_moved_weights_are_found_out(pair: Any) -> None:
+    model, _, _, _ = pair
+    model.to("cpu")
+    model(*batch(0))
+    model.half()
+    with pytest.raises(overspill.OffloadError, match="was replaced"):
+        model(*batch(0))
+
+
+def test_a_stray_read_shows_nan(pair: Any) -> None:
+    model, _, _, _ = pair
+    assert model.blocks[2].up.weight.shape == (256, 64)
+    assert model.blocks[2].up.weight.isnan().all()
+
+
+def test_exception_in_forward_and_backward(pair: Any) -> None:
+    model, ours, plain, theirs = pair
+
+    def bad(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = model.blocks[2].up.register_forward_hook(bad)
+    with pytest.raises(ZeroDivisionError):
+        model(*batch(0))
+    handle.remove()
+    loss = model(*batch(0))
+    handle = loss.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    ours.zero_grad()
+    train(plain, theirs, 2)
+    train(model, ours, 2)
+    close(weights(model), weights(plain))
+
+
+def test_two_live_graphs_and_retain_graph(pair: Any) -> None:
+    model, ours, plain, theirs = pair
+    for m, o in ((plain, theirs), (model, ours)):
+        first, second = m(*batch(0)), m(*batch(1))
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        o.step()
+        o.zero_grad()
+    close(weights(model), weights(plain))
+
+
+def test_backward_after_step_is_found_out(pair: Any) -> None:
+    model, ours, _, _ = pair
+    loss = model(*batch(0))
+    loss.backward(retain_graph=True)
+    ours.step()
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_backward_mode_refuses_late_reads(tmp_path: Path) -> None:
+    model = make()
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, update="backward", **NVME) as ours:
+        model(*batch(0)).backward()
+        with pytest.raises(overspill.OffloadError, match="update='backward'"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ours.step()
+
+
+def test_hyper_parameters_changed_too_late(tmp_path: Path) -> None:
+    model = make()
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, update="backward", **NVME) as ours:
+        model(*batch(0)).backward()
+        ours.param_groups[0]["lr"] = 1.0
+        with pytest.raises(overspill.OffloadError, match="'lr' was changed"):
+            ours.step()
+
+
+def test_nonfinite_update_raises(pair: Any) -> None:
+    model, ours, _, _ = pair
+    (model(*batch(0)) * float("inf")).backward()
+    with pytest.raises(overspill.OffloadError, match="not finite"):
+        ours.step()
+
+
+def test_everything_is_freed(tmp_path: Path) -> None:
+    before = threading.active_count()
+    model = make()
+    ours = overspill.wrap(model, adamw(model), nvme=tmp_path, **NVME)
+    train(model, ours, 1)
+    model(*batch(0)).backward()
+    engine = weakref.ref(model.__dict__["_overspill_engine"])
+    ours.close()
+    del ours, model
+    gc.collect()
+    assert engine() is None
+    assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
