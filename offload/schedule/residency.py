@@ -310,7 +310,7 @@ class Residency:
                         continue  # a copy now would be lost
                     if room:
                         room = self.weights.toward_compute(member, distance, updating)
-                    elif self.layout.has_device:
+                    elif self.layout.has_device and self.weights.units[member].device is None:
                         self.weights.toward_host(member, distance, updating)
             else:
                 self.weights.toward_host(unit, distance, updating)

@@ -208,7 +208,7 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
 
 def test_random_signals_keep_all_invariants() -> None:
     signals, seed, commits = 0, 0, list[int]()
-    while signals < 25_000:
+    while signals < 100_000:
         try:
             signals += run(seed, 4, commits)
         except BaseException as error:
