@@ -112,6 +112,10 @@ class Weights:
         item = self.units[unit]
         return item.device if self.layout.has_device else item.host
 
+    def _on_device(self, unit: int) -> bool:
+        copy = self.units[unit].device
+        return copy is not None and copy.valid
+
     def usable(self, unit: int) -> bool:
         """Whether compute may be told to go on (on a device, its stream waits for the copy)."""
         copy = self.compute_copy(unit)
@@ -198,7 +202,7 @@ class Weights:
             return place
         keep = set(spare)
         if arena.tier is not self.layout.compute_tier:  # on the device already: here it may go
-            keep = {u for u in keep if not ((on := self.units[u].device) and on.valid)}
+            keep = {u for u in keep if self.units[u].updating or not self._on_device(u)}
         victims: list[tuple[int, int, Copy]] = []
         for unit in self.moved[arena.tier]:
             copy = self.evictable(unit, arena.tier)
@@ -243,6 +247,8 @@ class Weights:
         item.host.holds -= 1
         item.device.holds -= 1
         item.device.valid = item.device.holds == 0
+        if item.updating:
+            self._give_up_device(unit)
 
     def begin_update(self, unit: int) -> None:
         """An update is queued: the device copy is of no more use, unless it stays for good."""
@@ -251,13 +257,20 @@ class Weights:
         self.updating.add(unit)
         item.updating, item.turn = True, self.updates_begun
         self.updates_begun += 1
-        if item.device is not None and not item.device.fixed:
-            if self.evictable(unit, Tier.DEVICE) is not None:
-                self.drop(unit, Tier.DEVICE)
-            elif item.held and not item.device.holds:
-                item.orphans.append(item.device.place)
-                item.device = None
-                self.moved[Tier.DEVICE].discard(unit)
+        self._give_up_device(unit)
+
+    def _give_up_device(self, unit: int) -> None:
+        """An update makes the device copy stale: its room is free once it has arrived, and once
+        no graph holds it."""
+        item = self.units[unit]
+        if item.device is None or item.device.fixed or item.device.holds:
+            return
+        if item.held:
+            item.orphans.append(item.device.place)
+            item.device = None
+            self.moved[Tier.DEVICE].discard(unit)
+        else:
+            self.drop(unit, Tier.DEVICE)
 
     def may_update(self, unit: int) -> bool:
         """Whether no copy of the old values is under way any more."""

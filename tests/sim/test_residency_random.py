@@ -11,6 +11,7 @@ import torch
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
+    CopyIn,
     Cut,
     Done,
     Durable,
@@ -39,6 +40,7 @@ from tests.random_parts import Field, random_parts
 from tests.sim.commit_shadow import Shadow
 
 MOST_MOVES = 10  # of one unit or record, after the last step
+MOST_SIGNALS = 20_000  # of one run, which has a few hundred: more go round
 
 
 class Chaos:
@@ -56,6 +58,7 @@ class Chaos:
 
     def send(self, signal: Signal) -> None:
         self.signals += 1
+        assert self.signals < MOST_SIGNALS, "it goes round and never ends"
         if isinstance(signal, Done):
             self.shadow.done(signal.work)
         instructions = self.machine.handle(signal)
@@ -230,13 +233,13 @@ def test_many_more() -> None:
             raise AssertionError(f"seed {1_000_000 + seed}") from error
 
 
-def streamed_machine(count: int) -> tuple[Residency, list[int]]:
+def streamed_machine(count: int, device: int | None = None) -> tuple[Residency, list[int]]:
     """A machine with at least ``count`` units that are not resident, and those units."""
     needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, "step", True, 3)
     for seed in range(100):
         parts = random_parts(random.Random(seed))
         for budget in (1_000_000, 2_000_000, 4_000_000):
-            layout, _, shortfalls = make_layout(parts, Budgets(None, budget, 10**9), needs)
+            layout, _, shortfalls = make_layout(parts, Budgets(device, budget, 10**9), needs)
             streamed = [u for u, home in enumerate(layout.homes) if not home.resident]
             if not shortfalls and len(streamed) >= count and layout.prefetch_depth:
                 room = layout.regions.host_weights
@@ -244,6 +247,19 @@ def streamed_machine(count: int) -> tuple[Residency, list[int]]:
                 if sum(sizes) <= room and not any(layout.units[u].shares for u in streamed):
                     return Residency(layout), streamed
     raise AssertionError("no such machine")
+
+
+def test_a_copy_that_arrives_stale_gives_its_room_back() -> None:
+    """Where it stayed, a demand and the update would take each other's room for ever."""
+    machine, streamed = streamed_machine(1, device=2_000_000)
+    unit = streamed[0]
+    (read,) = machine.handle(Need(unit, 7))
+    copy = next(w for w in machine.handle(Done(read)) if isinstance(w, CopyIn))
+    machine.handle(Release(unit))
+    machine.weights.begin_update(unit)
+    assert machine.weights.device_arena.used_bytes, "the copy is still on its way"
+    machine.handle(Done(copy))
+    assert machine.weights.device_arena.used_bytes == 0
 
 
 def test_after_a_failure_the_machine_only_drains() -> None:
