@@ -21,12 +21,14 @@ from .optim.bench import case_of
 from .runtime.accelerator import Accelerator, make_accelerator
 from .runtime.profiling import profile_step
 from .schedule.bounds import (
+    Bound,
     device_update_share,
     device_update_worth,
     step_bound,
     trained_params,
 )
 from .schedule.choose import Chosen, Load, choose_plan, foresee
+from .schedule.commits import saved_bytes
 from .schedule.partition import Chunk, Partition, partition
 from .schedule.plan import Budgets, Needs, Plan, Preference
 from .schedule.subgroups import StateField
@@ -123,6 +125,9 @@ def decide(
     chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
     links, bound = chosen.link_bytes, None
+    if durable and not shortfalls:
+        commits = saved_bytes(layout) // config.commit_every
+        links = {**links, "write": links.get("write", 0) + commits}
     if config.rates is not None and not shortfalls:
         bound = step_bound(
             layout, links, config.rates, update=update, micro_steps=config.accumulate,
@@ -140,7 +145,7 @@ def decide(
         },
         link_bytes=links,
         disk_bytes=disk,
-        step_s=chosen.step_s if config.rates is not None else None,
+        step_s=_with_commits(chosen.step_s, bound, durable) if config.rates is not None else None,
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
@@ -157,6 +162,12 @@ def decide(
         rates=config.rates,
     )
     return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def _with_commits(step_s: float | None, bound: Bound | None, durable: bool) -> float | None:
+    """The simulated step moves no commits, which go on behind it: they slow it only where the disk
+    then is the slowest."""
+    return max(step_s, bound.seconds) if durable and step_s and bound is not None else step_s
 
 
 def foretell(

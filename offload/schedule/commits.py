@@ -19,6 +19,16 @@ from .weights import Roles
 SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
 
 
+def saved_bytes(layout: Layout) -> int:
+    """Bytes of a commit beside what steps write anyway: what is trained and lives in memory."""
+    total = 0
+    for unit, home in zip(layout.units, layout.homes, strict=True):
+        if unit.trainable:
+            places = (home.host_place, *home.state_places)
+            total += sum(place.nbytes for place in places if place is not None)
+    return total
+
+
 class Commits:
     """The cut that is under way, if any; one at a time."""
 
