@@ -67,7 +67,8 @@ def loaded(folder: Path) -> dict[str, list[tuple[int, int]]]:
     return {STORE_NAME: data, MANIFEST_NAME: [(0, seal.offset)]}
 
 
-def test_a_thousand_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flips", [250, pytest.param(1000, marks=pytest.mark.soak)])
+def test_single_bits(tmp_path: Path, flips: int) -> None:
     """Issue: corrupt blocks are found at load and in inspect, never silently loaded."""
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -80,7 +81,7 @@ def test_a_thousand_bits(tmp_path: Path) -> None:
         wanted = weights(model)
     before, ranges, rng = contents(tmp_path), loaded(tmp_path), random.Random(0)
     said = resumed = 0
-    for number in range(1000):
+    for number in range(flips):
         name = (STORE_NAME, MANIFEST_NAME)[number % 2]
         bit = rng.randrange(8 * (tmp_path / name).stat().st_size)
         matters = any(start <= bit // 8 < end for start, end in ranges[name])
@@ -102,7 +103,7 @@ def test_a_thousand_bits(tmp_path: Path) -> None:
                 (tmp_path / each).write_bytes(data)
         flip(tmp_path / name, bit)
     assert contents(tmp_path) == before
-    assert 300 < said < 1000 and 0 < resumed < 50
+    assert 0.3 * flips < said < flips and 0 < resumed < flips // 20
 
 
 def resumes(folder: Path, wanted: dict[str, torch.Tensor], wrong: bool) -> bool:
