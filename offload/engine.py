@@ -17,7 +17,7 @@ from .committing import Committing
 from .config import OffloadConfig, Tier
 from .errors import OffloadError
 from .held_gradients import HeldGradients
-from .io_engine import Extent, FoundStore, Generation, IoEngine, Lease, Manifest, allocate_host
+from .io_engine import FoundStore, Generation, Lease, allocate_host
 from .observe.calibration import Calibration
 from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
@@ -25,12 +25,9 @@ from .observe.trace import TierBytes, Trace
 from .optim import Rule, set_threads
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
-from .runtime.commits import CommitWriter
 from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
-from .runtime.disk import Disk, PacedDisk
 from .runtime.executor import Executor
-from .runtime.extents import Extents
 from .runtime.gradient_tensor import OffloadedGradient
 from .runtime.gradients import GradientCollector
 from .runtime.hooks import ModuleHooks
@@ -39,11 +36,11 @@ from .runtime.pools import Budget, HeldMemory
 from .runtime.ranges import ProfilerRanges
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
+from .runtime.store import Store
 from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.bounds import lane_seconds
-from .schedule.describe import describe_units, item_of, key_of
-from .schedule.messages import Item
+from .schedule.describe import item_of
 from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
@@ -104,12 +101,9 @@ class Engine:
             Tier.NVME: Budget(Tier.NVME, blueprint.budgets.nvme or 0),
         }
         self._held = HeldMemory()
-        self.store = store
-        self.io: IoEngine | None = None
-        self.manifest: Manifest | None = None
-        self.writer: CommitWriter | None = None
+        self._found = store
+        self._store: Store | None = None
         self.committing: Committing | None = None
-        self._paced: PacedDisk | None = None
         self.modelled: ModelledCompute | None = None
         self._lease: Lease | None = None
         self._build()
@@ -120,13 +114,13 @@ class Engine:
         """Takes memory and disk, and starts the threads.  On an error nothing stays behind."""
         try:
             self._take_memory()
-            self._take_disk()
+            self._store = self._open_store()
             self.trace.tiers = {
                 tier.value: TierBytes(budget.budget_bytes, budget.held_bytes)
                 for tier, budget in self.budgets.items()
                 if budget.held_bytes
             }
-            self._start()
+            self._start(self._store)
         except BaseException:
             self._release()
             raise
@@ -151,49 +145,29 @@ class Engine:
             self._lease.release()
             self._lease = None
 
-    def _take_disk(self) -> None:
-        disk = self.blueprint.plan.disk_bytes
-        if disk == 0 or self.config.nvme is None:
-            return
-        self.budgets[Tier.NVME].reserve(disk, "the store", "raise nvme_memory")
-        if self.store is not None:
-            kept = sum(e.padded_bytes for item in self.store.layout.items for e in item.extents)
-            extra = max(0, disk - kept)
-            self.io = IoEngine.reopen(self.store, self.store.last(), extra_bytes=extra)
-        else:
-            self.io = IoEngine(
-                list(self.config.nvme), disk, checksum=self.config.checksum,
-                ephemeral=not self.layout.durable,
-            )  # fmt: skip
-        if self._lease is not None:
-            self.io.register(self._lease)
+    def _open_store(self) -> Store:
+        disk_bytes = self.blueprint.plan.disk_bytes
+        if disk_bytes and self.config.nvme is not None:
+            self.budgets[Tier.NVME].reserve(disk_bytes, "the store", "raise nvme_memory")
+        return Store(
+            self.config, self.layout, disk_bytes, self._found, self._lease, self.accelerator.limits
+        )
 
-    def _disk(self) -> Disk | None:
-        """What the executor moves extents with: on a simulated machine, at that one's rates."""
-        limits = self.accelerator.limits
-        read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
-        if self.io is None or (read is None and write is None):
-            return self.io
-        self._paced = PacedDisk(self.io, read, write)
-        return self._paced
-
-    def _start(self) -> None:
+    def _start(self, store: Store) -> None:
         config, layout = self.config, self.layout
         if config.threads is not None:
             set_threads(config.threads)
-        kept = self._kept_extents()
-        self.extents = Extents(layout, self.io, kept)
         self.updater = Updater(
             layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate
         )
         machine = Residency(layout)
-        self._take_manifest(machine)
+        store.begin(machine.commits, self._facts(), self.trace)
         self.executor = Executor(
-            machine, self._held.arenas, self.accelerator, self._disk(), self.extents, self.trace,
+            machine, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
             self.updater.work_on, check=os.environ.get("OVERSPILL_VALIDATE") == "1",
-            commits=self.writer,
+            commits=store.writer,
         )  # fmt: skip
-        self.direct = DirectAccess(layout, self.executor, self.io, self.extents)
+        self.direct = DirectAccess(layout, self.executor, store.io, store.extents)
         self.contents = Contents(layout, self._held.arenas, self.direct)
         self.residences = Residences(
             self.parts, self.executor, self.accelerator, self._compute_place
@@ -207,53 +181,28 @@ class Engine:
             self.residences, self.saved, self.backward, self.versions, self._compute_place,
         )  # fmt: skip
         self.updater.measures = self.stepping.judges
-        if self.writer is not None:
+        if store.writer is not None:
             self.committing = self.stepping.committing = Committing(
                 self.model, self.groups, config, self.accelerator.device, self.executor,
-                self.updater, self.stepping, self.direct, self.writer,
+                self.updater, self.stepping, self.direct, store.writer,
             )  # fmt: skip
         for unit in self.parts.units:
             for place, (_, spec) in enumerate(unit.params):
                 self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)
 
-    # -- the store ------------------------------------------------------------------------------
-
-    def _kept_extents(self) -> dict[tuple[Item, int], Extent]:
-        """The extents of a store that was opened again."""
-        if self.store is None:
-            return {}
-        return {
-            (item_of(item.key), role): extent
-            for item in self.store.layout.items
-            for role, extent in enumerate(item.extents)
-        }
-
-    def _take_manifest(self, machine: Residency) -> None:
-        """What is durable gets a manifest, or goes on in that of its store."""
-        if not self.layout.durable or self.io is None:
-            return
-        items = machine.commits.items
-        if self.store is not None:
-            self.manifest = Manifest.reopen(self.store.manifests[0])
-        else:
-            named = [(key_of(i), [self.extents.of(i, 0), self.extents.of(i, 1)]) for i in items]
-            self.manifest = self.io.make_durable(named, self._description())
-        self.writer = CommitWriter(self.io, self.manifest, self.extents, self.trace)
-
-    def _description(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         config = self.config
         return {
             "optimizer": self.blueprint.rule.name,
             "precision": config.precision, "master": config.master, "moments": config.moments,
             "names": None if config.units is None else list(config.units),
-            "units": describe_units(self.layout),
         }  # fmt: skip
 
     def adopt(self, generation: Generation) -> None:
         """Takes weights and state over as a commit of the store that was opened again has them."""
-        assert self.store is not None and self.committing is not None
+        assert self._found is not None and self.committing is not None
         commits = self.executor.machine.commits
-        for item, role in zip(self.store.layout.items, generation.roles, strict=True):
+        for item, role in zip(self._found.layout.items, generation.roles, strict=True):
             commits.adopt(item_of(item.key), role)
             self.direct.reload(item_of(item.key))
         self.committing.adopt(generation.meta)
@@ -380,9 +329,7 @@ class Engine:
     def _release(self) -> None:
         if self.modelled is not None:
             self.modelled.remove()
-        if self.io is not None and self.manifest is not None and self.manifest.last == 0:
-            self.io.make_ephemeral(self.manifest)  # it holds nothing that was trained
-        for part in (getattr(self, "executor", None), self.writer, self._paced, self.io):
+        for part in (getattr(self, "executor", None), self._store):
             if part is not None:
                 part.close()
         self.accelerator.close()
