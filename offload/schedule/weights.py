@@ -193,7 +193,7 @@ class Weights:
             return compute + self.queued if compute < update else NEVER
         item = self.units[unit]
         if item.updating:  # it is used when its turn in the queue comes
-            return item.turn - self.updates_done
+            return max(0, item.turn - self.updates_done)  # others may have been let before it
         return min(compute, update) + self.queued
 
     def _room(self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]) -> Place | None:
