@@ -7,7 +7,9 @@ import mmap
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +23,7 @@ from ..io_engine.types import SECTOR_BYTES
 
 PART_BYTES = 2 << 20  # stays in a cache on its way
 STAGE_BYTES = 8 << 20  # one write
+STAGES = 3  # one is filled, two are on their way
 Bytes = NDArray[np.uint8]
 
 
@@ -87,8 +90,10 @@ class FileWriter:
         """``over``: the file is there already, and what ``keep`` covers stays as it is."""
         self._before: BinaryIO | None = path.open("rb") if over else None
         self._fd = _open(path)
-        self._memory = mmap.mmap(-1, STAGE_BYTES)
-        self._stage: Bytes = np.frombuffer(self._memory, np.uint8)
+        self._stages: deque[tuple[Bytes, Future[None] | None]] = deque(
+            (np.frombuffer(mmap.mmap(-1, STAGE_BYTES), np.uint8), None) for _ in range(STAGES)
+        )
+        self._writers = ThreadPoolExecutor(STAGES - 1, "overspill-export-write")
         self._held = self._at = 0  # bytes in the stage, and where they belong
         self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
@@ -124,6 +129,7 @@ class FileWriter:
         if self._thread.is_alive():
             self._queue.put(None)
         self._thread.join()
+        self._writers.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -144,6 +150,9 @@ class FileWriter:
         if self._error is None:
             try:
                 self._put(self._held + -self._held % SECTOR_BYTES)
+                for _, under_way in self._stages:
+                    if under_way is not None:
+                        under_way.result()
                 os.ftruncate(self._fd, self._nbytes)
                 os.fsync(self._fd)
             except OSError as error:
@@ -158,17 +167,24 @@ class FileWriter:
         self._nbytes += data.size
         while data.size:
             room = min(STAGE_BYTES - self._held, data.size)
-            self._stage[self._held : self._held + room] = data[:room]
+            self._stages[0][0][self._held : self._held + room] = data[:room]
             self._held, data = self._held + room, data[room:]
             if self._held == STAGE_BYTES:
                 self._put(STAGE_BYTES)
 
     def _put(self, nbytes: int) -> None:
-        """Writes so many bytes of the stage, and empties it."""
-        done = 0
-        while done < nbytes:
-            done += os.pwrite(self._fd, self._stage[done:nbytes].data, self._at + done)
+        """Begins to write so many bytes of the first stage; the next one is free after this."""
+        stage, _ = self._stages.popleft()
+        self._stages.append((stage, self._writers.submit(self._write, stage[:nbytes], self._at)))
         self._at, self._held = self._at + nbytes, 0
+        under_way = self._stages[0][1]
+        if under_way is not None:
+            under_way.result()
+
+    def _write(self, data: Bytes, at: int) -> None:
+        done = 0
+        while done < data.size:
+            done += os.pwrite(self._fd, data[done:].data, at + done)
 
 
 def _open(path: Path) -> int:
