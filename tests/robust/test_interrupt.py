@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ assert not names, names
 assert os.listdir(folder) == [], os.listdir(folder)
 print("clean", flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Background jobs of a shell ignore them, and so would the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupted(
