@@ -102,7 +102,7 @@ class Engine:
         }
         self._held = HeldMemory()
         self._found = store
-        self._store: Store | None = None
+        self.store: Store | None = None
         self.committing: Committing | None = None
         self.modelled: ModelledCompute | None = None
         self._lease: Lease | None = None
@@ -114,13 +114,13 @@ class Engine:
         """Takes memory and disk, and starts the threads.  On an error nothing stays behind."""
         try:
             self._take_memory()
-            self._store = self._open_store()
+            self.store = self._open_store()
             self.trace.tiers = {
                 tier.value: TierBytes(budget.budget_bytes, budget.held_bytes)
                 for tier, budget in self.budgets.items()
                 if budget.held_bytes
             }
-            self._start(self._store)
+            self._start(self.store)
         except BaseException:
             self._release()
             raise
@@ -329,7 +329,7 @@ class Engine:
     def _release(self) -> None:
         if self.modelled is not None:
             self.modelled.remove()
-        for part in (getattr(self, "executor", None), self._store):
+        for part in (getattr(self, "executor", None), self.store):
             if part is not None:
                 part.close()
         self.accelerator.close()

@@ -28,7 +28,7 @@ def whole(path: Path) -> Any:
 def test_the_old_log_stays_whole(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 7: no space in the middle of a commit: one clear error, the last generation is whole,
+    """No space in the middle of a commit: one clear error, the last generation is whole,
     and once there is space the run ends with the same bits."""
     monkeypatch.setattr("overspill.io_engine.manifest.LARGEST_LOG_BYTES", 0)
     wanted = whole(tmp_path / "whole")

@@ -57,7 +57,7 @@ def empty() -> tuple[TinyLM, torch.optim.AdamW]:
 def test_training_goes_on_from_a_folder(
     trained: tuple[TinyLM, torch.optim.AdamW], form: str, tmp_path: Path
 ) -> None:
-    """Issue 7: the same next steps as torch takes itself, bit for bit as the engine's own."""
+    """The same next steps as torch takes itself, bit for bit as the engine's own."""
     save(trained, form, tmp_path / "dcp")
     by_hand = TinyLM()
     by_hand.load_state_dict(trained[0].state_dict())
@@ -109,7 +109,7 @@ def test_a_strangers_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_import_holds_a_few_tensors(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 7: of a model of 40 equal layers no more than four tensors are alive at any time."""
+    """Of a model of 40 equal layers no more than four tensors are alive at any time."""
     layers, width = 40, 64
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     adamw = torch.optim.AdamW(model.parameters())

@@ -38,7 +38,7 @@ def run_llama(model: Any, optimizer: Any, steps: int) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_saved_model_has_the_same_logits(tmp_path: Path, tied: bool, moments: str) -> None:
-    """Issue 7: save -> ``from_pretrained`` -> same logits; the state is ``state_dict``'s."""
+    """Save -> ``from_pretrained`` -> same logits; the state is ``state_dict``'s."""
     kind, model = llama(tie_word_embeddings=tied)
     (tmp_path / "store").mkdir()
     given = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -66,7 +66,7 @@ def test_saved_model_has_the_same_logits(tmp_path: Path, tied: bool, moments: st
 
 
 def test_torch_goes_on_with_an_exported_state(tmp_path: Path) -> None:
-    """Issue 7: optimizer file -> ``torch.optim.AdamW.load_state_dict`` -> same next step."""
+    """Optimizer file -> ``torch.optim.AdamW.load_state_dict`` -> same next step."""
     torch.manual_seed(0)
     model = TinyLM()
     (tmp_path / "store").mkdir()

@@ -13,7 +13,7 @@ from tests.models import TinyLM, train
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_training_goes_on_from_an_export(tmp_path: Path, precision: str) -> None:
-    """Issue 7: ``wrap(weights=)`` and ``load_state_dict`` of a mapped file give the same bits."""
+    """``wrap(weights=)`` and ``load_state_dict`` of a mapped file give the same bits."""
     (tmp_path / "store").mkdir()
     torch.manual_seed(0)
     model = TinyLM()

@@ -44,7 +44,7 @@ FORMATS: list[dict[str, Any]] = [
 def test_other_stripes_and_records(
     tmp_path: Path, formats: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 7: resumed under other stripe counts, and with records of another size,
+    """Resumed under other stripe counts, and with records of another size,
     training ends with the very bits of a run that was never cut."""
     monkeypatch.setenv("OVERSPILL_VALIDATE", "1")
     wanted, _ = whole_run(tmp_path / "whole", **formats)

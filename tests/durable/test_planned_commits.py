@@ -20,7 +20,7 @@ STEPS = 6
 def test_every_step_writes_all_state_once(
     tmp_path: Path, memory: str, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue 7: no extra state bytes: with a commit a step, every part of weights and state is
+    """No extra state bytes: with a commit a step, every part of weights and state is
     written once a step, wherever it lives; what lives in memory is in the plan's bytes too."""
     written: Counter[Extent] = Counter()
     real = IoEngine.write
@@ -39,10 +39,12 @@ def test_every_step_writes_all_state_once(
         optimizer.commit()
         engine = optimizer._engine
         items = engine.executor.machine.commits.items
-        counts = {i: sum(written[engine.extents.of(i, role)] for role in (0, 1)) for i in items}
+        counts = {
+            i: sum(written[engine.store.extents.of(i, role)] for role in (0, 1)) for i in items
+        }
         assert set(counts.values()) == {STEPS}
         if memory == "64MiB":  # all lives in memory
-            need = sum(engine.extents.of(item, 0).nbytes for item in items)
+            need = sum(engine.store.extents.of(item, 0).nbytes for item in items)
             assert optimizer.plan.link_bytes["write"] == need
 
 

@@ -11,7 +11,7 @@ from benchmarks.step import QUICK, arms
 
 
 def test_the_baseline_has_the_arms_of_the_quick_suite(tmp_path: Path) -> None:
-    """Issue 8: else a renamed arm would be missing in every run, or guarded by none."""
+    """Else a renamed arm would be missing in every run, or guarded by none."""
     kept = json.loads((ROOT / "benchmarks" / "baseline.json").read_text(encoding="utf-8"))
     (comparison,) = kept["comparisons"]
     assert f"{parameters(QUICK.shape) / 1e6:.0f} M parameters" in comparison["title"]

@@ -29,7 +29,7 @@ def comparison(*rows: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def test_who_is_faster_than_ours_is_named() -> None:
-    """Issue 8: where a peer wins, it says so."""
+    """Where a peer wins, it says so."""
     rows = [row("torch", 1.0), row("overspill, a", 2.0), row("overspill, b", 4.0), row("x", 3.0)]
     assert ahead(rows) == "Faster than the best of overspill: torch (0.50 of it)."
     assert ahead(rows[1:]) == ""
@@ -80,7 +80,7 @@ def test_the_readme_says_what_the_reports_say() -> None:
 
 
 def test_the_guard_keeps_ratios_and_holds_later_ones_to_them(tmp_path: Path) -> None:
-    """Issue 8: ``python -m benchmarks compare OLD NEW``."""
+    """``python -m benchmarks compare OLD NEW``."""
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     new.write_text(json.dumps({"comparisons": [comparison(row("a", 1.0), row("b", 2.0))]}))
     words = [sys.executable, "-m", "benchmarks", "compare", str(old), str(new)]

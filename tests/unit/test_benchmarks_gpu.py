@@ -26,7 +26,7 @@ OURS = [
 
 
 def test_it_comes_to_its_end_on_sim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue 8: the suite runs to its end on sim; arms are rows, ours train alike."""
+    """The suite runs to its end on sim; arms are rows, ours train alike."""
     monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path / "none"))
     gpu.run_steps(SIM, tmp_path, time.monotonic() + 90, OURS)
     small, large = json.loads((tmp_path / "gpu.json").read_text())["comparisons"]
@@ -55,7 +55,7 @@ def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals) -> None:
-    """Issue 8: what was measured is kept; no arm goes on; after a SIGTERM no store is left."""
+    """What was measured is kept; no arm goes on; after a SIGTERM no store is left."""
     running = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--out", str(tmp_path)],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ def test_an_unknown_peer_is_refused() -> None:
 
 
 def test_what_is_carried_is_all_but_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Issue 8: peers' wheels are carried to a machine without network, which has its own torch."""
+    """Peers' wheels are carried to a machine without network, which has its own torch."""
     asked: list[list[str]] = []
     monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
     monkeypatch.setattr(peers.subprocess, "run", lambda words, **_: asked.append(words))

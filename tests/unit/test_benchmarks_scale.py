@@ -13,7 +13,7 @@ from benchmarks.runner import Row, Sample
 
 
 def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
-    """Issue 8: size from 30 M to 1.3 B, sequence, disks, host budget."""
+    """Size from 30 M to 1.3 B, sequence, disks, host budget."""
     sizes, tokens, hosts, disks = (list(p.values()) for p in scale.series(quick=False).values())
     counts = [parameters(point.shape) for point in sizes]
     assert counts[0] < 31e6 and 1.3e9 < counts[-1] < 1.4e9

@@ -201,7 +201,7 @@ class TestWeights:
         with pytest.raises(ValueError, match="does not exist"):
             self.wrap_empty(tmp_path / "nowhere", nvme=tmp_path)
         file.unlink()
-        with pytest.raises(ValueError, match="holds neither"):
+        with pytest.raises(ValueError, match="holds none of"):
             self.wrap_empty(tmp_path, nvme=tmp_path)
 
 
