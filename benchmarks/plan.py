@@ -29,7 +29,7 @@ from .step import GPT_311M, SMALL
 KINDS = ("weights", "gradients", "state")
 MODE = "next_forward"  # the default
 PLAN_GOAL, DRAWN_GOAL = 0.15, 1.05
-DRAWN_S = 250.0  # random placements that would end later are left out
+DRAWN_S = 300.0  # random placements that would end later are left out
 
 
 @dataclass(frozen=True)
