@@ -139,9 +139,10 @@ class Gradients:
         if not self._host_slot(signal.unit):
             return False
         assert item.slot is not None and item.device is not None
-        if (signal.merge or convert) and item.staging is None:
+        if signal.merge or convert:
             item.staging = self.host_arena.allocate(gathered)
             if item.staging is None:
+                self._free_slot(signal.unit)  # both or none: who waits holds no room
                 return False
         if signal.merge and item.rested is Phase.STORED:
             item.phase, item.arrival = Phase.READING, signal
@@ -193,15 +194,18 @@ class Gradients:
 
     def fetch(self, unit: int) -> bool:
         """Brings stored gradients to host memory for the update.  ``False``: no room yet."""
-        item = self.units[unit]
-        if item.phase is not Phase.STORED:
-            return True
         if not self._host_slot(unit):
             return False
+        item = self.units[unit]
         assert item.slot is not None
         item.phase = Phase.READING
         self._emit(Read(Item(Kind.GRADS, unit), 0, item.slot))
         return True
+
+    def fetched(self, unit: int) -> bool:
+        """Whether they are where the update reads them, or are being read for it."""
+        item = self.units[unit]
+        return item.phase is Phase.HELD or (item.phase is Phase.READING and item.arrival is None)
 
     def consumed(self, unit: int) -> None:
         """The update has read them.  On disk they stay; a fixed home keeps them as well."""

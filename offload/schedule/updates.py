@@ -164,7 +164,7 @@ class Updates:
             if self.weights.host_valid(unit):
                 self.weights.hold_host(unit)
                 task.holds_weights = True
-        if not self.gradients.fetch(unit):
+        if self.gradients.stored(unit) and not self._fetch_gradients(unit, number):
             return False
         while task.staged < len(task.subgroups):
             if not self._stage_state(task.subgroups[task.staged]):
@@ -173,6 +173,11 @@ class Updates:
         there = task.holds_weights or home.weights is Tier.DEVICE
         task.complete = there and self.gradients.held(unit)
         return True
+
+    def _fetch_gradients(self, unit: int, number: int) -> bool:
+        """Takes room only after all before it: theirs may still have to arrive through it."""
+        before = islice(self.queue, number)
+        return all(self.gradients.fetched(t.unit) for t in before) and self.gradients.fetch(unit)
 
     def _stage_state(self, subgroup: Subgroup) -> bool:
         state = self.states[subgroup.index]
