@@ -13,10 +13,10 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..decide import calibrated, decide
-from ..engine import Engine
+from ..engine import Blueprint, Engine
 from ..errors import OffloadError
 from ..filling import free_unit, move_buffers
-from ..io_engine import FoundStore, find_store
+from ..io_engine import FoundStore, Generation, find_store
 from ..optimizer import OffloadedOptimizer
 from ..runtime.accelerator import make_accelerator
 from ..runtime.facts import decode_facts
@@ -75,27 +75,42 @@ def resume(
         moves = set(config.nvme or ()) != set(store.directories)
         numel = None if moves else _largest(description)
         blueprint = decide(model, optimizer, config, accelerator, numel=numel)
-        assert blueprint.plan.layout is not None
-        mine = describe_units(blueprint.plan.layout)
-        found = difference(description["units"], mine, cuts=False)
-        if blueprint.rule.name != description["optimizer"]:
-            found = f"it was trained with {description['optimizer']}, not {blueprint.rule.name}"
-        if found is not None:
-            raise OffloadError(f"{store.directories[0]}: the store does not fit: {found}")
+        _check_fits(store, blueprint, cuts=not moves)
         raise_shortfall(blueprint.plan)
         if moves:
-            assert config.nvme is not None
-            disk_bytes, layout = blueprint.plan.disk_bytes, blueprint.plan.layout
-            store = move_store(store, generation, config.nvme, layout, disk_bytes)
+            assert config.nvme is not None and blueprint.plan.layout is not None
+            store = move_store(
+                store, generation, config.nvme, blueprint.plan.layout, blueprint.plan.disk_bytes
+            )
             generation = store.last()
-        elif (cut := difference(description["units"], mine, cuts=True)) is not None:
-            raise OffloadError(f"{store.directories[0]}: the store does not fit: {cut}")
         engine = Engine(
             model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
         )
     except BaseException:
         accelerator.close()
         raise
+    wrapped, extra = _take_over(engine, model, optimizer, generation)
+    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
+    return wrapped, extra
+
+
+def _check_fits(store: FoundStore, blueprint: Blueprint, *, cuts: bool) -> None:
+    """Whether the store is of this model and optimizer; ``cuts``: also of records cut alike."""
+    description, rule = store.layout.description, blueprint.rule.name
+    assert blueprint.plan.layout is not None
+    if rule != description["optimizer"]:
+        found: str | None = f"it was trained with {description['optimizer']}, not {rule}"
+    else:
+        mine = describe_units(blueprint.plan.layout)
+        found = difference(description["units"], mine, cuts=cuts)
+    if found is not None:
+        raise OffloadError(f"{store.directories[0]}: the store does not fit: {found}")
+
+
+def _take_over(
+    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, generation: Generation
+) -> tuple[OffloadedOptimizer, Any]:
+    """Gives the engine the commit instead of what the model and the optimizer hold."""
     try:
         for unit in engine.parts.units:
             free_unit(engine, unit)
@@ -103,12 +118,10 @@ def resume(
         engine.adopt(generation)
         wrapped = install(model, optimizer, engine)
         assert engine.committing is not None
-        extra = engine.committing.restart()
+        return wrapped, engine.committing.restart()
     except BaseException:
         engine.discard()
         raise
-    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
-    return wrapped, extra
 
 
 def _with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:

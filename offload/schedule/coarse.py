@@ -8,7 +8,7 @@ from .arena import Place
 from .layout import Layout, UnitHome
 from .subgroups import Subgroup
 
-MOST_SUBGROUPS = 1200
+MOST_SUBGROUPS = 600
 
 
 def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
