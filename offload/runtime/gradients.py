@@ -218,9 +218,14 @@ class GradientCollector:
         self.executor.tell(GradReady(unit, merge, update))
 
     def mark_resident(self, unit: int) -> None:
-        """A resident unit's compute is over for now: an update of its weights waits for it."""
+        """A resident unit's compute is over for now: an update of its weights waits for it.
+
+        Compute may not have used it since the last update, as where its gradients were left at
+        zero: what brought those weights comes first all the same.
+        """
         home = self.executor.machine.layout.homes[unit]
         if home.device_place is not None:
+            self.executor.compute_waits_for(home.device_place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(home.device_place))
             self.executor.mark_device_use(home.device_place, self.accelerator.record())
 

@@ -32,3 +32,21 @@ def test_updates_and_io_lie_under_compute(tmp_path: Path) -> None:
         optimizer.trace(chrome)
         assert picture.stat().st_size > 10_000
         assert '"traceEvents"' in chrome.read_text()
+
+
+def test_gradients_left_at_zero_wait_for_the_last_update() -> None:
+    """A unit that a step does not use still has its zeroed gradients: the update takes them while
+    the weights of the update before may be on their way to the device."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+    adamw = torch.optim.AdamW(model.parameters())
+    slow_link = overspill.Rates(h2d_bytes_s=5e6)
+    with overspill.wrap(
+        model, adamw, device="sim", device_memory="1MiB", rates=slow_link
+    ) as optimizer:
+        assert optimizer.plan.device_update_share == 0, "updates come from the host"
+        x = torch.ones(2, 256)
+        for turn in (0, 1, 0):
+            model[turn](x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)

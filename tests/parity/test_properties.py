@@ -142,7 +142,10 @@ def test_options_do_not_change_a_bit_in_fifty_steps(tmp_path: Path) -> None:
     for seed in range(100, 200):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        check(seed, 50, folder)
+        try:
+            check(seed, 50, folder)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
 
 
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
