@@ -164,7 +164,8 @@ class Engine:
         store.begin(machine.commits, self._facts(), self.trace)
         self.executor = Executor(
             machine, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
-            self.updater.work_on, check=os.environ.get("OVERSPILL_VALIDATE") == "1",
+            self.updater.work_on, self.updater.visit,
+            check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=store.writer,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, store.io, store.extents)

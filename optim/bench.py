@@ -27,6 +27,7 @@ from .rule import Rule
 from .sgd import SgdRule
 
 TRAFFIC_BYTES = 64 << 20
+CPU = torch.device("cpu")
 GROUP: Mapping[str, Any] = {
     "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
     "dampening": 0.0, "lr_decay": 0.0,
@@ -136,15 +137,18 @@ def moved_bytes(case: Case, fields: Sequence[Field], numel: int) -> int:
 
 
 class Update:
-    """One case's buffers; ``run`` takes a step and returns its seconds."""
+    """One case's buffers, on ``device``; ``run`` takes a step and returns its seconds."""
 
-    def __init__(self, case: Case, numel: int) -> None:
+    def __init__(self, case: Case, numel: int, device: torch.device = CPU) -> None:
+        self.device = device
         self.rule = RULES[case.rule]()
         group = dict(GROUP, momentum=0.0) if case.rule == "sgd" else GROUP
         fields = self.rule.state_fields(case.weights, case.master, case.moments)
-        self.state = {f.name: torch.zeros(f.elements(numel), dtype=f.dtype) for f in fields}
-        self.weight = torch.full((numel,), 0.01, dtype=case.weights)
-        self.grad = torch.empty(numel, dtype=case.weights)
+        self.state = {
+            f.name: torch.zeros(f.elements(numel), dtype=f.dtype, device=device) for f in fields
+        }
+        self.weight = torch.full((numel,), 0.01, dtype=case.weights, device=device)
+        self.grad = torch.empty(numel, dtype=case.weights, device=device)
         for start in range(0, numel, 2**20):  # a pattern: drawing would take longer than measuring
             part = self.grad[start : start + 2**20]
             part.copy_(torch.sin(torch.arange(part.numel(), dtype=torch.float32)))
@@ -155,6 +159,8 @@ class Update:
     def run(self) -> float:
         started = time.perf_counter()
         self.rule.update(self.grad, self.weight, self.state, self.scalars)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - started
 
 
@@ -197,6 +203,15 @@ def _read_modify_write(values: Tensor) -> float:
     started = time.perf_counter()
     values.mul_(1.0)
     return time.perf_counter() - started
+
+
+def device_update_rate(
+    case: Case, device: torch.device, *, numel: int = 6_000_000, rounds: int = 5
+) -> float:
+    """Parameters per second that a case updates where all of it is on ``device``: the median."""
+    update = Update(case, numel, device)
+    update.run()  # the first builds kernels
+    return numel / statistics.median(update.run() for _ in range(rounds))
 
 
 def update_costs(

@@ -36,7 +36,8 @@ def contents(plan: Plan) -> dict[Tier, Counter[str]]:
         for tier, subgroup in zip(home.state, group, strict=True):
             found[tier]["optimizer state"] += subgroup.nbytes
     regions = layout.regions
-    found[Tier.DEVICE]["room to stream"] += regions.device_weights + regions.device_grads
+    visits = regions.visit_slot * regions.visit_slots
+    found[Tier.DEVICE]["room to stream"] += regions.device_weights + regions.device_grads + visits
     state = regions.state_slot * regions.state_slots
     found[Tier.HOST]["room to stream"] += regions.host_weights + regions.host_grads + state
     return found
@@ -198,11 +199,8 @@ def _updates(plan: Plan) -> list[str]:
         lines.append(line)
     if plan.layout is not None and plan.layout.has_device:
         line = f"on the device: {plan.device_update_share:.0%} of the update"
-        if plan.device_update_worth:
-            line += (
-                f"; up to {plan.device_update_worth:.0%} would pay if state were streamed there "
-                "for it, which is not done yet"
-            )
+        if plan.layout.visiting:
+            line += ", part of it of state that goes there for it and comes back"
         lines.append(f"{line}; {_resident_share(plan):.0%} of the weights stay")
     return lines
 

@@ -27,7 +27,7 @@ from .rates import Rates, UpdateRate
 __all__ = ["Calibration", "Task", "calibrate"]
 
 log = logging.getLogger("overspill")
-FORMAT = 2  # of the file; those of another format are left alone
+FORMAT = 3  # of the file; those of another format are left alone
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Calibration:
             self.rates,
             update_params_s=update.alone_params_s if update else None,
             update_beside_params_s=update.beside_params_s if update else None,
+            device_update_params_s=update.device_params_s if update else None,
             device_flops_s=self.flops.get(_dtype_name(task.products)),
         )
 
@@ -124,7 +125,7 @@ def calibrate(
         found = Calibration(path, about, rates.measure(directories, device))
     if task is not None:
         if task.update is not None and _name(task.update) not in found.updates:
-            found.updates[_name(task.update)] = rates.measure_update(task.update)
+            found.updates[_name(task.update)] = rates.measure_update(task.update, device)
             changed = True
         if _dtype_name(task.products) not in found.flops:
             found.flops[_dtype_name(task.products)] = rates.measure_flops(device, task.products)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..optim.bench import Case, update_costs
+from ..optim.bench import Case, device_update_rate, update_costs
 from . import probes
 
 __all__ = ["Rates", "UpdateRate", "compute_device", "measure", "measure_flops", "measure_update"]
@@ -23,10 +23,11 @@ UPDATE_PARAMS, UPDATE_ROUNDS = 6_000_000, 3
 @dataclass(frozen=True)
 class UpdateRate:
     """Parameters per second that a rule updates with all threads: alone, and beside a thread that
-    copies memory without pause."""
+    copies memory without pause; and on a device that has memory of its own."""
 
     alone_params_s: float
     beside_params_s: float
+    device_params_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Rates:
         update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
         disk_cpu_bytes_s: what all processors together could move to and from the disks if they did
             nothing else (checksums included); with ``device="cpu"`` moves take this from compute.
-        device_update_params_s: as ``update_params_s``, of state that stays on the device; not
-            measured, and where it is not known no faster than the CPU.
+        device_update_params_s: as ``update_params_s``, of state that is on the device; where it is
+            not known, no faster than the CPU.
     """
 
     h2d_bytes_s: float | None = None
@@ -136,10 +137,14 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
     )
 
 
-def measure_update(case: Case) -> UpdateRate:
-    """Measures one rule with its formats, for less than a second."""
+def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
+    """Measures one rule with its formats, for less than a second; also on a GPU, if that is
+    the device."""
     cost = update_costs(cases=[case], numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS).of(case)
-    return UpdateRate(cost.all_threads, cost.beside_traffic)
+    compute, there = compute_device(device), None
+    if compute.type != "cpu":
+        there = device_update_rate(case, compute, numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS)
+    return UpdateRate(cost.all_threads, cost.beside_traffic, there)
 
 
 def measure_flops(device: str | torch.device, dtype: torch.dtype) -> float:

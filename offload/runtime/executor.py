@@ -48,6 +48,7 @@ from .extents import Extents
 from .moves import Mover
 from .pools import Arenas
 from .update_worker import Task, UpdateWorker
+from .visits import Parts, Visits
 
 
 class _Waiter:
@@ -72,7 +73,8 @@ _LANES: dict[type, str] = {
 
 class Executor:
     """The moving part around the machine.  ``work_on`` runs updates and merges on the worker, and
-    says whether what they gave is finite; ``commits`` makes cuts durable."""
+    says whether what they gave is finite; ``visit`` says where the parts of an update live that
+    go to the device for it, and where they are there; ``commits`` makes cuts durable."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Executor:
         extents: Extents,
         trace: Trace,
         work_on: Callable[[Task], bool],
+        visit: Callable[[Update], tuple[Parts, Parts]],
         *,
         check: bool,
         commits: CommitWriter | None = None,
@@ -105,7 +108,11 @@ class Executor:
         )
         self._worker = UpdateWorker(
             machine.layout, arenas, accelerator, self._events, trace, work_on,
-            lambda: self._queue.put(Spoiled()), self._finished,
+            lambda: self._queue.put(Spoiled()), self._worked,
+        )  # fmt: skip
+        self._visits = Visits(
+            arenas, accelerator, self._events, trace, visit,
+            lambda update: machine.layout.units[update.unit].name, self._worker.put, self._finished,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
         self._thread.start()
@@ -246,7 +253,9 @@ class Executor:
         )  # fmt: skip
 
     def _start(self, work: Work) -> None:
-        if isinstance(work, (Clear, Settle, Update)):
+        if isinstance(work, Update) and work.visit is not None:
+            self._visits.start(work)
+        elif isinstance(work, (Clear, Settle, Update)):
             self._worker.put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
@@ -254,6 +263,16 @@ class Executor:
             self._commits.put(work, table, lambda error: self._finished(work, error))
         else:
             self._mover.start(work)
+
+    def _worked(self, task: Task, error: BaseException | None) -> None:
+        """The update worker is through with a task."""
+        try:
+            if error is None and isinstance(task, Update) and task.visit is not None:
+                self._visits.back(task)
+                return
+        except BaseException as raised:
+            error = raised
+        self._finished(task, error)
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:

@@ -80,14 +80,15 @@ class UpdateWorker:
         if not finite:
             self._spoiled()
         if isinstance(task, Update):
-            share = self._there if task.state.tier is Tier.DEVICE else 1.0
+            there = task.visit is not None or task.state.tier is Tier.DEVICE
+            share = self._there if there else 1.0
             self._pace.hold(self._params[task.subgroup] * share, queued_ns)
             self._trace.add("update", name, started, time.perf_counter_ns(), task.state.nbytes)
 
     def _in_order(self, task: Task) -> bool:
         """Does a task; one that touches device memory is ordered with copies and compute."""
         if isinstance(task, Update):
-            touched = [task.weights, task.grads, task.state]
+            touched = [task.visit] if task.visit else [task.weights, task.grads, task.state]
         else:
             touched = [task.place]
         places = [place for place in touched if place.tier is Tier.DEVICE]

@@ -16,12 +16,15 @@ import torch
 
 from ..errors import OffloadError
 from ..optim import Rule, StepScalars, accumulate, granule_of, sum_of_squares
+from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Clear, Settle, Update
 from ..schedule.partition import Chunk, Unit, align
 from ..schedule.plan import host_grad_dtype
 from ..schedule.subgroups import Subgroup
+from ..schedule.visits import visit_in
 from .pools import Arenas
+from .visits import Parts
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ class Updater:
 
     def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
         source = self.arenas.typed(task.source, chunk.grad_offset, chunk.dtype, chunk.numel)
-        target = self._grads(task, task.unit, number)
+        target = self._grads(task, number)
         for spec in chunk.params:
             span = slice(spec.offset, spec.offset + align(spec.numel, 64 // chunk.dtype.itemsize))
             if spec.index in arrival.fresh:
@@ -173,33 +176,62 @@ class Updater:
                     target[span].add_(source[span])
 
     def _measure(self, task: Settle, number: int, chunk: Chunk) -> None:
-        flat = self._grads(task, task.unit, number)
+        flat = self._grads(task, number)
         for spec in chunk.params:
             grad = flat[spec.offset : spec.offset + spec.numel]
             self.squares[spec.index] = sum_of_squares(grad)
 
-    def _grads(self, task: Settle | Update, unit: int, number: int) -> torch.Tensor:
-        place = task.place if isinstance(task, Settle) else task.grads
-        dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]
-        numel = self.layout.units[unit].chunks[number].numel
-        return self.arenas.typed(place, offset, dtype, numel)
+    def _grads(self, task: Settle, number: int) -> torch.Tensor:
+        dtype, offset = self.grads.dtypes[task.unit][number], self.grads.offsets[task.unit][number]
+        numel = self.layout.units[task.unit].chunks[number].numel
+        return self.arenas.typed(task.place, offset, dtype, numel)
+
+    def _parts(self, task: Update) -> Parts:
+        """Where state, weights and gradients of an update's subgroup live."""
+        subgroup = self._subgroups[task.subgroup]
+        chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
+
+        def part(whole: Place, offset: int, size: int) -> Place:
+            return Place(
+                whole.tier, whole.offset + offset + subgroup.start * size, subgroup.count * size
+            )
+
+        grad_size = self.grads.dtypes[task.unit][subgroup.chunk].itemsize
+        return Parts(
+            task.state,
+            part(task.weights, chunk.byte_offset, chunk.dtype.itemsize),
+            part(task.grads, self.grads.offsets[task.unit][subgroup.chunk], grad_size),
+        )
+
+    def visit(self, task: Update) -> tuple[Parts, Parts]:
+        """Where an update's parts live, and where they are while they visit the device."""
+        assert task.visit is not None
+        parts, visit = self._parts(task), visit_in(self.layout, self._subgroups[task.subgroup])
+        offsets = (0, visit.weights_offset, visit.grads_offset)
+        slot = task.visit
+        there = (
+            Place(slot.tier, slot.offset + offset, part.nbytes)
+            for offset, part in zip(offsets, parts, strict=True)
+        )
+        return parts, Parts(*there)
 
     def _update(self, task: Update) -> None:
         subgroup = self._subgroups[task.subgroup]
-        unit = self.layout.units[task.unit]
-        chunk = unit.chunks[subgroup.chunk]
-        weights = self.arenas.typed(task.weights, chunk.byte_offset, chunk.dtype, chunk.numel)
-        grads = self._grads(task, task.unit, subgroup.chunk)
+        chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
+        parts = self._parts(task) if task.visit is None else self.visit(task)[1]
+        grad_dtype = self.grads.dtypes[task.unit][subgroup.chunk]
+        weights = self.arenas.typed(parts.weights, 0, chunk.dtype, subgroup.count)
+        grads = self.arenas.typed(parts.grads, 0, grad_dtype, subgroup.count)
         state = {
-            f.name: self.arenas.typed(task.state, f.offset, f.dtype, f.numel)
+            f.name: self.arenas.typed(parts.state, f.offset, f.dtype, f.numel)
             for f in subgroup.fields
         }
         assert chunk.group is not None
         for run in self._runs(task.unit, chunk, subgroup):
             inside = (run.start - subgroup.start, run.stop - subgroup.start)
             finite = self.rule.update(
-                grads[run.start : run.stop],
-                weights[run.start : run.stop],
+                grads[slice(*inside)],
+                weights[slice(*inside)],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
                 self._scalars_for(chunk.group, run.step, run.scale),
                 run.position,

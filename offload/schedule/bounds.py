@@ -9,6 +9,7 @@ from ..config import Tier
 from ..observe.rates import Rates
 from .layout import Layout
 from .partition import Unit
+from .visits import visitors
 
 FORWARD_SHARE = 1 / 3  # of a micro-step's FLOPs: backward takes two products for each of forward's
 
@@ -64,20 +65,23 @@ def update_work(layout: Layout, rates: Rates) -> float:
 
 
 def device_update_share(layout: Layout) -> float:
-    """Share of the parameters that the device updates: those whose state stays there."""
+    """Share of the parameters that the device updates: those whose state stays there, or goes there
+    for it."""
     total = trained_params(layout)
+    visiting = visitors(layout)
     there = sum(
         subgroup.count
         for group, home in zip(layout.subgroups, layout.homes, strict=True)
         for subgroup, tier in zip(group, home.state, strict=True)
-        if tier is Tier.DEVICE
+        if tier is Tier.DEVICE or subgroup.index in visiting
     )
     return there / total if total else 0.0
 
 
 def device_update_worth(rates: Rates) -> float | None:
-    """Share of the update worth doing on the device, were state streamed there for it (DESIGN 7):
-    ``(B/U - 2) / (B/U + 10)`` with B bytes/s to the device and U parameters/s on the CPU."""
+    """Share of the update worth doing on the device for state that goes there for it (DESIGN 7):
+    ``(B/U - 2) / (B/U + 10)`` with B bytes/s to the device and U parameters/s on the CPU.  The link
+    then does nothing else."""
     if not rates.h2d_bytes_s or not rates.update_params_s:
         return None
     ratio = rates.h2d_bytes_s / rates.update_params_s
@@ -130,7 +134,8 @@ def step_bound(
     compute = seconds.get("compute", 0.0)
     last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
     before = max(compute - last, _first_forward(layout, rates))
-    out = seconds.get("copy_out", 0.0) if micro_steps == 1 else 0.0
+    out = _gathered_bytes(layout) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0
+    out = out if micro_steps == 1 else 0.0
     gradients = max(last, out)  # from the begin of the last backward to the end of the last copy
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
@@ -156,6 +161,13 @@ def step_bound(
         return Bound(0.0, None, seconds)
     lane = max(floors, key=lambda name: floors[name])
     return Bound(floors[lane], lane, seconds)
+
+
+def _gathered_bytes(layout: Layout) -> int:
+    """Bytes of gradients that leave the device."""
+    pairs = zip(layout.units, layout.homes, strict=True)
+    trained = (u for u, home in pairs if u.trainable and home.grads is not Tier.DEVICE)
+    return sum(unit.grad_bytes for unit in trained) if layout.has_device else 0
 
 
 def _moved_weights(layout: Layout) -> tuple[int, int]:

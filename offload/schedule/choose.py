@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..observe.rates import Rates
-from .bounds import least_seconds
+from .bounds import device_update_worth, least_seconds
 from .coarse import coarsen
 from .costs import Costs, Profile
 from .layout import Layout
@@ -23,6 +23,8 @@ OTHERS = (
     Preference(("state", "weights", "gradients")),
 )
 DEVICE_SHARES = (1.0, 0.5)  # of room on the device, to units that are updated there
+VISITING_SHARES = (1.0, 0.5)  # of what would pay if the link had nothing else to do
+LEAST_VISITING = 0.02  # less is not worth its slots
 SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
 CHOOSING_SUBGROUPS = 300  # fewer, and fewer steps, are simulated sooner and rank as well
 CHOOSING_STEPS = 6
@@ -114,6 +116,10 @@ def choose_plan(
     if prefer is None and budgets.device is not None:
         for share in DEVICE_SHARES:
             try_out(replace(best, prefer=replace(best.prefer, device=share)))
+        worth = device_update_worth(rates) or 0.0
+        for share in VISITING_SHARES:
+            if share * worth > LEAST_VISITING:
+                try_out(replace(best, prefer=replace(best.prefer, visiting=share * worth)))
     return foresee(parts, budgets, best, rates, load)
 
 

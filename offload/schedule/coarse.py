@@ -37,12 +37,16 @@ def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
         groups.append(tuple(mine))
         tiers = tuple(home.state[first] for first, _ in runs)
         homes.append(replace(home, state=tiers, state_places=tuple(places)))
-    slot = layout.regions.state_slot * joined
+    regions = layout.regions
     return replace(
         layout,
         subgroups=tuple(groups),
         homes=tuple(homes),
-        regions=replace(layout.regions, state_slot=slot),
+        regions=replace(
+            regions,
+            state_slot=regions.state_slot * joined,
+            visit_slot=regions.visit_slot * joined,
+        ),
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from ..config import Tier
 from .arena import Arena, Place
-from .messages import Item, Kind, Read, Write
+from .messages import Item, Kind, Read, Update, Write
 from .residency import Residency
 from .weights import Roles
 
@@ -27,8 +27,9 @@ def _owners(machine: Residency) -> None:
         (grads.host_arena, []),
         (grads.device_arena, []),
         (updates.arena, []),
+        (updates.visits, []),
     ]
-    host_w, device_w, host_g, device_g, states = (places for _, places in groups)
+    host_w, device_w, host_g, device_g, states, visits = (places for _, places in groups)
     for item in weights.units:
         host_w += [item.host.place] if item.host and not item.host.fixed else []
         device_w += [item.device.place] if item.device and not item.device.fixed else []
@@ -39,6 +40,7 @@ def _owners(machine: Residency) -> None:
         host_g += [unit.staging] if unit.staging else []
         device_g += [unit.device] if unit.device else []
     states += [state.slot for state in updates.states if state.slot is not None]
+    visits += [w.visit for w in machine.in_flight if isinstance(w, Update) and w.visit]
     for arena, places in groups:
         end = arena.base
         for place in sorted(p for p in places if p.nbytes):

@@ -42,10 +42,17 @@ class Regions:
     host_grads: int = 0
     state_slot: int = 0
     state_slots: int = 0
+    visit_slot: int = 0
+    visit_slots: int = 0
 
     @property
     def device_bytes(self) -> int:
-        return self.device_fixed + self.device_weights + self.device_grads
+        return (
+            self.device_fixed
+            + self.device_weights
+            + self.device_grads
+            + self.visit_slot * self.visit_slots
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -70,6 +77,7 @@ class Layout:
     has_device: bool
     durable: bool
     prefetch_depth: int
+    visiting: float = 0.0  # share of the records kept elsewhere that are updated on the device
 
     @property
     def compute_tier(self) -> Tier:

@@ -83,13 +83,15 @@ class Settle:
 
 @dataclass(frozen=True)
 class Update:
-    """Run the optimizer on one subgroup; a place is ``None`` where it is not needed."""
+    """Run the optimizer on one subgroup, where its weights and state are; with a ``visit``, on the
+    device, in that slot, to which they go for it and from which they come back."""
 
     subgroup: int
     unit: int
     weights: Place
     grads: Place
     state: Place
+    visit: Place | None = None
 
 
 @dataclass(frozen=True)

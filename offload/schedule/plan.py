@@ -56,12 +56,15 @@ class Preference:
         share: of the room that is left for what stays; the rest goes to staging and prefetch.
         device: of such room on the device, what goes to units that live there as a whole, weights,
             gradients and state, and are updated there; the rest goes to weights alone.
+        visiting: share of the other records of state that go to the device for their update and
+            come back.
     """
 
     kinds: tuple[str, ...] = ("weights", "gradients", "state")
     order: tuple[int, ...] | None = None
     share: float = 1.0
     device: float = 0.0
+    visiting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,10 @@ class Plan:
         accumulate: micro-steps of a step.
         step_s_by_update: predicted times of the ways to update that the options allow; empty in a
             run, which has but one.
-        device_update_share: share of the parameters updated on the device: whose state stays there.
-        device_update_worth: share worth updating there if state were streamed in for it, which is
-            not done yet; ``None`` without a link.
+        device_update_share: share of the parameters updated on the device: whose state stays there,
+            or goes there for it.
+        device_update_worth: share worth updating there by DESIGN's formula, where the link has
+            nothing else to do; ``None`` without a link.
         preference: which of the legal placements was chosen.
         activation_bytes: about what autograd keeps of a micro-step until backward, measured where
             an example was given; no budget counts it; ``None`` where the load is not known.

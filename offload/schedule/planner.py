@@ -17,6 +17,8 @@ from .layout import Layout, Regions, UnitHome
 from .partition import Partition, Unit, align
 from .plan import Budgets, Needs, Shortfall, converts_grads, host_grad_bytes
 from .subgroups import bytes_per_element, choose_numel, cut_subgroups
+from .visits import SLOTS as VISIT_SLOTS
+from .visits import visit_of
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
 DEFAULT_DEPTH = 3
@@ -54,6 +56,7 @@ class _Planner:
         order = needs.prefer.order
         self.order = spread(self.units) if order is None else [self.units[i] for i in order]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
+        self.visit_slot = 0
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
@@ -144,13 +147,14 @@ class _Planner:
                 )
             )
             return self._device_weights(0), gather
+        budget = self.budgets.device - self._make_room_for_visits(self.budgets.device - need)
         everything = sum(u.weight_bytes for u in self.units) + gather
-        if everything <= self.budgets.device:
+        if everything <= budget:
             self.resident = [True] * len(self.units)
-            self._move_to_device(_Spend(self.budgets.device - everything))
+            self._move_to_device(_Spend(budget - everything))
             return 0, gather
-        ahead = self._ahead(self.budgets.device - fixed - gather, self._device_weights)
-        room = self.budgets.device - fixed - gather - self._device_weights(ahead)
+        ahead = self._ahead(budget - fixed - gather, self._device_weights)
+        room = budget - fixed - gather - self._device_weights(ahead)
         prefer = self.needs.prefer
         whole = _Spend(int(room * prefer.share * prefer.device))
         if prefer.device:
@@ -160,6 +164,24 @@ class _Planner:
             if not self.resident[unit.index] and spend.take(unit.weight_bytes):
                 self.resident[unit.index] = True
         return self._device_weights(ahead), gather
+
+    def _make_room_for_visits(self, room: int) -> int:
+        """Bytes of the slots for records that visit the device; 0: none do, or there is no room."""
+        if not self.needs.prefer.visiting:
+            return 0
+        slot = max(
+            (
+                visit_of(s, unit.chunks[s.chunk].dtype, converts=converts).slot_bytes
+                for unit, group in zip(self.units, self.subgroups, strict=True)
+                for converts in (converts_grads(unit, self.needs.accumulate),)
+                for s in group
+            ),
+            default=0,
+        )
+        if VISIT_SLOTS * slot > room:
+            return 0
+        self.visit_slot = slot
+        return VISIT_SLOTS * slot
 
     def _move_to_device(self, spend: _Spend) -> None:
         """As many units as fit live there as a whole; weights that are resident are paid for."""
@@ -298,6 +320,8 @@ class _Planner:
             self._host_grads(),
             self._slot_bytes(),
             slots if self._slot_bytes() else 0,
+            self.visit_slot,
+            VISIT_SLOTS if self.visit_slot else 0,
         )
         disk = self.disk_bytes()
         if self.budgets.nvme is not None and disk > self.budgets.nvme:
@@ -321,6 +345,7 @@ class _Planner:
                 self.has_device,
                 self.needs.durable,
                 self.depth,
+                self.needs.prefer.visiting if self.visit_slot else 0.0,
             ),
             disk,
         )

@@ -336,6 +336,7 @@ class Residency:
         the regions."""
         regions, weights, grads = self.layout.regions, self.weights, self.gradients
         device = weights.device_arena.used_bytes + grads.device_arena.used_bytes
+        device += self.updates.visits.used_bytes
         host = weights.host_arena.used_bytes + grads.host_arena.used_bytes
         return (
             regions.device_fixed + device,

@@ -43,10 +43,13 @@ from .messages import (
     Write,
 )
 from .residency import Residency
+from .visits import visit_in
 
 LANE_OF: dict[type, str] = {Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out"}
 LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
+LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
+LEG_COPIES = {"copy_in": 3, "copy_out": 2}
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
 
 
@@ -55,6 +58,14 @@ class _Compute:
     """What the compute lane does: one unit's forward or backward."""
 
     unit: int
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """What an update of a record that visits the device does in one lane, of ``LEGS`` in turn."""
+
+    update: Update
+    lane: str
 
 
 class _Lane:
@@ -66,9 +77,9 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.line: deque[Work] = deque()
-        self.urgent: deque[Work] = deque()
-        self.current: Work | _Compute | None = None
+        self.line: deque[Work | _Leg] = deque()
+        self.urgent: deque[Work | _Leg] = deque()
+        self.current: Work | _Leg | _Compute | None = None
         self.started_s = 0.0
         self.left_s = self.seen_s = 0.0  # of the piece, at full speed, when last looked at
         self.speed, self.turn = 1.0, 0  # an end foreseen in an earlier turn does not come
@@ -90,6 +101,7 @@ class Simulation:
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
         self._params = [s.count for s in subgroups]
+        self._visits = [visit_in(layout, s) for s in subgroups]
         names = [unit.name for unit in layout.units]
         self._names = {
             Kind.WEIGHTS: [f"weights {name}" for name in names],
@@ -132,13 +144,18 @@ class Simulation:
                 self._granted.add(instruction.ticket)
             elif isinstance(instruction, Refuse):
                 raise AssertionError(f"the machine refused unit {instruction.unit}")
+            elif isinstance(instruction, Update) and instruction.visit is not None:
+                self._queue(_Leg(instruction, "copy_in"), "copy_in")
             else:
-                lane = self._lanes[LANE_OF.get(type(instruction), "update")]
                 urgent = isinstance(instruction, Read) and instruction.urgent
-                (lane.urgent if urgent else lane.line).append(instruction)
-                if lane.current is None:
-                    self._start(lane)
+                self._queue(instruction, LANE_OF.get(type(instruction), "update"), urgent)
         self._note_peaks()
+
+    def _queue(self, work: Work | _Leg, name: str, urgent: bool = False) -> None:
+        lane = self._lanes[name]
+        (lane.urgent if urgent else lane.line).append(work)
+        if lane.current is None:
+            self._start(lane)
 
     def _start(self, lane: _Lane) -> None:
         line = lane.urgent or lane.line
@@ -179,20 +196,28 @@ class Simulation:
                 other.seen_s = self.now_s
                 self._foresee(other)
 
-    def _seconds(self, lane: _Lane, work: Work) -> float:
+    def _seconds(self, lane: _Lane, work: Work | _Leg) -> float:
         rates = self.costs.rates
-        if isinstance(work, Update):
-            here = rates.device_update_params_s if work.state.tier is Tier.DEVICE else None
-            return self._params[work.subgroup] * _inverse(here or rates.update_params_s)
+        if lane.name == "update" and isinstance(work, (Update, _Leg)):
+            update = work if isinstance(work, Update) else work.update
+            there = update.visit is not None or update.state.tier is Tier.DEVICE
+            rate = (there and rates.device_update_params_s) or rates.update_params_s
+            return self._params[update.subgroup] * _inverse(rate)
         if isinstance(work, (Settle, Clear)):
             moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
             return moved * _inverse(rates.dram_bytes_s)
         seconds = self._nbytes(work) * self._per_byte[lane.name]
         if isinstance(work, (CopyIn, CopyOut)):
             return seconds + (rates.link_latency_s or 0.0)
+        if isinstance(work, _Leg):
+            return seconds + LEG_COPIES[lane.name] * (rates.link_latency_s or 0.0)
         return seconds
 
-    def _nbytes(self, work: Work) -> int:
+    def _nbytes(self, work: Work | _Leg) -> int:
+        if isinstance(work, _Leg):
+            visit = self._visits[work.update.subgroup]
+            inside = visit.in_bytes if work.lane == "copy_in" else visit.out_bytes
+            return work.update.state.nbytes if work.lane == "update" else inside
         if isinstance(work, (Read, Write)):
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
@@ -201,7 +226,9 @@ class Simulation:
             return work.source.nbytes
         return work.state.nbytes if isinstance(work, Update) else 0
 
-    def _name(self, work: Work) -> str:
+    def _name(self, work: Work | _Leg) -> str:
+        if isinstance(work, _Leg):
+            return self.layout.units[work.update.unit].name
         if isinstance(work, (Read, Write)):
             return self._names[work.item.kind][work.item.number]
         if isinstance(work, (Clear, Commit)):
@@ -227,7 +254,12 @@ class Simulation:
         self._start(lane)
         if lane.current is None:
             self._changed(lane)
-        self._send(Done(work))
+        if not isinstance(work, _Leg):
+            self._send(Done(work))
+        elif (following := LEGS.get(work.lane)) is not None:
+            self._queue(_Leg(work.update, following), following)
+        else:
+            self._send(Done(work.update))
 
     def _note_peaks(self) -> None:
         machine, peak = self.machine, self.peak_bytes

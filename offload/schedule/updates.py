@@ -14,6 +14,7 @@ from .layout import Layout
 from .messages import Clear, Instruction, Item, Kind, Read, Update, Write
 from .order import NEVER, Order, Use
 from .subgroups import Subgroup
+from .visits import visitors
 from .weights import Roles, Weights
 
 UNITS_AHEAD = 3  # units whose weights and gradients are staged while the first one is updated
@@ -74,6 +75,9 @@ class Updates:
         base = regions.host_fixed + regions.host_weights + regions.host_grads
         self.arena = Arena(Tier.HOST, base, regions.state_slot * regions.state_slots)
         self.slot_bytes = regions.state_slot
+        visits = regions.visit_slot * regions.visit_slots
+        self.visits = Arena(Tier.DEVICE, regions.device_bytes - visits, visits)
+        self._visitors = visitors(layout)
         self.sizes = [s.nbytes for group in layout.subgroups for s in group]
         self.cached: set[int] = set()  # records in slots
         self.states: list[_State] = []
@@ -257,9 +261,14 @@ class Updates:
             item = Item(Kind.STATE, subgroup.index)
             if self.commits.blocks(item) or not state.ready or state.place is None:
                 return False
+            visit = None
+            if subgroup.index in self._visitors:
+                visit = self.visits.allocate(self.layout.regions.visit_slot)
+                if visit is None:
+                    return False
             self.commits.change(item)
             self.commits.change(weights)
-            self._emit(Update(subgroup.index, unit, copy.place, grads, state.place))
+            self._emit(Update(subgroup.index, unit, copy.place, grads, state.place, visit))
             task.next += 1
         return task.next == len(task.subgroups)
 
@@ -269,8 +278,9 @@ class Updates:
         self.states[index].ready = True
 
     def update_done(self, signal: Update) -> None:
-        task = self.queue[0]
-        assert task.unit == signal.unit, "updates end in the order in which they were dispatched"
+        task = next(task for task in self.queue if task.unit == signal.unit)
+        if signal.visit is not None:
+            self.visits.free(signal.visit)
         state = self.states[signal.subgroup]
         if self._on_disk(signal.subgroup):
             self.writing += 1
@@ -279,7 +289,7 @@ class Updates:
             self._emit(Write(item, state.roles.target(), state.place))
         task.done += 1
         if task.done == len(task.subgroups):
-            self.queue.popleft()
+            self.queue.remove(task)
             self.gradients.consumed(task.unit)
             self.writing += self.layout.homes[task.unit].weights is Tier.NVME
             self.weights.updated(task.unit)

@@ -1,4 +1,4 @@
-"""Units that live on the device as a whole, and are updated there, beside others that stream in."""
+"""Updates on the device: of units that live there whole, and of state that goes there for it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from tests.models import TinyLM, adamw, train, weights
 from tests.sim.test_choice import RATES, draw
 
 
-def run(share: float, update: str, options: dict[str, Any]) -> tuple[float, Any, Any]:
+def run(
+    prefer: Preference, update: str, options: dict[str, Any], device: str = "sim"
+) -> tuple[float, Any, Any]:
     torch.manual_seed(0)
     model = TinyLM(depth=16)
-    prefer = Preference(device=share)
     with (
         mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
-        overspill.wrap(model, adamw(model), device="sim", update=update, **options) as optimizer,
+        overspill.wrap(model, adamw(model), device=device, update=update, **options) as optimizer,
     ):
         plan = optimizer.plan
         assert plan.tier_bytes[Tier.DEVICE] <= plan.budgets.device
-        losses = train(model, optimizer, 4)
+        losses = train(model, optimizer, 4, micro_steps=options.get("accumulate", 1))
         return plan.device_update_share, losses, weights(model)
 
 
@@ -42,14 +43,48 @@ def test_the_same_bits_whatever_the_share(update: str, nvme: bool, tmp_path: Pat
     options: dict[str, Any] = {"device_memory": "2300KiB", "host_memory": "64MiB"}
     if nvme:
         options |= {"nvme": tmp_path, "durable": False, "host_memory": "4MiB"}
-    seen = [run(share, update, options) for share in (0.0, 0.5, 1.0)]
+    seen = [run(Preference(device=share), update, options) for share in (0.0, 0.5, 1.0)]
     shares = [share for share, _, _ in seen]
     assert shares[0] == 0 < shares[1] < shares[2] < 1, shares
+    same_bits(seen)
+
+
+def same_bits(seen: list[tuple[float, Any, Any]]) -> None:
     for _, losses, values in seen[1:]:
         assert losses == seen[0][1]
         assert values.keys() == seen[0][2].keys()
         for name, value in values.items():
             assert torch.equal(value, seen[0][2][name]), name
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"nvme": True, "host_memory": "4MiB", "durable": False},
+        {"nvme": True, "host_memory": "4MiB", "durable": True, "commit_every": 1},
+        {"precision": "bf16", "moments": "int8", "device_memory": "1200KiB"},
+        {"precision": "bf16", "accumulate": 2, "device_memory": "1700KiB"},
+    ],
+    ids=["host", "nvme", "durable", "compact", "accumulate"],
+)
+def test_state_that_goes_there_for_its_update(
+    update: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits whether no record, some or all visit the device."""
+    monkeypatch.setenv("OVERSPILL_VALIDATE", "1")
+    shares = (0.0, 0.4, 1.0)
+    seen = []
+    for share in shares:
+        options: dict[str, Any] = {"device_memory": "2300KiB", "host_memory": "64MiB", **more}
+        if "nvme" in options:
+            options["nvme"] = tmp_path / str(share)
+            options["nvme"].mkdir()
+        seen.append(run(Preference(visiting=share), update, options))
+    assert seen[0][0] < 0.01 and seen[2][0] == 1, [share for share, _, _ in seen]
+    assert 0.2 < seen[1][0] < 0.6
+    same_bits(seen)
 
 
 def test_the_plan_updates_there_where_that_pays() -> None:
@@ -79,3 +114,47 @@ def test_commits_and_updates_in_backward_stay_on_the_host() -> None:
         layout, _, shortfalls = make_layout(parts, budgets, wished)
         assert not shortfalls and device_update_share(layout) == 0
         assert layout == make_layout(parts, budgets, ruled_out)[0], "the room is not lost"
+
+
+def test_the_plan_sends_state_there_where_that_pays() -> None:
+    """With a CPU that is slow and a link that is fast, part of the state goes to the device, and a
+    step is shorter by about that part; the other way round none goes."""
+    parts, _, needs = draw(0)
+    most = max(unit.grad_bytes for unit in parts.units)
+    budgets = Budgets(int(1.3 * parts.weight_bytes) + most, 10**9, None)
+    needs = replace(needs, update="step")
+    slow = replace(
+        RATES, h2d_bytes_s=1e8, d2h_bytes_s=1e8, update_params_s=1e6, device_update_params_s=1e9
+    )
+    chosen = choose_plan(parts, budgets, needs, None, slow)
+    visiting = chosen.needs.prefer.visiting
+    assert visiting > 0.5 and device_update_share(chosen.layout) > 0.5
+    without = choose_plan(
+        parts, budgets, needs, None, slow, prefer=replace(chosen.needs.prefer, visiting=0.0)
+    )
+    assert chosen.step_s is not None and without.step_s is not None
+    assert chosen.step_s < 0.7 * without.step_s
+    link = replace(RATES, h2d_bytes_s=1e6, d2h_bytes_s=1e6, update_params_s=1e9)
+    assert choose_plan(parts, budgets, needs, None, link).needs.prefer.visiting == 0
+
+
+def test_a_run_is_faster_by_what_the_plan_says() -> None:
+    """Half of the state visits a device that updates at no cost: measured against simulated."""
+    rates = overspill.Rates(
+        h2d_bytes_s=4e8, d2h_bytes_s=4e8, update_params_s=1e6, device_update_params_s=1e9
+    )
+    options = {"device_memory": "2300KiB", "host_memory": "64MiB", "rates": rates}
+    measured, foretold = [], []
+    for share in (0.0, 0.5):
+        torch.manual_seed(0)
+        model = TinyLM(depth=16)
+        prefer = Preference(visiting=share)
+        with (
+            mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+            overspill.wrap(model, adamw(model), device="sim", update="step", **options) as tuned,
+        ):
+            train(model, tuned, 6)
+            measured.append(tuned.stats.step_s)
+            foretold.append(tuned.plan.step_s)
+    assert foretold[1] < 0.6 * foretold[0]
+    assert measured[1] < 0.75 * measured[0], (measured, foretold)

@@ -30,6 +30,7 @@ from overspill.schedule.messages import (
     Signal,
     Spoiled,
     Step,
+    Update,
     Work,
     Write,
 )
@@ -81,6 +82,8 @@ class Chaos:
                 kind = type(work)
                 ordered = (Settle, Clear)
                 name = "update" if kind in ordered else kind.__name__
+                if isinstance(work, Update) and work.visit is not None:
+                    name = "visit"
                 lane = {"Update": "update"}.get(name, name)
                 first.setdefault(lane, work)
         work = self.rng.choice([*free, *first.values()])
@@ -158,7 +161,10 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
     backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
     mode = "backward" if backward else "step"
-    whole = Preference(device=random.Random(seed).choice([0.0, 0.0, 0.5, 1.0]))
+    other = random.Random(seed)
+    whole = Preference(
+        device=other.choice([0.0, 0.0, 0.5, 1.0]), visiting=other.choice([0.0, 0.0, 0.3, 1.0])
+    )
     needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8), whole)
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)

@@ -93,9 +93,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> list[str]:
     """Counts measurements of updates and products."""
     calls: list[str] = []
 
-    def update(case: Case) -> UpdateRate:
+    def update(case: Case, device: object) -> UpdateRate:
         calls.append(f"{case.rule} {case.moments}")
-        return UpdateRate(len(calls), len(calls) / 2)
+        there = None if device == "cpu" else 100.0
+        return UpdateRate(len(calls), len(calls) / 2, there)
 
     def flops(device: object, dtype: torch.dtype) -> float:
         calls.append(str(dtype))
@@ -117,6 +118,15 @@ def test_each_rule_and_dtype_is_measured_once(asked: list[str], tmp_path: Path) 
     assert found.for_task(first).device_flops_s == 2e9
     assert found.for_task(other).device_flops_s == 3e9
     assert found.for_task(Task(None, torch.float16)) == found.rates == found.for_task(None)
+
+
+def test_the_rate_of_updates_on_the_device_is_kept(asked: list[str], tmp_path: Path) -> None:
+    task = Task(ADAMW, torch.bfloat16)
+    assert calibrate([tmp_path], "cpu", task).for_task(task).device_update_params_s is None
+    for _ in range(2):
+        found = calibrate([tmp_path], "sim", task).for_task(task)
+        assert found.device_update_params_s == 100
+    assert len(asked) == 4
 
 
 def test_on_request_all_is_measured_anew(asked: list[str], tmp_path: Path) -> None:

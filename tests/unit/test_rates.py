@@ -15,7 +15,7 @@ from overspill.io_engine import Extent, IoEngine, Ticket
 from overspill.observe import probes, rates
 from overspill.observe.calibration import Task, calibrate
 from overspill.observe.rates import Rates, measure
-from overspill.optim.bench import Case
+from overspill.optim.bench import Case, device_update_rate
 
 
 def test_files_keep_every_rate(tmp_path: Path) -> None:
@@ -86,8 +86,11 @@ def test_without_a_store_disk_rates_are_not_known(monkeypatch: pytest.MonkeyPatc
 
 def test_products_and_updates_are_measured() -> None:
     assert rates.measure_flops("sim", torch.bfloat16) > 1e8
-    found = rates.measure_update(Case("adamw", torch.bfloat16, "split", "int8"))
+    case = Case("adamw", torch.bfloat16, "split", "int8")
+    found = rates.measure_update(case, "sim")
     assert found.alone_params_s > 1e5 and found.beside_params_s > 1e5
+    assert found.device_params_s is None, "a simulated device updates as the CPU does"
+    assert device_update_rate(case, torch.device("cpu"), numel=10_000, rounds=2) > 1e4
 
 
 class SlowDisk(IoEngine):
