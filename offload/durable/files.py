@@ -61,8 +61,9 @@ def write_shards(
 
 def write_text(path: Path, text: str) -> Written:
     """A small file."""
-    writer = FileWriter(path)
-    writer.write(np.frombuffer(text.encode(), np.uint8))
+    data = np.frombuffer(text.encode(), np.uint8)
+    writer = FileWriter(path, data.size)
+    writer.write(data)
     return writer.finish()
 
 
@@ -85,7 +86,7 @@ def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note)
         offset += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
-    writer = FileWriter(path)
+    writer = FileWriter(path, 8 + len(text) + offset)
     try:
         writer.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
         for tensor in tensors:
@@ -118,7 +119,7 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
     del empty
     offsets = _holes(path, [tensor.nbytes for tensor in streamed])
     size = path.stat().st_size
-    writer, at = FileWriter(path, over=True), 0
+    writer, at = FileWriter(path, size, over=True), 0
     try:
         for offset, tensor in sorted(zip(offsets, streamed, strict=True), key=lambda p: p[0]):
             if offset > at:

@@ -86,10 +86,14 @@ class FileWriter:
     ``finish`` raises what went wrong.
     """
 
-    def __init__(self, path: Path, *, over: bool = False) -> None:
-        """``over``: the file is there already, and what ``keep`` covers stays as it is."""
+    def __init__(self, path: Path, nbytes: int, *, over: bool = False) -> None:
+        """``nbytes``: that it will have, which are allocated first, since a file system writes
+        beyond the end of a file one piece at a time.
+
+        ``over``: the file is there already, and what ``keep`` covers stays as it is.
+        """
+        self._fd = _open(path, nbytes)
         self._before: BinaryIO | None = path.open("rb") if over else None
-        self._fd = _open(path)
         self._stages: deque[tuple[Bytes, Future[None] | None]] = deque(
             (np.frombuffer(mmap.mmap(-1, STAGE_BYTES), np.uint8), None) for _ in range(STAGES)
         )
@@ -187,11 +191,19 @@ class FileWriter:
             done += os.pwrite(self._fd, data[done:].data, at + done)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, nbytes: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
+        fd = os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system that knows only the page cache
             raise
-        return os.open(path, flags, 0o666)
+        fd = os.open(path, flags, 0o666)
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # one that cannot allocate
+            os.close(fd)
+            raise
+    return fd

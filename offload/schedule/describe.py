@@ -86,7 +86,7 @@ def difference(
                 "the optimizer, moments= and master= of the store"
             )
         if found is None and cuts and there["subgroups"] != here["subgroups"]:
-            found = "its state is cut otherwise"
+            found = "its records of state are cut otherwise; nvme= in other directories recuts it"
         if found is not None:
             return f"unit {there['name']!r}: {found}"
     return None

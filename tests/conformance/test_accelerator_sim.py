@@ -231,6 +231,7 @@ def test_the_arena_is_a_bound(bench: Bench) -> None:
 # -- rates and errors ---------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_copies_take_the_time_of_the_link() -> None:
     rates = Rates(h2d_bytes_s=200e6, d2h_bytes_s=100e6, link_latency_s=0.002)
     sim = SimAccelerator(rates)
@@ -253,6 +254,7 @@ def test_copies_take_the_time_of_the_link() -> None:
         sim.close()
 
 
+@pytest.mark.alone
 def test_both_directions_run_at_once() -> None:
     sim = SimAccelerator(Rates(h2d_bytes_s=20e6, d2h_bytes_s=20e6))
     try:

@@ -138,6 +138,7 @@ def test_the_plan_sends_state_there_where_that_pays() -> None:
     assert choose_plan(parts, budgets, needs, None, link).needs.prefer.visiting == 0
 
 
+@pytest.mark.alone
 def test_a_run_is_faster_by_what_the_plan_says() -> None:
     """Half of the state visits a device that updates at no cost: measured against simulated."""
     rates = overspill.Rates(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import overspill
 from tests.models import TinyLM, adamw, batch
 
 
+@pytest.mark.alone
 def test_updates_and_io_lie_under_compute(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM(width=256, depth=8)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 CHILD = """
-import os, sys, threading
+import faulthandler, os, signal, sys, threading
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 import torch
 import overspill
 from tests.models import TinyLM, adamw, batch
@@ -72,7 +73,13 @@ def interrupted(
         assert child.stdout.readline() == "training\n", child.communicate()[1]
         time.sleep(after_s)
         child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=30)
+        try:
+            out, err = child.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(0.5)
+            child.kill()
+            raise AssertionError(f"it hangs after {after_s} s:\n{child.communicate()[1]}") from None
     finally:
         child.kill()
     return child.returncode, out, err

@@ -30,6 +30,7 @@ def errors(seeds: range, slowness: float) -> list[float]:
     return sorted(found)
 
 
+@pytest.mark.alone
 def test_simulated_steps_are_those_measured() -> None:
     found = errors(range(3), 0.5)
     assert len(found) == 3

@@ -60,6 +60,7 @@ def test_nan_does_not_get_in_by_the_constructor() -> None:
 # -- measuring ----------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
     started = time.perf_counter()
     measured = measure([tmp_path], "cpu")
@@ -108,6 +109,7 @@ class SlowDisk(IoEngine):
         return super().write(extent, *args, **more)
 
 
+@pytest.mark.alone
 def test_a_slow_disk_is_measured_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole calibration ends within 20 s, and tells the disk's rate."""
     monkeypatch.setattr(probes, "IoEngine", SlowDisk)

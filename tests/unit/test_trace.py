@@ -120,6 +120,7 @@ def test_many_threads_lose_nothing() -> None:
         assert sum(s.nbytes for s in trace.spans() if s.lane == lane) == 2000
 
 
+@pytest.mark.alone
 def test_a_span_costs_little() -> None:
     trace = Trace()
 
