@@ -27,6 +27,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
+def reserve(fd: int, nbytes: int) -> bool:
+    """Allocates a file's bytes, so that it has that length at least; ``False``: not possible here.
+
+    Not posix_fallocate: where there is no support it writes the whole file.
+
+    Raises:
+        OSError: no room, or the file is not open for writing.
+    """
+    while _libc.fallocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
 class StoreFile:
     """An open store file; ``path`` names it in messages, ``fd`` is its descriptor."""
 
@@ -122,18 +139,13 @@ class StoreFile:
         )
 
     def _preallocate(self) -> None:
-        # Not posix_fallocate: where there is no support it writes the whole file.
-        while _libc.fallocate(self.fd, 0, 0, self.nbytes) != 0:
-            code = ctypes.get_errno()
-            if code == errno.EINTR:
-                continue
-            if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                raise refused(
-                    self.directory, f"cannot reserve {self.nbytes} bytes", OSError(code, "")
-                )
-            log.warning("%s: the file system cannot reserve space ahead", self.directory)
-            os.ftruncate(self.fd, self.nbytes)
-            return
+        try:
+            if reserve(self.fd, self.nbytes):
+                return
+        except OSError as error:
+            raise refused(self.directory, f"cannot reserve {self.nbytes} bytes", error) from error
+        log.warning("%s: the file system cannot reserve space ahead", self.directory)
+        os.ftruncate(self.fd, self.nbytes)
 
     def _probe_direct(self) -> None:
         """Some file systems take the flag, and refuse the transfer."""

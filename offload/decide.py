@@ -123,45 +123,54 @@ def decide(
     profile = None if example is None else profile_step(model, parts, example)
     load = Load(tokens, profile)
     chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
-    layout, disk, shortfalls = chosen.layout, chosen.disk_bytes, chosen.shortfalls
-    links, bound = chosen.link_bytes, None
-    if durable and not shortfalls:
+    others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
+    plan = _plan_of(chosen, parts, budgets, config, load, others)
+    return Blueprint(config, parts, plan, budgets, rule, update)
+
+
+def _plan_of(
+    chosen: Chosen, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Load,
+    step_s_by_update: Mapping[str, float],
+) -> Plan:  # fmt: skip
+    """All that a plan says of what was chosen."""
+    layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
+    fits, links, bound = not chosen.shortfalls, chosen.link_bytes, None
+    if needs.durable and fits:
         commits = saved_bytes(layout) // config.commit_every
         links = {**links, "write": links.get("write", 0) + commits}
-    if config.rates is not None and not shortfalls:
+    if rates is not None and fits:
         bound = step_bound(
-            layout, links, config.rates, update=update, micro_steps=config.accumulate,
-            tokens=tokens * config.accumulate,
+            layout, links, rates, update=needs.update, micro_steps=config.accumulate,
+            tokens=load.tokens * config.accumulate,
             compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
-    plan = Plan(
-        fits=not shortfalls,
-        shortfalls=shortfalls,
+    return Plan(
+        fits=fits,
+        shortfalls=chosen.shortfalls,
         placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
         tier_bytes={
             Tier.DEVICE: layout.regions.device_bytes,
             Tier.HOST: layout.regions.host_bytes,
-            Tier.NVME: disk,
+            Tier.NVME: chosen.disk_bytes,
         },
         link_bytes=links,
-        disk_bytes=disk,
-        step_s=_with_commits(chosen.step_s, bound, durable) if config.rates is not None else None,
+        disk_bytes=chosen.disk_bytes,
+        step_s=_with_commits(chosen.step_s, bound, needs.durable) if rates is not None else None,
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         layout=layout,
         simulated=chosen.simulated,
-        update=update,
+        update=needs.update,
         accumulate=config.accumulate,
-        step_s_by_update=(_by_update(chosen, parts, budgets, config, load) if every_update else {}),
+        step_s_by_update=step_s_by_update,
         device_update_share=device_update_share(layout),
-        device_update_worth=None if config.rates is None else device_update_worth(config.rates),
-        preference=chosen.needs.prefer,
+        device_update_worth=None if rates is None else device_update_worth(rates),
+        preference=needs.prefer,
         activation_bytes=load.activation_bytes(parts),
         profile=profile,
         budgets=budgets,
-        rates=config.rates,
+        rates=rates,
     )
-    return Blueprint(config, parts, plan, budgets, rule, update)
 
 
 def _with_commits(step_s: float | None, bound: Bound | None, durable: bool) -> float | None:

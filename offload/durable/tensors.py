@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..io_engine.native import crc32
+from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
 
 PART_BYTES = 2 << 20  # stays in a cache on its way
@@ -201,9 +202,8 @@ def _open(path: Path, nbytes: int) -> int:
         fd = os.open(path, flags, 0o666)
     try:
         if nbytes:
-            os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # one that cannot allocate
-            os.close(fd)
-            raise
+            reserve(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        raise
     return fd

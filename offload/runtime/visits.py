@@ -78,20 +78,24 @@ class Visits:
         self, lane: str, copy: Callable[..., Event], update: Update,
         moves: Sequence[tuple[Place, Place]], over: Callable[[BaseException | None], None],
     ) -> None:  # fmt: skip
-        """Starts copies, each to the first place of a pair; ``over`` is told after the last."""
+        """Starts copies, each to the first place of a pair; ``over`` is told after the last, and
+        not before all their events are known: what follows waits for them."""
         name, lock = self._name_of(update), threading.Lock()
-        left, errors = len(moves), list[BaseException]()
+        left, errors = len(moves) + 1, list[BaseException]()
 
-        def done(end: CopyDone) -> None:
+        def ended(error: BaseException | None) -> None:
             nonlocal left
-            self._trace.add(lane, name, end.started_ns, end.finished_ns, end.nbytes)
             with lock:
                 left -= 1
                 last = left == 0
-                if end.error is not None:
-                    errors.append(end.error)
+                if error is not None:
+                    errors.append(error)
             if last:
                 over(errors[0] if errors else None)
+
+        def done(end: CopyDone) -> None:
+            self._trace.add(lane, name, end.started_ns, end.finished_ns, end.nbytes)
+            ended(end.error)
 
         with self._trace.during(lane, name):
             for target, source in moves:
@@ -101,3 +105,4 @@ class Visits:
                     after=self._events.over(device), on_done=done,
                 )  # fmt: skip
                 self._events.set(device, event)
+        ended(None)

@@ -95,14 +95,15 @@ def choose_plan(
         return foresee(parts, budgets, fixed, rates, load)
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
-    seen: list[Layout] = []
+    seen: list[tuple[object, ...]] = []  # what sets two layouts of one model apart
 
     def try_out(tried: Needs) -> None:
         nonlocal best, best_s
         layout, _, shortfalls = make_layout(parts, budgets, tried)
-        if shortfalls or layout in seen:
+        apart = layout.homes, layout.regions, layout.prefetch_depth, layout.visiting
+        if shortfalls or apart in seen:
             return
-        seen.append(layout)
+        seen.append(apart)
         seconds = balanced_s(layout, tried, rates, compute_s)
         if seconds < WORTH * best_s:
             best, best_s = tried, seconds

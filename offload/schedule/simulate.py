@@ -247,7 +247,7 @@ class Simulation:
         if isinstance(work, _Compute):
             self._changed(lane)
             return
-        self._lane = lane.name
+        self._lane = "update" if isinstance(work, _Leg) else lane.name
         if not isinstance(work, (Settle, Clear)):
             began, ended = _ns(lane.started_s), _ns(self.now_s)
             self.trace.add(lane.name, self._name(work), began, ended, self._nbytes(work))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import random
 import tracemalloc
 import zlib
@@ -17,6 +19,7 @@ from overspill.durable.export import OPTIMIZER, write_export
 from overspill.durable.sums import SUMS, verify_export
 from overspill.durable.tensors import Bytes, StreamedTensor, in_memory
 from overspill.errors import OffloadError
+from overspill.io_engine import store
 from overspill.io_engine.native import crc32
 from overspill.loading import WeightFiles
 from overspill.optim import join_halves, split_master
@@ -57,6 +60,35 @@ def test_shards_and_torch_file_load(tmp_path: Path) -> None:
         found = torch.load(tmp_path / "out" / OPTIMIZER, weights_only=True, mmap=mapped)
         torch.testing.assert_close(found, tree, rtol=0, atol=0)
     assert verify_export(tmp_path / "out", lambda nbytes: None) == []
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_cannot_allocate_ahead(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unable:
+        def fallocate(self, *_: int) -> int:
+            ctypes.set_errno(code)
+            return -1
+
+    monkeypatch.setattr(store, "_libc", Unable())
+    values, _ = export_small(tmp_path / "out")
+    assert verify_export(tmp_path / "out", lambda nbytes: None) == []
+    assert torch.equal(WeightFiles(tmp_path / "out").load("w0"), values[0])
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def fallocate(self, *_: int) -> int:
+            ctypes.set_errno(errno.ENOSPC)
+            return -1
+
+    monkeypatch.setattr(store, "_libc", Full())
+    with pytest.raises(OSError, match="No space"):
+        export_small(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

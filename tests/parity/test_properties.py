@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import overspill
+from overspill.decide import decide
 from overspill.runtime.accelerators.sim import SimAccelerator
 from overspill.runtime.updates import Updater
+from overspill.schedule.plan import Preference
 from tests.models import TinyLM, adamw, batch
 
 
@@ -123,7 +127,9 @@ def check(seed: int, steps: int, folder: Path) -> None:
     )
     model = drawn_model(seed)
     options = fitting(model, rng, drawn_options(rng, folder))
-    got = trained(model, options, steps)
+    prefer = rng.choice([None, Preference(visiting=rng.choice([0.3, 1.0]))])
+    with mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)):
+        got = trained(model, options, steps)
     for name, value in expected.items():
         assert torch.equal(value, got[name]), f"seed {seed}: {name} differs under {options}"
 
