@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from .errors import IoError, remedy_for
 from .types import SECTOR_BYTES, round_up
 
-THREADS = 4  # reads under way: enough for a disk that is written meanwhile
-KEPT_BLOCKS = 20  # four places of a record are read at a time, each some blocks ahead
-AHEAD = 3
+# Measured with exports, which write as much as they read: with half of these, a fifth slower; with
+# twice as much ahead, no faster.
+THREADS = 8  # reads under way
+KEPT_BLOCKS = 40  # four places of a record are read at a time, each some blocks ahead
+AHEAD = 6
 
 Bytes = NDArray[np.uint8]
 
