@@ -20,7 +20,7 @@ from .types import SECTOR_BYTES, round_up
 # Measured with exports, which write as much as they read: with half of these, a fifth slower; with
 # twice as much ahead, no faster.
 THREADS = 8  # reads under way
-KEPT_BLOCKS = 40  # four places of a record are read at a time, each some blocks ahead
+KEPT_BLOCKS = 28  # four places of a record are read at a time, each some blocks ahead
 AHEAD = 6
 
 Bytes = NDArray[np.uint8]
@@ -63,13 +63,16 @@ class BlockFiles:
         self._kept.clear()
 
     def load(self, blocks: Sequence[Block], number: int) -> Bytes:
-        """The bytes of one of ``blocks``; those that follow it are read ahead.
+        """The bytes of one of ``blocks``; those that follow it are read ahead, and the one before
+        is let go.
 
         Raises:
             IoError: the file cannot be read.
             CorruptionError: ``check`` says so.
         """
         with self._lock:
+            if number:
+                self._kept.pop(blocks[number - 1], None)
             futures = [self._start(block) for block in blocks[number : number + 1 + AHEAD]]
         return futures[0].result()
 
