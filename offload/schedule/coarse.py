@@ -8,7 +8,7 @@ from .arena import Place
 from .layout import Layout, UnitHome
 from .subgroups import Subgroup
 
-MOST_SUBGROUPS = 600
+MOST_SUBGROUPS = 200
 
 
 def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
