@@ -36,8 +36,7 @@ def contents(plan: Plan) -> dict[Tier, Counter[str]]:
         for tier, subgroup in zip(home.state, group, strict=True):
             found[tier]["optimizer state"] += subgroup.nbytes
     regions = layout.regions
-    visits = regions.visit_slot * regions.visit_slots
-    found[Tier.DEVICE]["room to stream"] += regions.device_weights + regions.device_grads + visits
+    found[Tier.DEVICE]["room to stream"] += regions.device_bytes - regions.device_fixed
     state = regions.state_slot * regions.state_slots
     found[Tier.HOST]["room to stream"] += regions.host_weights + regions.host_grads + state
     return found

@@ -292,10 +292,15 @@ class Executor:
             self.accelerator.wait(event)
 
     def compute_waits_for(self, place: Place, lane: str) -> None:
-        """``wait_for`` on the training thread: what blocks there is a wait of compute's."""
+        """``wait_for`` on the training thread: what blocks there is a wait of compute's.  What is
+        over already is none."""
+        events = [event for event in self._events.over(place) if not event.done()]
+        if not events:
+            return
         before = self._trace.compute_pause()
         started = time.perf_counter_ns()
-        self.wait_for(place)
+        for event in events:
+            self.accelerator.wait(event)
         if before is not None:
             self._waited(lane, started, before)
 

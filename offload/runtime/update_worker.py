@@ -80,8 +80,7 @@ class UpdateWorker:
         if not finite:
             self._spoiled()
         if isinstance(task, Update):
-            there = task.visit is not None or task.state.tier is Tier.DEVICE
-            share = self._there if there else 1.0
+            share = self._there if task.on_device else 1.0
             self._pace.hold(self._params[task.subgroup] * share, queued_ns)
             self._trace.add("update", name, started, time.perf_counter_ns(), task.state.nbytes)
 

@@ -28,7 +28,6 @@ LEAST_VISITING = 0.02  # less is not worth its slots
 SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
 CHOOSING_SUBGROUPS = 100  # fewer, and fewer steps, are simulated sooner and rank as well
 CHOOSING_STEPS = 6
-Made = tuple[Layout, int, tuple[Shortfall, ...]]
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that
 
 
@@ -96,19 +95,18 @@ def choose_plan(
         return foresee(parts, budgets, fixed, rates, load)
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
-    best_made: Made | None = None
-    seen: list[tuple[object, ...]] = []  # what sets two layouts of one model apart
+    seen: list[tuple[object, ...]] = []
 
     def try_out(tried: Needs) -> None:
-        nonlocal best, best_s, best_made
-        layout, _, shortfalls = made = make_layout(parts, budgets, tried)
-        apart = layout.homes, layout.regions, layout.prefetch_depth, layout.visiting
-        if shortfalls or apart in seen:
+        nonlocal best, best_s
+        layout, _, shortfalls = make_layout(parts, budgets, tried)
+        placed = layout.homes, layout.regions, layout.prefetch_depth, layout.visiting
+        if shortfalls or placed in seen:
             return
-        seen.append(apart)
+        seen.append(placed)
         seconds = balanced_s(layout, tried, rates, compute_s)
         if seconds < WORTH * best_s:
-            best, best_s, best_made = tried, seconds, made
+            best, best_s = tried, seconds
 
     for each in DEPTHS if depth is None else (depth,):
         try_out(replace(fixed, prefetch_depth=each))
@@ -123,7 +121,7 @@ def choose_plan(
         for share in VISITING_SHARES:
             if share * worth > LEAST_VISITING:
                 try_out(replace(best, prefer=replace(best.prefer, visiting=share * worth)))
-    return foresee(parts, budgets, best, rates, load, best_made)
+    return foresee(parts, budgets, best, rates, load)
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
@@ -137,11 +135,10 @@ def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> 
 
 
 def foresee(
-    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Load,
-    made: Made | None = None,
-) -> Chosen:  # fmt: skip
-    """The layout as ``needs`` say (``made``, if it is already), and a step of it."""
-    layout, disk, shortfalls = made or make_layout(parts, budgets, needs)
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Load
+) -> Chosen:
+    """The layout as ``needs`` say, and a step of it."""
+    layout, disk, shortfalls = make_layout(parts, budgets, needs)
     if shortfalls:
         return Chosen(layout, disk, shortfalls, {}, None, None, needs)
     coarse, known = coarsen(layout), rates or Rates()

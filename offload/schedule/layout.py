@@ -46,13 +46,12 @@ class Regions:
     visit_slots: int = 0
 
     @property
+    def device_visits(self) -> int:
+        return self.visit_slot * self.visit_slots
+
+    @property
     def device_bytes(self) -> int:
-        return (
-            self.device_fixed
-            + self.device_weights
-            + self.device_grads
-            + self.visit_slot * self.visit_slots
-        )
+        return self.device_fixed + self.device_weights + self.device_grads + self.device_visits
 
     @property
     def host_bytes(self) -> int:

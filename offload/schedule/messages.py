@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..config import Tier
 from .arena import Place
 
 
@@ -92,6 +93,11 @@ class Update:
     grads: Place
     state: Place
     visit: Place | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device runs it, and not the CPU."""
+        return self.visit is not None or self.state.tier is Tier.DEVICE
 
 
 @dataclass(frozen=True)

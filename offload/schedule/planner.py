@@ -169,15 +169,12 @@ class _Planner:
         """Bytes of the slots for records that visit the device; 0: none do, or there is no room."""
         if not self.needs.prefer.visiting:
             return 0
-        slot = max(
-            (
-                visit_of(s, unit.chunks[s.chunk].dtype, converts=converts).slot_bytes
-                for unit, group in zip(self.units, self.subgroups, strict=True)
-                for converts in (converts_grads(unit, self.needs.accumulate),)
-                for s in group
-            ),
-            default=0,
-        )
+        slot = 0
+        for unit, group in zip(self.units, self.subgroups, strict=True):
+            converts = converts_grads(unit, self.needs.accumulate)
+            for s in group:
+                visit = visit_of(s, unit.chunks[s.chunk].dtype, converts=converts)
+                slot = max(slot, visit.slot_bytes)
         if VISIT_SLOTS * slot > room:
             return 0
         self.visit_slot = slot

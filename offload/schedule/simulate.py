@@ -200,9 +200,8 @@ class Simulation:
         rates = self.costs.rates
         if lane.name == "update" and isinstance(work, (Update, _Leg)):
             update = work if isinstance(work, Update) else work.update
-            there = update.visit is not None or update.state.tier is Tier.DEVICE
-            rate = (there and rates.device_update_params_s) or rates.update_params_s
-            return self._params[update.subgroup] * _inverse(rate)
+            there = rates.device_update_params_s if update.on_device else None
+            return self._params[update.subgroup] * _inverse(there or rates.update_params_s)
         if isinstance(work, (Settle, Clear)):
             moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
             return moved * _inverse(rates.dram_bytes_s)
@@ -216,8 +215,8 @@ class Simulation:
     def _nbytes(self, work: Work | _Leg) -> int:
         if isinstance(work, _Leg):
             visit = self._visits[work.update.subgroup]
-            inside = visit.in_bytes if work.lane == "copy_in" else visit.out_bytes
-            return work.update.state.nbytes if work.lane == "update" else inside
+            moved = {"copy_in": visit.in_bytes, "update": visit.state, "copy_out": visit.out_bytes}
+            return moved[work.lane]
         if isinstance(work, (Read, Write)):
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):

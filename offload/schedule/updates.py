@@ -75,7 +75,7 @@ class Updates:
         base = regions.host_fixed + regions.host_weights + regions.host_grads
         self.arena = Arena(Tier.HOST, base, regions.state_slot * regions.state_slots)
         self.slot_bytes = regions.state_slot
-        visits = regions.visit_slot * regions.visit_slots
+        visits = regions.device_visits
         self.visits = Arena(Tier.DEVICE, regions.device_bytes - visits, visits)
         self._visitors = visitors(layout)
         self.sizes = [s.nbytes for group in layout.subgroups for s in group]
