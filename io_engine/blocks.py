@@ -1,4 +1,4 @@
-"""Checked blocks of store files, read by a few threads past the page cache, and a few kept."""
+"""Checked blocks of store files, read by a few threads past the page cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 from .errors import IoError, remedy_for
 from .types import SECTOR_BYTES, round_up
 
-# Measured with exports, which write as much as they read: with half of these, a fifth slower; with
-# twice as much ahead, no faster.
-THREADS = 8  # reads under way
-KEPT_BLOCKS = 28  # four places of a record are read at a time, each some blocks ahead
-AHEAD = 6
+THREADS = 4  # reads under way
+KEPT_BLOCKS = 16  # those that two tensors, or two fields of a record, have in common
 
 Bytes = NDArray[np.uint8]
 
@@ -44,7 +41,7 @@ class BlockFiles:
     def __init__(self, paths: Sequence[Path], check: Callable[[Block, Path, Bytes], None]) -> None:
         self._paths, self._check = paths, check
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Block, Future[Bytes]] = OrderedDict()
+        self._kept: OrderedDict[Block, tuple[Future[Bytes], int]] = OrderedDict()
         self._fds: list[int] = []
         try:
             for path in paths:
@@ -62,28 +59,24 @@ class BlockFiles:
             os.close(self._fds.pop())
         self._kept.clear()
 
-    def load(self, blocks: Sequence[Block], number: int) -> Bytes:
-        """The bytes of one of ``blocks``; those that follow it are read ahead, and the one before
-        is let go.
+    def begin(self, block: Block, nbytes: int) -> Future[Bytes]:
+        """Begins to read a block of which ``nbytes`` are wanted; what else it holds may be asked
+        for later, so it is kept until all of it was, or others are.
 
-        Raises:
+        The result raises:
             IoError: the file cannot be read.
             CorruptionError: ``check`` says so.
         """
         with self._lock:
-            if number:
-                self._kept.pop(blocks[number - 1], None)
-            futures = [self._start(block) for block in blocks[number : number + 1 + AHEAD]]
-        return futures[0].result()
-
-    def _start(self, block: Block) -> Future[Bytes]:
-        future = self._kept.get(block)
-        if future is None:
-            while len(self._kept) >= KEPT_BLOCKS:
-                self._kept.popitem(last=False)[1].cancel()
-            future = self._kept[block] = self._threads.submit(self._fetch, block)
-        self._kept.move_to_end(block)
-        return future
+            if block in self._kept:
+                future, left = self._kept.pop(block)
+            else:
+                future, left = self._threads.submit(self._fetch, block), block.nbytes
+            if left > nbytes:
+                self._kept[block] = future, left - nbytes
+                if len(self._kept) > KEPT_BLOCKS:
+                    self._kept.popitem(last=False)
+            return future
 
     def _fetch(self, block: Block) -> Bytes:
         path, fd, done = self._paths[block.file], self._fds[block.file], 0

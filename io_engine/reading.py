@@ -6,14 +6,17 @@ since is told by the checksums.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Block, BlockFiles
+from .blocks import THREADS, Block, BlockFiles
 from .committed import FoundStore
 from .errors import CorruptionError, IoError
 from .manifest import Generation, Item
@@ -51,17 +54,28 @@ class StoreReader:
             IoError: the file cannot be read.
             KeyError: there is no such item.
         """
+        return self.begin(key, start, stop)()
+
+    def begin(self, key: str, start: int, stop: int) -> Callable[[], Bytes]:
+        """Begins what ``read`` does; the function returned waits and gives the bytes, once.
+
+        Bytes of an item that are asked for in order are read from the disk once.
+        """
         blocks, starts = self._plan(self._numbers[key])
-        out = (np.empty if blocks else np.zeros)(stop - start, np.uint8)
-        first = max(bisect_right(starts, start) - 1, 0)
-        for number, block in enumerate(blocks[first:], first):
-            if block.start >= stop:
-                break
+        first, end = max(bisect_right(starts, start) - 1, 0), bisect_left(starts, stop)
+        begun = []
+        for block in blocks[first:end]:
             low, high = max(start, block.start), min(stop, block.start + block.nbytes)
-            if low < high:
-                data = self._files.load(blocks, number)
-                out[low - start : high - start] = data[low - block.start : high - block.start]
-        return out
+            begun.append((block.start, low, high, self._files.begin(block, high - low)))
+
+        def wait() -> Bytes:
+            out = (np.empty if blocks else np.zeros)(stop - start, np.uint8)
+            for at, low, high, future in begun:
+                out[low - start : high - start] = future.result()[low - at : high - at]
+            begun.clear()
+            return out
+
+        return wait
 
     def written(self, key: str) -> bool:
         """Whether an item was ever written; else it reads as zeroes."""
@@ -69,15 +83,20 @@ class StoreReader:
 
     def verify(self) -> Iterator[tuple[int, str | None]]:
         """Reads everything once; per block its bytes, and what is wrong with it, if anything."""
-        for item in range(len(self.layout.items)):
-            blocks = self._plan(item)[0]
-            for number, block in enumerate(blocks):
-                try:
-                    self._files.load(blocks, number)
-                except (CorruptionError, IoError) as error:
-                    yield block.nbytes, str(error)
-                else:
-                    yield block.nbytes, None
+        blocks = (block for item in range(len(self.layout.items)) for block in self._plan(item)[0])
+        begun: deque[tuple[int, Future[Bytes]]] = deque()
+        while True:
+            for block in islice(blocks, THREADS - len(begun)):
+                begun.append((block.nbytes, self._files.begin(block, block.nbytes)))
+            if not begun:
+                return
+            nbytes, future = begun.popleft()
+            try:
+                future.result()
+            except (CorruptionError, IoError) as error:
+                yield nbytes, str(error)
+            else:
+                yield nbytes, None
 
     def nbytes(self) -> int:
         """Bytes that the generation keeps on disk."""

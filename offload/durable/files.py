@@ -6,7 +6,7 @@ import json
 import mmap
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import OffloadError
 from ..loading import INDEX, SINGLE
-from .tensors import FileWriter, StreamedTensor, Written, in_memory
+from .tensors import Bytes, FileWriter, StreamedTensor, Written, in_memory, stream
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 _NAMES = {
@@ -89,16 +89,19 @@ def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note)
     writer = FileWriter(path, 8 + len(text) + offset)
     try:
         writer.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
+        data = stream(tensors)
         for tensor in tensors:
-            _write_parts(writer, tensor, note)
+            _write_tensor(writer, tensor, data, note)
         return writer.finish()
     finally:
         writer.abort()
 
 
-def _write_parts(writer: FileWriter, tensor: StreamedTensor, note: Note) -> None:
+def _write_tensor(
+    writer: FileWriter, tensor: StreamedTensor, data: Iterator[Bytes], note: Note
+) -> None:
     done = 0
-    for part in tensor.parts():
+    while done < tensor.nbytes and (part := next(data, None)) is not None:
         writer.write(part)
         note(part.size)
         done += part.size
@@ -120,11 +123,13 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
     offsets = _holes(path, [tensor.nbytes for tensor in streamed])
     size = path.stat().st_size
     writer, at = FileWriter(path, size, over=True), 0
+    placed = sorted(zip(offsets, streamed, strict=True), key=lambda pair: pair[0])
     try:
-        for offset, tensor in sorted(zip(offsets, streamed, strict=True), key=lambda p: p[0]):
+        data = stream(tensor for _, tensor in placed)
+        for offset, tensor in placed:
             if offset > at:
                 writer.keep(offset - at)
-            _write_parts(writer, tensor, note)
+            _write_tensor(writer, tensor, data, note)
             at = offset + tensor.nbytes
         writer.keep(size - at)
         return writer.finish()

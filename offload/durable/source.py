@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from ..errors import OffloadError
 from ..io_engine import FoundStore, Generation, StoreReader
 from ..optim import join_halves, read_moment
-from .tensors import PART_BYTES, Bytes, StreamedTensor, bytes_of, in_memory
+from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
 
 MASTERS = ("master", "master_lo")
 BLOCK = 256  # parts begin where a block of a compact moment does
 STEP = PART_BYTES // 4 // BLOCK * BLOCK  # elements of a part
 Node = Mapping[str, Any]  # a piece of the store's description
+Begin = Callable[[int, int], Callable[[], torch.Tensor]]  # elements [start, stop): begun, then had
 
 
 class StoreSource:
@@ -69,37 +70,41 @@ class StoreSource:
     # -- parts ----------------------------------------------------------------------------------
 
     def _tensor(
-        self, p: Node, dtype: torch.dtype, values: Any, cuts: Sequence[int] = ()
+        self, p: Node, dtype: torch.dtype, begin: Begin, cuts: Sequence[int] = ()
     ) -> StreamedTensor:
-        """``values(start, stop)`` gives elements of the chunk as a flat tensor.
+        """``begin`` gives elements of the chunk as a flat tensor.
 
         ``cuts``: where it would have to put two pieces together; no part goes beyond one.
         """
-        begin, numel, shape = p["offset"], p["numel"], tuple(p["shape"])
+        first, numel, shape = p["offset"], p["numel"], tuple(p["shape"])
 
-        def parts() -> Iterator[Bytes]:
-            at = begin
-            while at < begin + numel:
-                stop = min(at - at % BLOCK + STEP, begin + numel)
+        def parts() -> Iterator[Part]:
+            at = first
+            while at < first + numel:
+                stop = min(at - at % BLOCK + STEP, first + numel)
                 stop = next((cut for cut in cuts if at < cut < stop), stop)
-                yield bytes_of(values(at, stop))
+                yield part(begin(at, stop), stop - at)
                 at = stop
 
-        def turned() -> Iterator[Bytes]:
-            flat: torch.Tensor = values(begin, begin + numel)
-            yield bytes_of(flat.as_strided(shape, p["stride"]))
+        def turned() -> Iterator[Part]:
+            flat = begin(first, first + numel)
+            yield part(lambda: flat().as_strided(shape, p["stride"]), numel)
+
+        def part(value: Callable[[], torch.Tensor], count: int) -> Part:
+            return Part(count * dtype.itemsize, lambda: bytes_of(value()))
 
         dense = torch.empty(shape, device="meta").stride() == tuple(p["stride"]) or numel < 2
         return StreamedTensor(p["name"], dtype, shape, parts if dense else turned)
 
-    def _weight(self, unit: int, chunk: Node) -> Any:
+    def _weight(self, unit: int, chunk: Node) -> Begin:
         dtype = getattr(torch, chunk["dtype"])
 
-        def values(start: int, stop: int) -> torch.Tensor:
+        def begin(start: int, stop: int) -> Callable[[], torch.Tensor]:
             low, high = (chunk["byte_offset"] + i * dtype.itemsize for i in (start, stop))
-            return torch.from_numpy(self.reader.read(f"weights/{unit}", low, high)).view(dtype)
+            data = self.reader.begin(f"weights/{unit}", low, high)
+            return lambda: torch.from_numpy(data()).view(dtype)
 
-        return values
+        return begin
 
     def _moments(self, unit: int, number: int, p: Node) -> dict[str, StreamedTensor]:
         chunk = self.units[unit]["chunks"][number]
@@ -114,42 +119,58 @@ class StoreSource:
             (name,) = set(MASTERS) & fields.keys()
             stored, upper = self._field(subgroups, name), self._weight(unit, chunk)
 
-            def exact(start: int, stop: int) -> torch.Tensor:
-                lower: torch.Tensor = stored(start, stop)
-                if name == "master":
-                    return lower
-                halves = (t.view(torch.uint16).numpy() for t in (upper(start, stop), lower))
-                return torch.from_numpy(join_halves(*halves))
+            def exact(start: int, stop: int) -> Callable[[], torch.Tensor]:
+                lower = stored(start, stop)
+                return lower if name == "master" else _joined(upper(start, stop), lower)
 
             found["master"] = self._tensor(p, torch.float32, exact, cuts)
         return found
 
-    def _field(self, subgroups: list[Node], name: str) -> Any:
-        def values(start: int, stop: int) -> torch.Tensor:
+    def _field(self, subgroups: list[Node], name: str) -> Begin:
+        def begin(start: int, stop: int) -> Callable[[], torch.Tensor]:
             cuts = []
             for s in subgroups:
                 low, high = max(start, s["start"]), min(stop, s["start"] + s["count"])
                 if low < high:
-                    cuts.append(self._read_field(s, name, low - s["start"], high - s["start"]))
-            return cuts[0] if len(cuts) == 1 else torch.cat(cuts)
+                    cuts.append(self._begin_field(s, name, low - s["start"], high - s["start"]))
+            return cuts[0] if len(cuts) == 1 else lambda: torch.cat([cut() for cut in cuts])
 
-        return values
+        return begin
 
-    def _read_field(self, subgroup: Node, name: str, start: int, stop: int) -> torch.Tensor:
+    def _begin_field(
+        self, subgroup: Node, name: str, start: int, stop: int
+    ) -> Callable[[], torch.Tensor]:
         """Elements of one field of a record, decoded to fp32 (a master as it is stored)."""
         first = start - start % BLOCK
-        record: dict[str, torch.Tensor] = {}
+        begun: dict[str, tuple[torch.dtype, Callable[[], Bytes]]] = {}
         for f in subgroup["fields"]:
             if f["name"] == name or f["block"] > 1:
                 dtype = getattr(torch, f["dtype"])
                 span = [first // f["block"], -(-stop // f["block"])]
                 low, high = (f["offset"] + i * dtype.itemsize for i in span)
-                data = self.reader.read(f"state/{subgroup['index']}", low, high)
-                record[f["name"]] = torch.from_numpy(data).view(dtype)
-        value = record[name]
-        if name not in MASTERS and value.dtype is not torch.float32:
-            value = read_moment(record, name)
-        return value[start - first :]
+                data = self.reader.begin(f"state/{subgroup['index']}", low, high)
+                begun[f["name"]] = dtype, data
+
+        def wait() -> torch.Tensor:
+            record = {k: torch.from_numpy(d()).view(dtype) for k, (dtype, d) in begun.items()}
+            value = record[name]
+            if name not in MASTERS and value.dtype is not torch.float32:
+                value = read_moment(record, name)
+            return value[start - first :]
+
+        return wait
+
+
+def _joined(
+    upper: Callable[[], torch.Tensor], lower: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Masters of which the weight is the upper half."""
+
+    def wait() -> torch.Tensor:
+        halves = (t.view(torch.uint16).numpy() for t in (upper(), lower()))
+        return torch.from_numpy(join_halves(*halves))
+
+    return wait
 
 
 def require_unmoved(source: StoreSource, now: FoundStore) -> None:

@@ -8,9 +8,10 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,17 +26,27 @@ from ..io_engine.types import SECTOR_BYTES
 PART_BYTES = 2 << 20  # stays in a cache on its way
 STAGE_BYTES = 8 << 20  # one write
 STAGES = 3  # one is filled, two are on their way
+AHEAD_BYTES = 32 << 20  # of parts that are begun before they are needed
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
+class Part:
+    """Bytes that may still be on their way from a disk; ``take`` waits for them, and is called
+    once."""
+
+    nbytes: int
+    take: Callable[[], Bytes]
+
+
+@dataclass(frozen=True)
 class StreamedTensor:
-    """A dense tensor: ``parts`` gives its bytes in order, a few MiB at a time."""
+    """A dense tensor: ``parts`` begins its bytes in order, a few MiB at a time."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Callable[[], Iterator[Bytes]]
+    parts: Callable[[], Iterator[Part]]
 
     @property
     def nbytes(self) -> int:
@@ -54,14 +65,24 @@ def lazy(
 ) -> StreamedTensor:
     """A tensor that ``value`` makes when its turn comes, and that must not change after that."""
     size = tuple(shape)
+    nbytes = torch.Size(size).numel() * dtype.itemsize
 
-    def parts() -> Iterator[Bytes]:
-        made = value()
-        if made.dtype != dtype or tuple(made.shape) != size:
-            raise ValueError(f"{name}: expected {dtype} {size}, got {made.dtype} {made.shape}")
-        data = bytes_of(made)
-        for start in range(0, data.size, PART_BYTES):
-            yield data[start : start + PART_BYTES]
+    def parts() -> Iterator[Part]:
+        data: list[Bytes] = []  # made when the first part is taken, gone with the last
+
+        def take(start: int, stop: int) -> Bytes:
+            if not start:
+                made = value()
+                if made.dtype != dtype or tuple(made.shape) != size:
+                    raise ValueError(
+                        f"{name}: expected {dtype} {size}, got {made.dtype} {made.shape}"
+                    )
+                data.append(bytes_of(made))
+            return (data[0] if stop < nbytes else data.pop())[start:stop]
+
+        for start in range(0, nbytes, PART_BYTES):
+            stop = min(start + PART_BYTES, nbytes)
+            yield Part(stop - start, partial(take, start, stop))
 
     return StreamedTensor(name, dtype, size, parts)
 
@@ -69,6 +90,22 @@ def lazy(
 def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
     """A tensor that is there already."""
     return lazy(name, value.dtype, value.shape, lambda: value)
+
+
+def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
+    """The bytes of the tensors, one after the other; what comes next is begun before it is needed,
+    also where another tensor or field begins."""
+    parts = (part for tensor in tensors for part in tensor.parts())
+    begun: deque[Part] = deque()
+    ahead = 0
+    for part in parts:
+        begun.append(part)
+        ahead += part.nbytes
+        while ahead > AHEAD_BYTES:
+            ahead -= begun[0].nbytes
+            yield begun.popleft().take()
+    while begun:
+        yield begun.popleft().take()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import overspill
+from overspill.durable import tensors
 from overspill.durable.export import export_store
 from overspill.durable.inspect import inspect_store
 from overspill.errors import OffloadError
-from overspill.io_engine import CorruptionError
+from overspill.io_engine import CorruptionError, blocks
 from tests.models import TinyLM, adamw, batch, train
 
 
@@ -85,6 +89,35 @@ def test_torch_goes_on_with_an_exported_state(tmp_path: Path) -> None:
     train(other, theirs, 1)
     for name, value in other.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=2**-22, atol=2**-24)
+
+
+def test_an_export_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights a second time, as the upper halves of the masters; and where a block that two
+    tensors share was let go, that again."""
+    (tmp_path / "store").mkdir()
+    model = nn.Sequential(*(nn.Linear(2048, 1536) for _ in range(4))).bfloat16()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped = overspill.wrap(
+        model, given, device="cpu", nvme=tmp_path / "store", host_memory="192MiB", precision="bf16"
+    )
+    with wrapped as optimizer:
+        for layer in model:
+            layer(torch.ones(1, 2048, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    read: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = preadv(fd, buffers, offset)
+        read.append(got)
+        return got
+
+    monkeypatch.setattr(blocks, "KEPT_BLOCKS", 8)
+    monkeypatch.setattr(tensors, "AHEAD_BYTES", 8 << 20)
+    monkeypatch.setattr(os, "preadv", counted)
+    files = export_store(tmp_path / "store", tmp_path / "out").files
+    assert sum(files.values()) > 150 << 20
+    assert sum(read) < 1.1 * sum(files.values())
 
 
 def test_damage_of_a_store_is_told_and_not_exported(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from overspill.durable.export import OPTIMIZER, write_export
 from overspill.durable.sums import SUMS, verify_export
-from overspill.durable.tensors import Bytes, StreamedTensor, in_memory
+from overspill.durable.tensors import Part, StreamedTensor, in_memory
 from overspill.errors import OffloadError
 from overspill.io_engine import store
 from overspill.io_engine.native import crc32
@@ -30,9 +30,9 @@ PART = 4 << 20
 def large(name: str, nbytes: int) -> StreamedTensor:
     """A tensor of bf16 that exists in parts only."""
 
-    def parts() -> Iterator[Bytes]:
+    def parts() -> Iterator[Part]:
         for _ in range(nbytes // PART):
-            yield np.full(PART, 7, np.uint8)
+            yield Part(PART, lambda: np.full(PART, 7, np.uint8))
 
     return StreamedTensor(name, torch.bfloat16, (nbytes // 2,), parts)
 
@@ -111,8 +111,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, broken: str) -> None:
     """Whatever fails, at whatever file, nothing stands under the name that was asked for."""
 
-    def parts() -> Iterator[Bytes]:
-        yield np.zeros(4, np.uint8)
+    def parts() -> Iterator[Part]:
+        yield Part(4, lambda: np.zeros(4, np.uint8))
         raise KeyboardInterrupt
 
     def check() -> None:
