@@ -63,6 +63,7 @@ class Stepping:
         self._place_of = place_of
         self.count = self.micro_steps = 0
         self.background = update != "step"
+        self._turns = executor.machine.layout.at_hand  # forward waits for all updates at once
         self.judges = update == "next_forward" or config.max_grad_norm is not None
         self.judges |= config.on_nonfinite != "raise" and update != "backward"
         self._early: set[int] = set()  # units that this step's backward has updated
@@ -265,10 +266,11 @@ class Stepping:
             for index in present:
                 self._updater.steps[index] += 1
             if self._residences.fixed[unit]:
-                self._late.add(unit)
-                self._residences.suspend(unit)
-                if not self.background:
-                    self.catch_up(unit)
+                if self.background:
+                    self._late.add(unit)
+                    self._residences.suspend(unit)
+                elif self._executor.accelerator.has_device_memory:
+                    self._executor.wait_for(self._place_of(unit))
                 for _, spec in parts.units[unit].params:
                     torch.autograd.graph.increment_version(parts.parameters[spec.index])
         self._early.clear()
@@ -279,15 +281,22 @@ class Stepping:
 
     def catch_up(self, unit: int) -> None:
         """Compute is about to use a unit: waits for the resident ones among its weights."""
-        for member in self._residences.groups[unit]:
-            if member in self._late:
-                name = self._residences.parts.units[member].name
-                self._executor.request(partial(Need, member), name)
-                self._executor.tell(Release(member))
-                if self._executor.accelerator.has_device_memory:
-                    self._executor.wait_for(self._place_of(member))
-                self._late.discard(member)
-                self._residences.resume(member)
+        late = self._late.intersection(self._residences.groups[unit])
+        if late and self._turns:
+            self.land()
+            late = set(self._late)
+        for member in late:
+            if not self._turns:
+                self._wait_for(member)
+            self._late.discard(member)
+            self._residences.resume(member)
+
+    def _wait_for(self, unit: int) -> None:
+        """Waits until a resident unit's update has brought its new weights to compute."""
+        self._executor.request(partial(Need, unit), self._residences.parts.units[unit].name)
+        self._executor.tell(Release(unit))
+        if self._executor.accelerator.has_device_memory:
+            self._executor.wait_for(self._place_of(unit))
 
     def catch_up_all(self) -> None:
         """Waits for every resident unit, so that parameters show their weights."""

@@ -9,7 +9,7 @@ from .compact import Noise
 from .formats import Field, Master, Moments, granule_of, join_halves, join_master, split_master
 from .kernels import native_isa, set_threads, threads
 from .lion import Lion
-from .norm import accumulate, sum_of_squares
+from .norm import accumulate, sum_of_squares, sums_of_squares
 from .optimizer import moments_of, torch_state
 from .reference import read_moment, write_moment
 from .rule import Rule, StepScalars
@@ -38,6 +38,7 @@ __all__ = [
     "set_threads",
     "split_master",
     "sum_of_squares",
+    "sums_of_squares",
     "threads",
     "torch_state",
     "write_moment",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,18 +46,33 @@ def _compensated(parts: list[float]) -> float:
 
 
 def sum_of_squares(grad: Tensor) -> float:
-    """The sum of the squares of a flat fp32, bf16 or fp16 tensor, in double precision.
+    """``sums_of_squares`` of one."""
+    return sums_of_squares([grad])[0]
+
+
+def sums_of_squares(grads: Sequence[Tensor]) -> list[float]:
+    """The sum of the squares of each of some flat tensors of one dtype (fp32, bf16 or fp16), in
+    double precision.
 
     Deterministic, whatever the number of threads and the instruction set.  Not finite if an
     element is not.  On a device it is a reduction in double there.
     """
-    _check("gradient", grad)
-    if kernels.NATIVE is not None and grad.device.type == "cpu":
-        return float(
-            kernels.NATIVE.sum_of_squares(grad.data_ptr(), FLOAT_TYPES[grad.dtype], grad.numel())
-        )
-    if grad.device.type == "cpu":
-        return _sum_in_torch(grad)
+    for grad in grads:
+        _check("gradient", grad)
+    if any(grad.dtype is not grads[0].dtype for grad in grads):
+        raise ValueError("gradients are summed together in one dtype only")
+    if all(grad.device.type == "cpu" for grad in grads):
+        if kernels.NATIVE is None or not grads:
+            return [_sum_in_torch(grad) for grad in grads]
+        sums: list[float] = kernels.NATIVE.sums_of_squares(
+            [grad.data_ptr() for grad in grads], [grad.numel() for grad in grads],
+            FLOAT_TYPES[grads[0].dtype],
+        )  # fmt: skip
+        return sums
+    return [_sum_on_device(grad) for grad in grads]
+
+
+def _sum_on_device(grad: Tensor) -> float:
     slices = (grad[begin : begin + SLICE] for begin in range(0, grad.numel(), SLICE))
     return float(sum((part.double().square().sum() for part in slices), 0.0))
 

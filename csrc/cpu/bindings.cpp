@@ -96,25 +96,46 @@ bool update(int rule, int moments, std::size_t numel, std::uint64_t position,
   return finite.load();
 }
 
-double sum_of_squares(std::uintptr_t data, int type, std::size_t numel) {
-  const nb::gil_scoped_release released;
-  const auto kind = static_cast<FloatType>(type);
-  const std::size_t width = kind == FloatType::kF32 ? 4 : 2;
-  std::vector<double> parts(tasks_of(numel));
-  auto task = [&](std::size_t index) {
-    const std::size_t begin = index * kTask;
-    parts[index] = kernels().sum_of_squares(kind, address<const char>(data) + begin * width,
-                                            std::min(kTask, numel - begin));
-  };
-  parallel(parts.size(), task);
-  // Neumaier's compensated sum, in order.
+// Neumaier's compensated sum, in order.
+double compensated(const double* first, const double* last) {
   double sum = 0.0, lost = 0.0;
-  for (const double part : parts) {
-    const double next = sum + part;
-    lost += sum >= part ? (sum - next) + part : (part - next) + sum;
+  for (; first != last; ++first) {
+    const double next = sum + *first;
+    lost += sum >= *first ? (sum - next) + *first : (*first - next) + sum;
     sum = next;
   }
   return std::isfinite(lost) ? sum + lost : sum;
+}
+
+// Below this many elements waking a thread costs more than it gives.
+constexpr std::size_t kAlone = std::size_t{1} << 22;
+
+// One sum for each array; all are of one type.
+std::vector<double> sums_of_squares(const std::vector<std::uintptr_t>& data,
+                                    const std::vector<std::size_t>& numel, int type) {
+  const nb::gil_scoped_release released;
+  const auto kind = static_cast<FloatType>(type);
+  const std::size_t width = kind == FloatType::kF32 ? 4 : 2;
+  std::vector<std::size_t> first{0};  // task of each array, and one past the last
+  for (const std::size_t count : numel) first.push_back(first.back() + tasks_of(count));
+  std::vector<double> parts(first.back());
+  auto task = [&](std::size_t index) {
+    const auto after = std::upper_bound(first.begin(), first.end(), index);
+    const std::size_t array = after - first.begin() - 1;
+    const std::size_t begin = (index - first[array]) * kTask;
+    parts[index] = kernels().sum_of_squares(kind, address<const char>(data[array]) + begin * width,
+                                            std::min(kTask, numel[array] - begin));
+  };
+  if (parts.size() * kTask < kAlone) {
+    for (std::size_t index = 0; index < parts.size(); ++index) task(index);
+  } else {
+    parallel(parts.size(), task);
+  }
+  std::vector<double> sums;
+  for (std::size_t array = 0; array < numel.size(); ++array) {
+    sums.push_back(compensated(parts.data() + first[array], parts.data() + first[array + 1]));
+  }
+  return sums;
 }
 
 void accumulate(std::uintptr_t to, std::uintptr_t from, int type, std::size_t numel) {
@@ -136,7 +157,7 @@ NB_MODULE(_native, m) {
   using namespace overspill;
   active.store(available().front());
   m.def("update", &update);
-  m.def("sum_of_squares", &sum_of_squares);
+  m.def("sums_of_squares", &sums_of_squares);
   m.def("accumulate", &accumulate);
   m.def("set_threads", [](int count) {
     const nb::gil_scoped_release released;

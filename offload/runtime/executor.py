@@ -150,6 +150,13 @@ class Executor:
             self._raise(waiter.error)
         return waiter.place
 
+    def gradient_home(self, unit: int) -> Place | None:
+        """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
+        there, and nothing that was told before has to do with them any more."""
+        self.raise_failure()
+        with self.lock:
+            return self.machine.gradients.at_home(unit) if self._queue.empty() else None
+
     def _abandon(self, waiter: _Waiter) -> None:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
         with self.lock:

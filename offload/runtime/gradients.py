@@ -16,6 +16,7 @@ from torch import nn
 
 from ..config import Tier
 from ..errors import OffloadError
+from ..schedule.arena import Place
 from ..schedule.messages import GradReady, GradRoom
 from ..schedule.partition import PARAM_ALIGN, Partition
 from .accelerators.base import Accelerator
@@ -36,7 +37,8 @@ class _Pending:
 
 
 class GradientCollector:
-    """One per engine.  ``on_unit`` is asked, when a unit is gathered, whether to update it now."""
+    """One per engine.  ``may_update`` is asked, when a unit is gathered, whether to update it
+    now."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class GradientCollector:
         ]
         self.zeroed: set[int] = set()  # parameters whose gradient was set to zero in place
         self.consumed: set[int] = set()  # parameters whose gradient an update in backward used up
+        self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
         self._handles: list[Any] = []
         me = weakref.ref(self)
         for indices in self.trained:
@@ -82,6 +85,7 @@ class GradientCollector:
         """Takes the hooks away."""
         while self._handles:
             self._handles.pop().remove()
+        self._own.clear()
 
     # -- appearance -----------------------------------------------------------------------------
 
@@ -200,14 +204,19 @@ class GradientCollector:
         elif self._transient:
             return
         del self.pending[unit]
-        with torch.no_grad():
-            place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
+        with torch.inference_mode(False), torch.no_grad():
+            place = self.executor.gradient_home(unit)
+            if place is None:
+                place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
             assert place is not None
             on_slot = self._in_host_layout(unit)
             if self.accelerator.has_device_memory:
                 self.executor.compute_waits_for(place, "copy_out")
                 self.accelerator.used(self.executor.arenas.bytes_of(place))
             self._gather(unit, pending, place, on_slot)
+            settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
+            if settled and self._updater.measures:
+                self._updater.measure(unit, place)
             if self.accelerator.has_device_memory:
                 self.executor.mark_device_use(place, self.accelerator.record())
                 self.mark_resident(unit)
@@ -215,7 +224,7 @@ class GradientCollector:
             arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
             if merge or self.executor.machine.layout.converts[unit]:
                 self._updater.arrived(unit, arrival)
-        self.executor.tell(GradReady(unit, merge, update))
+        self.executor.tell(GradReady(unit, merge, update, settled))
 
     def mark_resident(self, unit: int) -> None:
         """A resident unit's compute is over for now: an update of its weights waits for it.
@@ -234,9 +243,29 @@ class GradientCollector:
         home = self.executor.machine.layout.homes[unit]
         return not self.accelerator.has_device_memory or home.grads is Tier.DEVICE
 
-    def _gather(self, unit: int, pending: _Pending, place: Any, on_slot: bool) -> None:
+    def _gather(self, unit: int, pending: _Pending, place: Place, on_slot: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
+        for index, view in self._targets(unit, place, on_slot):
+            value = pending.fresh.get(index, pending.added.get(index))
+            if value is None:
+                continue
+            if on_slot and index not in pending.fresh:
+                view.add_(value)
+            else:
+                targets.append(view)
+                sources.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _targets(self, unit: int, place: Place, on_slot: bool) -> list[tuple[int, torch.Tensor]]:
+        """Where in ``place`` each parameter's gradient goes; what lies between them is zeroed.
+
+        Those of a place that is the unit's own for good are made once.
+        """
+        if unit in self._own:
+            return self._own[unit]
+        made: list[tuple[int, torch.Tensor]] = []
         for number, chunk in enumerate(self.parts.units[unit].chunks):
             if chunk.group is None:
                 continue
@@ -248,29 +277,16 @@ class GradientCollector:
             flat = self.executor.arenas.typed(place, offset, dtype, chunk.numel)
             border = PARAM_ALIGN // chunk.dtype.itemsize
             for spec in chunk.params:
-                grad = pending.fresh.get(spec.index)
-                added = pending.added.get(spec.index)
-                if grad is None and added is None:
-                    continue
                 end = spec.offset + spec.numel
-                pad = -spec.numel % border
-                if pad:
+                if pad := -spec.numel % border:
                     flat[end : end + pad].zero_()
                 view = flat[spec.offset : end].as_strided(
                     spec.shape, spec.stride, flat.storage_offset() + spec.offset
                 )
-                if grad is not None:
-                    targets.append(view)
-                    sources.append(grad)
-                elif on_slot:
-                    assert added is not None
-                    view.add_(added)
-                else:
-                    assert added is not None
-                    targets.append(view)
-                    sources.append(added)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                made.append((spec.index, view))
+        if place == self.executor.machine.layout.homes[unit].grad_place:
+            self._own[unit] = made
+        return made
 
     # -- at the step ----------------------------------------------------------------------------
 

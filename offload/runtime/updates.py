@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import OffloadError
-from ..optim import Rule, StepScalars, accumulate, granule_of, sum_of_squares
+from ..optim import Rule, StepScalars, accumulate, granule_of, sums_of_squares
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Clear, Settle, Update
@@ -158,13 +158,11 @@ class Updater:
             with self._lock:
                 self._arrived.get(task.unit, []).clear()
         if self.measures:
-            for number, chunk in enumerate(unit.chunks):
-                if chunk.group is not None:
-                    self._measure(task, number, chunk)
+            self.measure(task.unit, task.place)
 
     def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
         source = self.arenas.typed(task.source, chunk.grad_offset, chunk.dtype, chunk.numel)
-        target = self._grads(task, number)
+        target = self._grads(task.unit, task.place, number)
         for spec in chunk.params:
             span = slice(spec.offset, spec.offset + align(spec.numel, 64 // chunk.dtype.itemsize))
             if spec.index in arrival.fresh:
@@ -175,16 +173,19 @@ class Updater:
                 else:
                     target[span].add_(source[span])
 
-    def _measure(self, task: Settle, number: int, chunk: Chunk) -> None:
-        flat = self._grads(task, number)
-        for spec in chunk.params:
-            grad = flat[spec.offset : spec.offset + spec.numel]
-            self.squares[spec.index] = sum_of_squares(grad)
+    def measure(self, unit: int, place: Place) -> None:
+        """Takes the norms of a unit's gradients, which lie in ``place`` as they are kept."""
+        for number, chunk in enumerate(self.layout.units[unit].chunks):
+            if chunk.group is not None:
+                flat = self._grads(unit, place, number)
+                grads = [flat[s.offset : s.offset + s.numel] for s in chunk.params]
+                sums = sums_of_squares(grads)
+                self.squares.update(zip((s.index for s in chunk.params), sums, strict=True))
 
-    def _grads(self, task: Settle, number: int) -> torch.Tensor:
-        dtype, offset = self.grads.dtypes[task.unit][number], self.grads.offsets[task.unit][number]
-        numel = self.layout.units[task.unit].chunks[number].numel
-        return self.arenas.typed(task.place, offset, dtype, numel)
+    def _grads(self, unit: int, place: Place, number: int) -> torch.Tensor:
+        dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]
+        numel = self.layout.units[unit].chunks[number].numel
+        return self.arenas.typed(place, offset, dtype, numel)
 
     def _parts(self, task: Update) -> Parts:
         """Where state, weights and gradients of an update's subgroup live."""

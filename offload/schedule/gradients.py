@@ -70,6 +70,14 @@ class Gradients:
         """Whether gradients are still on their way to where they rest."""
         return bool(self.arrivals) or any(u.phase not in _REST for u in self.units)
 
+    def at_home(self, unit: int) -> Place | None:
+        """Where compute may gather at once, which is where they are kept; ``None``: that is
+        elsewhere, or something still moves or reads them."""
+        item, home = self.units[unit], self.layout.homes[unit]
+        if home.grads is not self.layout.compute_tier or unit in self._updating:
+            return None
+        return home.grad_place if item.phase in _REST else None
+
     def _fixed(self, unit: int) -> bool:
         return self.layout.homes[unit].grad_place is not None
 
@@ -96,9 +104,9 @@ class Gradients:
         item = self.units[signal.unit]
         if item.phase not in _REST or item.device is not None or signal.unit in self._updating:
             return False
-        home = self.layout.homes[signal.unit]
-        if home.grads is Tier.DEVICE:
-            self._emit(Grant(signal.ticket, home.grad_place))
+        home = self.at_home(signal.unit)
+        if home is not None:
+            self._emit(Grant(signal.ticket, home))
             return True
         if self.layout.has_device:
             item.device = self.device_arena.allocate(self.layout.units[signal.unit].grad_bytes)
@@ -126,7 +134,10 @@ class Gradients:
         if home.grads is Tier.DEVICE or not self.layout.has_device:
             item.phase = Phase.ARRIVING  # gathered where they are kept: nothing to copy
             assert item.slot is not None
-            self._emit(Settle(signal.unit, item.slot, item.slot))
+            if signal.settled:
+                self.settled(signal.unit)
+            else:
+                self._emit(Settle(signal.unit, item.slot, item.slot))
         else:
             item.rested, item.phase = item.phase, Phase.ARRIVING
             self.arrivals.append(signal)

@@ -82,3 +82,11 @@ class Layout:
     def compute_tier(self) -> Tier:
         """Where weights must be for compute to use them."""
         return Tier.DEVICE if self.has_device else Tier.HOST
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether all is in host memory, and the CPU both computes and updates: an update beside
+        compute waits for nothing, and only takes its cores."""
+        return not self.has_device and not any(
+            Tier.NVME in (home.weights, home.grads, *home.state) for home in self.homes
+        )

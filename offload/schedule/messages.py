@@ -168,11 +168,13 @@ class GradRoom:
 @dataclass(frozen=True)
 class GradReady:
     """The gradients of ``unit`` are gathered.  ``merge``: earlier ones of the step must be kept;
-    ``update``: nothing more comes, the update may run now."""
+    ``update``: nothing more comes, the update may run now; ``settled``: where they are kept, and
+    nothing is left to be done with them there."""
 
     unit: int
     merge: bool = False
     update: bool = False
+    settled: bool = False
 
 
 @dataclass(frozen=True)

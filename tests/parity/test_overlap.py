@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import overspill
+from overspill.schedule.messages import GradRoom, Need, Settled, Signal, Step
 from tests.models import TinyLM, adamw, batch
 
 
@@ -55,3 +57,40 @@ def test_gradients_left_at_zero_wait_for_the_last_update() -> None:
             model[turn](x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize("where", [{}, {"device": "sim"}])
+def test_what_is_at_hand_is_not_asked_for(
+    update: str, where: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that stay where they are gathered need no room.  On the CPU, where updates would
+    only take cores from compute, a forward waits for all of them at once; on a device it waits unit
+    by unit."""
+    torch.manual_seed(0)
+    model = TinyLM(depth=6)
+    with overspill.wrap(
+        model, adamw(model), update=update, max_grad_norm=1.0, **where
+    ) as optimizer:
+        executor = model.__dict__["_overspill_engine"].executor
+        asked: list[type[Signal]] = []
+        request = executor.request
+
+        def noted(make: Any, *args: Any) -> Any:
+            asked.append(type(make(0)))
+            return request(make, *args)
+
+        def unhurried(unit: int) -> Any:
+            executor.settle_down()  # else what was told before may still be on its way
+            return home(unit)
+
+        home = executor.gradient_home
+        monkeypatch.setattr(executor, "request", noted)
+        monkeypatch.setattr(executor, "gradient_home", unhurried)
+        for step in range(2):
+            asked.clear()
+            model(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert GradRoom not in asked and asked.count(Settled) == asked.count(Step) == 1
+    assert (Need in asked) == (update == "next_forward" and bool(where))

@@ -195,8 +195,11 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
                     if early and not landed:
                         chaos.request(Landed)
                         landed = True
-                    chaos.request(GradRoom, unit, merge=micro > 0)
-                    chaos.send(GradReady(unit, micro > 0, early))
+                    at_home = chaos.machine.gradients.at_home(unit) and other.random() < 0.7
+                    if not at_home:
+                        chaos.request(GradRoom, unit, merge=micro > 0)
+                    settled = bool(at_home) and other.random() < 0.5
+                    chaos.send(GradReady(unit, micro > 0, early, settled))
         if rng.random() < 0.7:
             chaos.request(Settled)
         if not landed:

@@ -20,6 +20,7 @@ from overspill.optim import (
     norm,
     set_threads,
     sum_of_squares,
+    sums_of_squares,
     threads,
 )
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
@@ -158,6 +159,13 @@ def test_sum_of_squares(dtype: torch.dtype) -> None:
             for count in (1, 2, 5):
                 set_threads(count)
                 assert sum_of_squares(grad) == plain
+    grads = [next(gradients(numel, dtype, 1)) for numel in (5, 0, 2**22 + 11, 16384, 70_000)]
+    for some in (grads, grads[:2], grads[3:]):  # by the pool, and by the caller alone
+        assert sums_of_squares(some) == [norm._sum_in_torch(grad) for grad in some]
+    with pytest.raises(ValueError, match="one dtype"):
+        sums_of_squares(
+            [grad, grad.to(torch.bfloat16 if dtype is torch.float32 else torch.float32)]
+        )
     for bad in (math.inf, math.nan):
         grad = torch.ones(20000, dtype=dtype)
         grad[777] = bad
