@@ -85,8 +85,8 @@ class Layout:
 
     @property
     def at_hand(self) -> bool:
-        """Whether all is in host memory, and the CPU both computes and updates: an update beside
-        compute waits for nothing, and only takes its cores."""
-        return not self.has_device and not any(
-            Tier.NVME in (home.weights, home.grads, *home.state) for home in self.homes
-        )
+        """Whether all is in host memory alone, and the CPU both computes and updates: an update
+        beside compute waits for nothing, and only takes its cores."""
+        homes = ((home.weights, home.grads, *home.state) for home in self.homes)
+        elsewhere = self.has_device or self.durable
+        return not elsewhere and not any(Tier.NVME in tiers for tiers in homes)
