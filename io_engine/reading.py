@@ -28,7 +28,7 @@ Bytes = NDArray[np.uint8]
 
 
 class StoreReader:
-    """The items of one generation.  Holds some blocks, not more; close it."""
+    """The items of one generation.  Holds what is begun, and some blocks; close it."""
 
     def __init__(self, store: FoundStore, generation: Generation) -> None:
         self.layout, self.generation = store.layout, generation
@@ -59,20 +59,21 @@ class StoreReader:
     def begin(self, key: str, start: int, stop: int) -> Callable[[], Bytes]:
         """Begins what ``read`` does; the function returned waits and gives the bytes, once.
 
-        Bytes of an item that are asked for in order are read from the disk once.
+        Bytes of an item that are asked for in order are read from the disk once, unless too many
+        others are asked for in between.
         """
         blocks, starts = self._plan(self._numbers[key])
         first, end = max(bisect_right(starts, start) - 1, 0), bisect_left(starts, stop)
-        begun = []
+        begun: deque[tuple[int, int, int, Future[Bytes]]] = deque()
         for block in blocks[first:end]:
             low, high = max(start, block.start), min(stop, block.start + block.nbytes)
             begun.append((block.start, low, high, self._files.begin(block, high - low)))
 
         def wait() -> Bytes:
             out = (np.empty if blocks else np.zeros)(stop - start, np.uint8)
-            for at, low, high, future in begun:
+            while begun:
+                at, low, high, future = begun.popleft()
                 out[low - start : high - start] = future.result()[low - at : high - at]
-            begun.clear()
             return out
 
         return wait

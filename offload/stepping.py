@@ -39,7 +39,8 @@ class Commits(Protocol):
 
 class Stepping:
     """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
-    gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
+    gradients are there) and ``next_forward`` (behind the next forward, unit by unit, or before it
+    where there is nothing to hide behind)."""
 
     collector: GradientCollector  # set when the model is hooked up
     committing: Commits | None = None
@@ -63,7 +64,7 @@ class Stepping:
         self._place_of = place_of
         self.count = self.micro_steps = 0
         self.background = update != "step"
-        self._turns = executor.machine.layout.at_hand  # forward waits for all updates at once
+        self._at_once = executor.machine.layout.at_hand  # forward waits for all, not by unit
         self.judges = update == "next_forward" or config.max_grad_norm is not None
         self.judges |= config.on_nonfinite != "raise" and update != "backward"
         self._early: set[int] = set()  # units that this step's backward has updated
@@ -157,6 +158,7 @@ class Stepping:
         if self._updater.nonfinite:
             self._back("the last update gave values that are not finite")
             return
+        self._residences.check_fixed(self._late)
         units = {
             unit.index: present
             for unit in self._residences.parts.units
@@ -179,10 +181,13 @@ class Stepping:
         if not self.background:
             self.land()
 
-    def land(self) -> None:
-        """Waits until the last step's updates are over; raises what they found."""
+    def land(self, computing: str | None = None) -> None:
+        """Waits until the last step's updates are over; raises what they found.
+
+        ``computing`` names the part of the model that waits, if any does.
+        """
         if self._landing:
-            self._executor.request(Landed)
+            self._executor.request(Landed, computing)
             self._landing = False
             self._updater.end_step()
             if self._config.on_nonfinite != "rollback":  # else the next step goes back
@@ -256,11 +261,10 @@ class Stepping:
                     self.collector.mark_resident(unit)
                 self._updater.present(unit, present, scale)
                 self._versions[unit] += 1
-        self._updater.forget_gradients()
 
     def _after(self, units: Mapping[int, frozenset[int]]) -> None:
-        """Counts the step.  In the background, resident units are waited for one by one; until
-        then a stray read shows, as it does for units that are not there."""
+        """Counts the step.  In the background, resident units are waited for when they are used;
+        until then a stray read shows, as it does for units that are not there."""
         parts = self._residences.parts
         for unit, present in units.items():
             for index in present:
@@ -280,16 +284,17 @@ class Stepping:
     # -- before compute -------------------------------------------------------------------------
 
     def catch_up(self, unit: int) -> None:
-        """Compute is about to use a unit: waits for the resident ones among its weights."""
+        """Compute is about to use a unit: waits for the resident ones among its weights, or for
+        all updates at once."""
         late = self._late.intersection(self._residences.groups[unit])
-        if late and self._turns:
-            self.land()
+        if late and self._at_once:
+            self.land(self._residences.parts.units[unit].name)
             late = set(self._late)
         for member in late:
-            if not self._turns:
+            if not self._at_once:
                 self._wait_for(member)
-            self._late.discard(member)
             self._residences.resume(member)
+            self._late.discard(member)
 
     def _wait_for(self, unit: int) -> None:
         """Waits until a resident unit's update has brought its new weights to compute."""

@@ -107,8 +107,8 @@ double compensated(const double* first, const double* last) {
   return std::isfinite(lost) ? sum + lost : sum;
 }
 
-// Below this many elements waking a thread costs more than it gives.
-constexpr std::size_t kAlone = std::size_t{1} << 22;
+// Below this many tasks waking a thread costs more than it gives.
+constexpr std::size_t kAlone = (std::size_t{1} << 22) / kTask;
 
 // One sum for each array; all are of one type.
 std::vector<double> sums_of_squares(const std::vector<std::uintptr_t>& data,
@@ -126,7 +126,7 @@ std::vector<double> sums_of_squares(const std::vector<std::uintptr_t>& data,
     parts[index] = kernels().sum_of_squares(kind, address<const char>(data[array]) + begin * width,
                                             std::min(kTask, numel[array] - begin));
   };
-  if (parts.size() * kTask < kAlone) {
+  if (parts.size() < kAlone) {
     for (std::size_t index = 0; index < parts.size(); ++index) task(index);
   } else {
     parallel(parts.size(), task);

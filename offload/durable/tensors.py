@@ -27,6 +27,7 @@ PART_BYTES = 2 << 20  # stays in a cache on its way
 STAGE_BYTES = 8 << 20  # one write
 STAGES = 3  # one is filled, two are on their way
 AHEAD_BYTES = 32 << 20  # of parts that are begun before they are needed
+AHEAD_PARTS = 24  # of them: each holds a whole block of the store, however small it is
 Bytes = NDArray[np.uint8]
 
 
@@ -80,7 +81,7 @@ def lazy(
                 data.append(bytes_of(made))
             return (data[0] if stop < nbytes else data.pop())[start:stop]
 
-        for start in range(0, nbytes, PART_BYTES):
+        for start in range(0, nbytes or 1, PART_BYTES):  # one that is empty is asked for too
             stop = min(start + PART_BYTES, nbytes)
             yield Part(stop - start, partial(take, start, stop))
 
@@ -101,7 +102,7 @@ def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
     for part in parts:
         begun.append(part)
         ahead += part.nbytes
-        while ahead > AHEAD_BYTES:
+        while ahead > AHEAD_BYTES or len(begun) > AHEAD_PARTS:
             ahead -= begun[0].nbytes
             yield begun.popleft().take()
     while begun:

@@ -1,9 +1,9 @@
 """Carries the machine's instructions out, and feeds the results back as signals.
 
-One pump thread calls the machine; everybody else only puts signals into its queue.  Moves end on
-threads of the I/O engine and of the accelerator, updates on the update worker; each puts ``Done``
-or ``Failed`` back.  After a failure the machine drains, whoever waits is woken with the error, and
-later calls are refused.
+One pump thread calls the machine; everybody else puts signals into its queue, or only looks.  Moves
+end on threads of the I/O engine and of the accelerator, updates on the update worker; each puts
+``Done`` or ``Failed`` back.  After a failure the machine drains, whoever waits is woken with the
+error, and later calls are refused.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Executor:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
         self._trace, self._check, self._commits = trace, check, commits
         self.waited_ns = 0  # by compute, in all
-        self._queue: queue.SimpleQueue[Signal | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
@@ -150,12 +150,13 @@ class Executor:
             self._raise(waiter.error)
         return waiter.place
 
-    def gradient_home(self, unit: int) -> Place | None:
+    def gradient_home(self, unit: int, told: int) -> Place | None:
         """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
-        there, and nothing that was told before has to do with them any more."""
+        there, and all ``GradReady`` about them (so many were told) have been dealt with."""
         self.raise_failure()
+        gradients = self.machine.gradients
         with self.lock:
-            return self.machine.gradients.at_home(unit) if self._queue.empty() else None
+            return gradients.at_home(unit) if gradients.units[unit].readied == told else None
 
     def _abandon(self, waiter: _Waiter) -> None:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
@@ -196,8 +197,11 @@ class Executor:
     def settle_down(self) -> None:
         """Blocks until nothing moves and nothing waits."""
         while not self.failed:
+            handled = threading.Event()
+            self._queue.put(handled)
+            handled.wait()
             with self.lock:
-                if self._queue.empty() and self.machine.idle:
+                if self.machine.idle:
                     return
             time.sleep(0.0002)
         self.raise_failure()
@@ -206,6 +210,9 @@ class Executor:
 
     def _pump(self) -> None:
         while (signal := self._queue.get()) is not None:
+            if isinstance(signal, threading.Event):  # somebody waits for all that was put before
+                signal.set()
+                continue
             with self.lock:
                 self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
                 try:

@@ -65,6 +65,7 @@ class GradientCollector:
         ]
         self.zeroed: set[int] = set()  # parameters whose gradient was set to zero in place
         self.consumed: set[int] = set()  # parameters whose gradient an update in backward used up
+        self._told = [0] * len(parts.units)  # how often gradients were handed over
         self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
         self._handles: list[Any] = []
         me = weakref.ref(self)
@@ -205,7 +206,7 @@ class GradientCollector:
             return
         del self.pending[unit]
         with torch.inference_mode(False), torch.no_grad():
-            place = self.executor.gradient_home(unit)
+            place = self.executor.gradient_home(unit, self._told[unit])
             if place is None:
                 place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
             assert place is not None
@@ -224,6 +225,7 @@ class GradientCollector:
             arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
             if merge or self.executor.machine.layout.converts[unit]:
                 self._updater.arrived(unit, arrival)
+        self._told[unit] += 1
         self.executor.tell(GradReady(unit, merge, update, settled))
 
     def mark_resident(self, unit: int) -> None:

@@ -7,7 +7,7 @@ points into the slot any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,18 +154,25 @@ class Residences:
             place = self._place_of(unit)
             self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-        self._check_stubs(unit)
+        self._check(unit, self._stubs[unit])
         residence = self._residence(unit)
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
         for p, view in zip(self._params[unit], residence.views, strict=True):
             p.data = view
 
-    def _check_stubs(self, unit: int) -> None:
+    def check_fixed(self, late: Container[int]) -> None:
+        """Raises if a parameter that never moves was given other data; ``late``: units that show
+        stubs now."""
+        for unit, residence in enumerate(self.current):
+            if self.fixed[unit] and residence is not None and unit not in late:
+                self._check(unit, residence.views)
+
+    def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
+        """Whether the unit's parameters show what the engine has given them."""
         specs = self.parts.units[unit].params
-        stubs = self._stubs[unit]
-        for p, stub, (_, spec) in zip(self._params[unit], stubs, specs, strict=True):
-            if torch_private.storage_key(p) != torch_private.storage_key(stub):
+        for p, given, (_, spec) in zip(self._params[unit], expected, specs, strict=True):
+            if torch_private.storage_key(p) != torch_private.storage_key(given):
                 raise OffloadError(
                     f"the data of parameter {spec.name!r} was replaced outside of the engine "
                     "(model.to, half, load_state_dict(assign=True), p.data = ...); edit weights "

@@ -69,7 +69,8 @@ class GradLayout:
 
 
 class Updater:
-    """Owned by the engine, called by the update worker alone; hooks hand it facts under a lock."""
+    """Owned by the engine.  The update worker runs its tasks; hooks hand it facts under a lock, and
+    let it measure gradients that are gathered where they are kept."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Updater:
         }
 
     def forget_gradients(self) -> None:
-        """The step has taken its gradients: norms and scales are those of the next ones."""
+        """All gradients are dropped, and with them their norms and scales."""
         self.squares.clear()
         self.scales.clear()
 

@@ -17,7 +17,7 @@ class Phase(enum.Enum):
     """Where a unit's gradients are on their way."""
 
     EMPTY = "empty"
-    GATHERING = "gathering"  # compute fills its slot
+    GATHERING = "gathering"  # compute fills the slot that it was granted
     ARRIVING = "arriving"  # copied out, merged, converted
     WRITING = "writing"  # to disk
     HELD = "held"  # in host or device memory, ready for the update
@@ -29,7 +29,7 @@ _REST = (Phase.EMPTY, Phase.HELD, Phase.STORED)
 
 
 class _Unit:
-    __slots__ = ("arrival", "device", "phase", "rested", "slot", "staging")
+    __slots__ = ("arrival", "device", "phase", "readied", "rested", "slot", "staging")
 
     def __init__(self) -> None:
         self.phase = self.rested = Phase.EMPTY
@@ -37,6 +37,7 @@ class _Unit:
         self.device: Place | None = None  # gathered, on the device
         self.staging: Place | None = None  # copied out, before a merge or a conversion
         self.arrival: GradReady | GradRoom | None = None
+        self.readied = 0  # times that gradients were gathered
 
 
 class Gradients:
@@ -72,7 +73,7 @@ class Gradients:
 
     def at_home(self, unit: int) -> Place | None:
         """Where compute may gather at once, which is where they are kept; ``None``: that is
-        elsewhere, or something still moves or reads them."""
+        elsewhere, or something still moves or reads them.  Nothing has to be told for it."""
         item, home = self.units[unit], self.layout.homes[unit]
         if home.grads is not self.layout.compute_tier or unit in self._updating:
             return None
@@ -101,13 +102,12 @@ class Gradients:
             self.room_wanted.popleft()
 
     def _serve(self, signal: GradRoom) -> bool:
-        item = self.units[signal.unit]
-        if item.phase not in _REST or item.device is not None or signal.unit in self._updating:
-            return False
-        home = self.at_home(signal.unit)
+        item, home = self.units[signal.unit], self.at_home(signal.unit)
         if home is not None:
             self._emit(Grant(signal.ticket, home))
             return True
+        if item.phase not in _REST or item.device is not None or signal.unit in self._updating:
+            return False
         if self.layout.has_device:
             item.device = self.device_arena.allocate(self.layout.units[signal.unit].grad_bytes)
             if item.device is None:
@@ -130,6 +130,7 @@ class Gradients:
     def ready(self, signal: GradReady) -> None:
         """Compute has gathered the gradients."""
         item = self.units[signal.unit]
+        item.readied += 1
         home = self.layout.homes[signal.unit]
         if home.grads is Tier.DEVICE or not self.layout.has_device:
             item.phase = Phase.ARRIVING  # gathered where they are kept: nothing to copy

@@ -319,7 +319,7 @@ class Simulation:
         ticket = self._ticket()
         self._send(GradRoom(unit, ticket, merge and not self.layout.has_device))
         self._wait(ticket, self.layout.units[unit].name)
-        self._send(GradReady(unit, merge, update))
+        self._send(GradReady(unit, merge, update, settled=not self.layout.has_device))
 
     def step(self, micro_steps: int, update: str) -> float:
         """One optimizer step over all units in their order; its seconds."""

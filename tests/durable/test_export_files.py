@@ -17,7 +17,7 @@ import torch
 
 from overspill.durable.export import OPTIMIZER, write_export
 from overspill.durable.sums import SUMS, verify_export
-from overspill.durable.tensors import Part, StreamedTensor, in_memory
+from overspill.durable.tensors import AHEAD_PARTS, Part, StreamedTensor, in_memory, lazy, stream
 from overspill.errors import OffloadError
 from overspill.io_engine import store
 from overspill.io_engine.native import crc32
@@ -105,6 +105,28 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert sum(files.values()) > 192 << 20
     assert peak < 40 << 20
+
+
+def test_few_parts_are_begun_ahead_however_small() -> None:
+    """Each may hold a whole block of a store until it is taken.  Empty ones are made in their turn,
+    since values may come from one iterator."""
+    begun = taken = most = 0
+
+    def small(number: int) -> StreamedTensor:
+        def parts() -> Iterator[Part]:
+            nonlocal begun, most
+            begun += 1
+            most = max(most, begun - taken)
+            yield Part(4, lambda: np.zeros(4, np.uint8))
+
+        return StreamedTensor(f"t{number}", torch.float32, (1,), parts)
+
+    for _ in stream([small(number) for number in range(200)]):
+        taken += 1
+    assert taken == 200 and most <= AHEAD_PARTS + 1
+    values = iter([torch.ones(3), torch.ones(0), torch.ones(2)])
+    made = [lazy("v", torch.float32, (n,), lambda: next(values)) for n in (3, 0, 2)]
+    assert [data.size for data in stream(made)] == [12, 0, 8]
 
 
 @pytest.mark.parametrize("broken", ["weights", "optimizer", "check"])

@@ -46,6 +46,31 @@ def test_clip_grad_norm_is_exact(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("where", [NVME, {"device": "sim"}, {"device": "cpu"}])
+@pytest.mark.parametrize("clip", [None, "inside", "outside"])
+def test_gradients_stay_until_they_are_zeroed(
+    where: dict[str, Any], clip: str | None, tmp_path: Path
+) -> None:
+    """Two steps of one gradient, then one of a gradient that is added to it: as in torch, clipped
+    gradients stay clipped."""
+    plain, model = make(), make()
+    theirs = adamw(plain)
+    options = {**where, "max_grad_norm": 0.1 if clip == "inside" else None}
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, **options) as ours:
+        for m, o in ((plain, theirs), (model, ours)):
+            for seed in range(2):
+                m(*batch(seed)).backward()
+                for _ in range(2):
+                    if clip == "outside" or (clip and m is plain):
+                        whole = [p.grad.clone() for p in m.parameters()] if m is plain else []
+                        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+                    o.step()
+                    if clip == "inside" and m is plain:  # which leaves the gradients as they are
+                        for p, grad in zip(m.parameters(), whole, strict=True):
+                            p.grad = grad
+        close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("where", [NVME, {"device": "sim"}, {"device": "cpu"}])
 def test_max_grad_norm_inside(where: dict[str, Any], tmp_path: Path) -> None:
     plain, model = make(), make()
     theirs = adamw(plain)

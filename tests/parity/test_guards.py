@@ -47,6 +47,19 @@ def test_moved_weights_are_found_out(pair: Any) -> None:
         model(*batch(0))
 
 
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_moved_weights_that_are_resident_are_found_out(update: str, device: str) -> None:
+    """Else the engine would go on with its own, and the model with the user's."""
+    model = make()
+    with overspill.wrap(model, adamw(model), update=update, device=device) as optimizer:
+        model(*batch(0)).backward()
+        model.to("cpu")
+        model.head.weight.data = model.head.weight.data.clone()
+        with pytest.raises(overspill.OffloadError, match="'head\\.weight' was replaced"):
+            optimizer.step()
+
+
 def test_a_stray_read_shows_nan(pair: Any) -> None:
     model, _, _, _ = pair
     assert model.blocks[2].up.weight.shape == (256, 64)

@@ -80,9 +80,9 @@ def test_what_is_at_hand_is_not_asked_for(
             asked.append(type(make(0)))
             return request(make, *args)
 
-        def unhurried(unit: int) -> Any:
+        def unhurried(unit: int, told: int) -> Any:
             executor.settle_down()  # else what was told before may still be on its way
-            return home(unit)
+            return home(unit, told)
 
         home = executor.gradient_home
         monkeypatch.setattr(executor, "request", noted)
