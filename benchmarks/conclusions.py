@@ -12,7 +12,7 @@ from .results import number
 
 GIB = 1 << 30
 # In this order; ``bound`` and the like are about the schedule, not about others.
-SUITES = ("step", "scale", "memory", "checkpoint", "optim", "io")
+SUITES = ("step", "step-peers", "scale", "memory", "checkpoint", "optim", "io")
 MOST_ROWS = 8  # of a comparison of rates with more, the best of each engine is shown
 BEGIN, END = "<!-- results: python -m benchmarks report DIR --readme -->", "<!-- end of results -->"
 
@@ -49,6 +49,9 @@ def _columns(moved: float | None, growing: bool) -> list[tuple[str, Callable[[Ro
         value = row["facts"].get(key)
         return None if value is None else number(value / per, unit)
 
+    def beside(row: Row) -> str | None:
+        return None if "beside" not in row else f"{row['beside'][0]:.2f} ({row['beside'][1]})"
+
     def loss(row: Row) -> str | None:
         value = _seen(row, "loss")
         return None if value is None else f"{value:.4f}"
@@ -57,6 +60,7 @@ def _columns(moved: float | None, growing: bool) -> list[tuple[str, Callable[[Ro
         ("time", time if moved is None else lambda row: None),
         ("rate", rate),
         ("over the first (range)", ratio),
+        ("overspill beside it", beside),
         ("loss", loss),
         ("peak RSS", lambda row: gib(row, "peak_rss_bytes")),
         ("written", lambda row: gib(row, "written_bytes")),
@@ -83,6 +87,14 @@ def ahead(rows: Sequence[Row]) -> str:
         ]  # fmt: skip
         return f"{verb} than the best of overspill: {', '.join(better)}." if better else ""
 
+    together = [row for row in rows if "beside" in row]
+    if together:
+        better = [
+            f"{row['name']} ({row['ratio'] / row['beside'][0]:.2f} of it)"
+            for row in together
+            if row["ratio"] is not None and row["ratio"] < row["beside"][0]
+        ]
+        return f"Faster than overspill beside it: {', '.join(better)}." if better else ""
     if any("bytes_per_parameter" in row["facts"] for row in rows):
         return ranked(lambda row: row["facts"].get("bytes_per_parameter"), "Leaner", ".2f")
     return ranked(lambda row: row["median_s"], "Faster", ".2f")
@@ -120,6 +132,21 @@ def table(comparison: Mapping[str, Any]) -> str:
     return f"**{comparison['title']}**\n\n{text}\n" + (f"\n{told}\n" if told else "")
 
 
+def peers_together(comparisons: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One comparison of those in which each peer is the last row beside the same others."""
+    rows: list[Row] = []
+    for comparison in comparisons:
+        *others, peer = comparison["rows"]
+        ours = [r for r in others if r["name"].startswith("overspill") and r["ratio"] is not None]
+        if not ours:
+            rows += comparison["rows"]  # those that do not run
+            continue
+        best = min(ours, key=lambda row: float(row["ratio"]))
+        rows.append({**peer, "beside": (best["ratio"], best["name"].partition(", ")[2])})
+    title = f"{comparisons[0]['title'].split(';')[0]}, each peer beside torch in memory"
+    return [{"title": title, "settings": {}, "rows": rows}]
+
+
 def newest(folder: Path, suite: str) -> Path | None:
     """The last report of a suite, by its date."""
     found = [f for f in sorted(folder.glob("*.json")) if f.stem[10:].lstrip("-") == suite]
@@ -134,11 +161,15 @@ def conclusions(folder: Path, link: str) -> str:
         if file is None:
             continue
         result = json.loads(file.read_text(encoding="utf-8"))
-        tables = [text for c in result["comparisons"] if (text := table(c))]
+        found = result["comparisons"]
+        if suite == "step-peers":
+            found = peers_together(found)
+        tables = [text for c in found if (text := table(c))]
         machine = result["machine"]
         where = f"{machine['processor']}, {machine['cores']} cores, commit {machine['commit']}"
-        name = file.name
-        parts.append(f"`python -m benchmarks {suite}` ({where}; [every sample]({link}/{name})):\n")
+        command = "step --peers all" if suite == "step-peers" else suite
+        samples = f"[every sample]({link}/{file.name})"
+        parts.append(f"`python -m benchmarks {command}` ({where}; {samples}):\n")
         parts += tables
     return "\n".join(parts)
 

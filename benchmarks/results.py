@@ -113,7 +113,11 @@ class Outcome:
 
 
 def _replace(path: Path, text: str) -> None:
-    """At once: a suite that writes again after every arm may be cut while it does."""
+    """At once: a suite that writes again after every arm may be cut while it does.
+
+    Results are made to be shown, so they do not say where on this machine they were made.
+    """
+    text = text.replace(str(path.parent.resolve()), "DIR").replace(str(Path.home()), "~")
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

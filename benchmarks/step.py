@@ -109,8 +109,9 @@ def run(*, quick: bool, folder: Path, peers: Sequence[str] = ()) -> Outcome:
             comparisons.append(_compare(plan, [*ours, *beside]))
         if each:
             comparisons = _each(plans[0], store, device)
-    draw_times(comparisons, folder / "step.png")
-    return outcome("step", comparisons, folder)
+    suite = "step-peers" if each else "step"
+    draw_times(comparisons, folder / f"{suite}.png")
+    return outcome(suite, comparisons, folder)
 
 
 def _each(plan: Plan, store: Path, device: str) -> list[Comparison]:

@@ -76,14 +76,14 @@ def test_an_arm_that_fails_is_a_row_and_does_not_stop_the_others() -> None:
 def test_a_result_is_written_and_tells_of_failures(tmp_path: Path) -> None:
     rows = [
         Row("plain", {}, (Sample(1.25),), median_s=1.25, ratio=1.0, ratio_low=1.0, ratio_high=1.0),
-        Row("broken", {}, (), error="RuntimeError: no"),
+        Row("broken", {}, (), error=f"RuntimeError: no {tmp_path}/out/x and {Path.home()}/y"),
     ]
     result = Outcome("step", [Comparison("Title", {"tokens": 4}, rows)], facts(tmp_path), at="now")
     data, text = result.save(tmp_path / "out")
     assert result.failed
     table = text.read_text()
     assert "| plain  | 1.25 s | 1.00 (1.00-1.00) |" in table
-    assert "broken: RuntimeError: no" in table
+    assert "broken: RuntimeError: no DIR/x and ~/y" in table
     kept = json.loads(data.read_text())
     assert kept["comparisons"][0]["rows"][0]["samples"][0]["seconds"] == 1.25
     assert kept["machine"]["cores"] >= 1 and kept["machine"]["packages"]["torch"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import compare
-from benchmarks.conclusions import BEGIN, END, ahead, conclusions, put, table
+from benchmarks.conclusions import BEGIN, END, ahead, conclusions, peers_together, put, table
 from benchmarks.machine import ROOT
 
 
@@ -53,6 +53,21 @@ def test_of_many_settings_the_best_of_each_engine_is_shown() -> None:
     text = table(comparison(*rows, moved_bytes=10**9))
     assert "fio 0" in text and "fio 1" not in text and "0.500 GB/s" in text
     assert "Faster than the best of overspill: fio 0 (0.80 of it)." in text
+
+
+def test_peers_that_ran_one_by_one_come_into_one_table() -> None:
+    def beside(peer: dict[str, Any]) -> dict[str, Any]:
+        ours = [row("overspill, here", 1.5), row("overspill, there", 1.25)]
+        return {**comparison(row("torch", 1.0), *ours, peer), "title": f"T; {peer['name']}"}
+
+    absent = comparison(row("absent", None, error="no GPU"))
+    each = [beside(row("slow", 3.0)), beside(row("fast", 1.0)), absent]
+    (together,) = peers_together(each)
+    text = table(together)
+    assert "**T, each peer beside torch in memory**" in text
+    assert "| slow | 3.00 s | 3.00 (3.00-3.00) | 1.25 (there) | 9.2500 | - |" in text
+    assert "| absent | - | - | - | - | no GPU |" in text
+    assert "Faster than overspill beside it: fast (0.80 of it)." in text
 
 
 def test_the_newest_reports_go_between_the_marks(tmp_path: Path) -> None:
