@@ -72,12 +72,13 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks step --quick --out $(OUT)/bench
 	$(BIN)/python -m benchmarks compare --margin 3 benchmarks/baseline.json $(OUT)/bench/step.json
 
-# Needs no network and no .venv: PYTHON has torch, and overspill installed.  DEVICE=sim: anywhere.
-# WHEELS: what `python -m benchmarks.peers carry` has put together, for the peers.
+# Needs no network and no .venv: PYTHON has torch, and overspill installed.  DEVICE=sim: anywhere, in
+# the .venv.  WHEELS: what `python -m benchmarks.peers carry` has put together, for the peers.
 DEVICE ?= cuda
-gpu:
-	$(if $(WHEELS),-$(PYTHON) -m benchmarks.peers install deepspeed torchao --wheels $(WHEELS))
-	$(PYTHON) -m benchmarks.gpu --device $(DEVICE) --out $(OUT)/gpu
+GPU_PYTHON := $(if $(filter sim,$(DEVICE)),$(BIN)/python,$(PYTHON))
+gpu: $(if $(filter sim,$(DEVICE)),$(STAMP))
+	$(if $(WHEELS),-$(GPU_PYTHON) -m benchmarks.peers install deepspeed torchao --wheels $(WHEELS))
+	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) --out $(OUT)/gpu
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(OUT)
