@@ -39,8 +39,7 @@ class Commits(Protocol):
 
 class Stepping:
     """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
-    gradients are there) and ``next_forward`` (behind the next forward, unit by unit, or before it
-    where there is nothing to hide behind)."""
+    gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
 
     collector: GradientCollector  # set when the model is hooked up
     committing: Commits | None = None
@@ -64,7 +63,6 @@ class Stepping:
         self._place_of = place_of
         self.count = self.micro_steps = 0
         self.background = update != "step"
-        self._at_once = executor.machine.layout.at_hand  # forward waits for all, not by unit
         self.judges = update == "next_forward" or config.max_grad_norm is not None
         self.judges |= config.on_nonfinite != "raise" and update != "backward"
         self._early: set[int] = set()  # units that this step's backward has updated
@@ -181,13 +179,10 @@ class Stepping:
         if not self.background:
             self.land()
 
-    def land(self, computing: str | None = None) -> None:
-        """Waits until the last step's updates are over; raises what they found.
-
-        ``computing`` names the part of the model that waits, if any does.
-        """
+    def land(self) -> None:
+        """Waits until the last step's updates are over; raises what they found."""
         if self._landing:
-            self._executor.request(Landed, computing)
+            self._executor.request(Landed)
             self._landing = False
             self._updater.end_step()
             if self._config.on_nonfinite != "rollback":  # else the next step goes back
@@ -284,24 +279,16 @@ class Stepping:
     # -- before compute -------------------------------------------------------------------------
 
     def catch_up(self, unit: int) -> None:
-        """Compute is about to use a unit: waits for the resident ones among its weights, or for
-        all updates at once."""
-        late = self._late.intersection(self._residences.groups[unit])
-        if late and self._at_once:
-            self.land(self._residences.parts.units[unit].name)
-            late = set(self._late)
-        for member in late:
-            if not self._at_once:
-                self._wait_for(member)
-            self._residences.resume(member)
-            self._late.discard(member)
-
-    def _wait_for(self, unit: int) -> None:
-        """Waits until a resident unit's update has brought its new weights to compute."""
-        self._executor.request(partial(Need, unit), self._residences.parts.units[unit].name)
-        self._executor.tell(Release(unit))
-        if self._executor.accelerator.has_device_memory:
-            self._executor.wait_for(self._place_of(unit))
+        """Compute is about to use a unit: waits for the resident ones among its weights."""
+        for member in self._residences.groups[unit]:
+            if member in self._late:
+                name = self._residences.parts.units[member].name
+                self._executor.request(partial(Need, member), name)
+                self._executor.tell(Release(member))
+                if self._executor.accelerator.has_device_memory:
+                    self._executor.wait_for(self._place_of(member))
+                self._residences.resume(member)
+                self._late.discard(member)
 
     def catch_up_all(self) -> None:
         """Waits for every resident unit, so that parameters show their weights."""

@@ -82,11 +82,3 @@ class Layout:
     def compute_tier(self) -> Tier:
         """Where weights must be for compute to use them."""
         return Tier.DEVICE if self.has_device else Tier.HOST
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether all is in host memory alone, and the CPU both computes and updates: an update
-        beside compute waits for nothing, and only takes its cores."""
-        homes = ((home.weights, home.grads, *home.state) for home in self.homes)
-        elsewhere = self.has_device or self.durable
-        return not elsewhere and not any(Tier.NVME in tiers for tiers in homes)
