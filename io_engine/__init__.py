@@ -13,7 +13,7 @@ Usable alone::
 from __future__ import annotations
 
 from .buffers import Lease, allocate_host
-from .committed import FoundStore, find_store
+from .committed import FoundStore, OwnedStore, find_store, own_store
 from .engine import IoEngine
 from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Item, Manifest, StoreLayout
@@ -32,9 +32,11 @@ __all__ = [
     "Lease",
     "Manifest",
     "OffloadError",
+    "OwnedStore",
     "StoreLayout",
     "StoreReader",
     "Ticket",
     "allocate_host",
     "find_store",
+    "own_store",
 ]

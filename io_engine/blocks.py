@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import IoError, remedy_for
+from .errors import IoError, refused
 from .types import SECTOR_BYTES, round_up
 
 THREADS = 4  # reads under way
@@ -48,7 +48,7 @@ class BlockFiles:
                 self._fds.append(_open(path))
         except OSError as error:
             self.close()
-            raise _fail(path, "cannot open", error) from error
+            raise refused(path, "cannot open", error) from error
         self._threads = ThreadPoolExecutor(THREADS, "overspill-blocks")
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class BlockFiles:
             try:
                 got = os.preadv(fd, [data[done:].data], block.offset + done)
             except OSError as error:
-                raise _fail(path, "cannot read", error) from error
+                raise refused(path, "cannot read", error) from error
             if got == 0:
                 raise IoError(f"{path}: the file ends at {block.offset + done}; it was cut short",
                               path=str(path))  # fmt: skip
@@ -95,12 +95,13 @@ class BlockFiles:
 
 
 def _open(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system that knows only the page cache
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, flags)
 
 
 def _aligned(nbytes: int) -> Bytes:
@@ -108,10 +109,3 @@ def _aligned(nbytes: int) -> Bytes:
     whole = np.empty(nbytes + SECTOR_BYTES, np.uint8)
     skip = -whole.__array_interface__["data"][0] % SECTOR_BYTES
     return whole[skip : skip + nbytes]
-
-
-def _fail(path: Path, what: str, error: OSError) -> IoError:
-    code = error.errno or 0
-    return IoError(
-        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
-    )

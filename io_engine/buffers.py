@@ -1,6 +1,7 @@
 """Host memory for transfers: anonymous maps, aligned to and backed by 2 MiB pages.
 
 Huge pages are the largest single gain in direct I/O: the kernel pins one page instead of 512.
+A forked child does not have them: touching one there ends the child.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -74,6 +76,12 @@ class _Mapping:
         self.before_end: list[Callable[[], None]] = []
         self.close = weakref.finalize(self, _end, self.address, nbytes, self.before_end, on_release)
         self.close.atexit = False  # the process's end frees it, and threads may still be using it
+        # Forked children have no use for it; that they share it would have every page copied that
+        # is written while they live, and locked pages copied at the fork.
+        if _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0:
+            code = ctypes.get_errno()
+            self.close()
+            raise OffloadError(f"cannot keep {nbytes} bytes from children: {os.strerror(code)}")
         # Refused where huge pages are switched off: smaller pages then serve.
         _libc.madvise(self.address, nbytes, _MADV_HUGEPAGE)
 

@@ -1,14 +1,15 @@
-"""Finds a durable store by its directories, and says what is there."""
+"""Finds a durable store by its directories, says what is there, and takes it over to go on in."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import CorruptionError, IoError
 from .manifest import MANIFEST_NAME, Found, Generation, StoreLayout, read_manifest
+from .ownership import Locks
 from .store import STORE_NAME
 
 Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
@@ -16,7 +17,10 @@ Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class FoundStore:
-    """A store with all its directories, in the order of its stripes.  Nothing is open or locked."""
+    """A store with all its directories, in the order of its stripes, as it was when it was read.
+
+    Nothing is open or locked: its owner may have gone on since.
+    """
 
     directories: tuple[Path, ...]
     manifests: tuple[Found, ...]
@@ -60,6 +64,44 @@ class FoundStore:
                 path=where,
             )
         return self.generations[-1]
+
+
+@dataclass(frozen=True)
+class OwnedStore(FoundStore):
+    """A store that no other process can change: it was read while ``locks`` were held.
+
+    ``IoEngine.reopen`` takes the locks over; a ``with`` block gives them up if nobody did.
+    """
+
+    locks: Locks = field(repr=False)
+
+    def __enter__(self) -> OwnedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.locks.release()
+
+
+def own_store(paths: Paths) -> OwnedStore:
+    """Finds a store as ``find_store`` does, locks all its directories, and reads it again: what its
+    last owner committed until then counts.
+
+    Raises:
+        IoError: another process owns it; else as ``find_store``.
+    """
+    directories = find_store(paths).directories
+    locks = Locks(directories)
+    try:
+        store = find_store(directories)
+        if store.directories != directories:
+            raise IoError(
+                f"{directories[0]}: another process has made a new store here; try again",
+                path=str(directories[0]),
+            )
+        return OwnedStore(store.directories, store.manifests, locks)
+    except BaseException:
+        locks.release()
+        raise
 
 
 def find_store(paths: Paths) -> FoundStore:
@@ -119,7 +161,7 @@ def _missing(directory: Path, number: int, layout: StoreLayout) -> Found:
 
 def _require_file(path: Path, nbytes: int) -> None:
     try:
-        have = path.stat().st_size
+        have = path.lstat().st_size
     except FileNotFoundError:
         have = -1
     if have < nbytes:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .backend import Backend, BackendFactory
 from .buffers import Lease, allocate_host
-from .committed import FoundStore
+from .committed import OwnedStore
 from .contents import Contents, Fill
 from .dispatch import Dispatcher, Flight
 from .errors import CorruptionError, IoError, OffloadError
@@ -26,7 +26,7 @@ from .opening import open_backend
 from .probe import measured_rates
 from .settings import directory_list, settle
 from .space import Space, file_shares
-from .store import StoreFile, open_files
+from .store import StoreFile, create_files, reopen_files
 from .transfer import Buffer, block_count, plan_transfer
 from .types import Direction, Extent, IoStats, LaneStats, Ticket, round_up
 
@@ -86,22 +86,23 @@ class IoEngine:
         sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
         self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
         self._space = Space(sizes, rates, tuning.block_bytes)
-        self._open(open_files(paths, sizes, ephemeral=ephemeral), start, buffer_bytes, slow_after_s)
+        files = create_files(paths, sizes, ephemeral=ephemeral)
+        self._open(files, start, buffer_bytes, slow_after_s)
 
     @classmethod
     def reopen(
         cls,
-        store: FoundStore,
+        store: OwnedStore,
         generation: Generation,
         *,
         extra_bytes: int = 0,
         buffer_bytes: int | None = None,
         backend: str | BackendFactory = "auto",
         queue_depth: int | None = None,
-        read_only: bool = False,
         slow_after_s: float = 30.0,
     ) -> IoEngine:
-        """Opens a durable store with what ``generation`` says is in its extents.
+        """Opens a durable store with what ``generation`` says is in its extents, and takes its
+        locks over.
 
         Reads are checked against the checksums of the commit.  ``extra_bytes``: room beyond the
         store's items.  Close leaves the store where it is.
@@ -119,7 +120,7 @@ class IoEngine:
         sizes = [have + add for have, add in zip(layout.file_bytes, more, strict=True)]
         engine.capacity_bytes, engine.checksum = sum(sizes), layout.checksum
         engine.tuning, engine._space = tuning, Space(sizes, rates, tuning.block_bytes)
-        files = open_files(paths, sizes, reopen=True, read_only=read_only)
+        files = reopen_files(paths, sizes, store.locks)
         engine._open(files, start, buffer_bytes, slow_after_s)
         try:
             engine._adopt(layout, generation)
@@ -346,9 +347,9 @@ class IoEngine:
 
     def make_ephemeral(self, manifest: Manifest) -> None:
         """Takes ``make_durable`` back: nothing stays after close."""
+        manifest.remove()
         for file in self._files:
             file.keep = False
-            (file.directory / manifest.path.name).unlink(missing_ok=True)
 
     def checksums(self, extent: Extent) -> NDArray[np.uint32] | None:
         """A copy of the CRC-32 of each block, as last written; ``None`` where checking is off."""

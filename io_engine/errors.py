@@ -66,6 +66,7 @@ _REMEDIES = {
     codes.EIO: "the device failed; see the kernel log and its health, and choose another directory",
     codes.EACCES: "give this user write permission, or choose another directory",
     codes.EPERM: "give this user write permission, or choose another directory",
+    codes.ELOOP: "it is a symbolic link, and none is followed here; remove the link",
     codes.ECANCELED: "it was cancelled before it started",
 }
 

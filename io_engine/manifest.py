@@ -3,7 +3,13 @@
 One file beside each store file.  All begin with the layout; that of the first directory goes on
 with commits.  A commit is one record, written after the data it speaks of has been flushed, and
 then flushed itself: from that instant it holds.  A seal follows it, so that a commit that is
-damaged later can be told from one that was never finished.
+damaged later can be told from one that was never finished.  Before the first commit that anybody
+may want, a mark is flushed in every other directory: each knows by itself that it must be kept.
+
+A seal is flushed along with whatever is written next.  When power fails before that, any of the
+sectors written since the last flush may be there or not: the seal may be lost while the next commit
+is whole.  That is legal, and told from damage by its place: one sector of zeroes, behind a whole
+commit, before the record that has the next number but one.
 """
 
 from __future__ import annotations
@@ -22,13 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorruptionError, IoError, remedy_for
-from .records import Log, encode, scan
+from .errors import CorruptionError, IoError, refused
+from .records import SECTOR, Hole, Log, encode, scan
 from .transfer import block_count
 from .types import Extent, Piece
 
 MANIFEST_NAME = "overspill.manifest"
-FORMAT = 2  # 1: commits did not name the members of param groups
+FORMAT = 3  # 1: commits did not name the members of param groups; 2: stripes did not know of commits
 LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written anew
 
 Sums = NDArray[np.uint32]
@@ -40,6 +46,7 @@ class Kind(enum.IntEnum):
     LAYOUT = 1
     COMMIT = 2
     SEAL = 3
+    KEPT = 4  # in the other directories: the store has a commit that somebody may want
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class Generation:
 
     ``roles`` says by item which of its extents holds it, -1 for one that was never written and
     reads as zeroes; ``checksums`` are the extents' as they were written.  ``meta`` is the caller's.
+    ``kept``: somebody may want it, or one before it, so that no new store takes its place.
     """
 
     number: int
@@ -92,6 +100,7 @@ class Generation:
     checksums: tuple[Sums | None, ...] = field(repr=False)
     meta: bytes = field(repr=False)
     when_s: float = 0.0
+    kept: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,28 @@ class Found:
     @property
     def damage(self) -> tuple[str, ...]:
         """What is damaged, in words; none if all is whole."""
-        return tuple(f"{self.path}: a record at offset {at} is damaged" for at in self.log.damage)
+        return tuple(
+            f"{self.path}: a record at offset {hole.offset} is damaged"
+            for hole in self.log.holes
+            if not _is_lost_seal(hole)
+        )
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is a commit that somebody may want: here, or in the first directory."""
+        marked = any(record.kind == Kind.KEPT for record in self.log.records)
+        return marked or any(generation.kept for generation in self.generations)
+
+
+def _is_lost_seal(hole: Hole) -> bool:
+    """Whether what is missing can only be a seal that was never flushed."""
+    return (
+        hole.nbytes == SECTOR
+        and hole.blank
+        and hole.before is not None
+        and hole.before.kind == Kind.COMMIT
+        and hole.after.number == hole.before.number + 2
+    )
 
 
 # -- encoding ------------------------------------------------------------------------------------
@@ -149,7 +179,7 @@ def _read_layout(path: Path, payload: bytes) -> tuple[StoreLayout, int]:
     return layout, content["member"]
 
 
-_COMMIT = struct.Struct("<QQdIQ")  # generation, step, time, items, bytes of meta
+_COMMIT = struct.Struct("<QQdIQ?")  # generation, step, time, items, bytes of meta, kept
 
 
 def _commit_payload(layout: StoreLayout, generation: Generation) -> bytes:
@@ -157,13 +187,14 @@ def _commit_payload(layout: StoreLayout, generation: Generation) -> bytes:
     sums = [part for part in generation.checksums if part is not None]
     body = np.concatenate(sums) if sums else np.zeros(0, np.uint32)
     head = _COMMIT.pack(
-        generation.number, generation.step, generation.when_s, len(roles), len(generation.meta)
-    )
+        generation.number, generation.step, generation.when_s, len(roles), len(generation.meta),
+        generation.kept,
+    )  # fmt: skip
     return head + roles.tobytes() + generation.meta + body.astype("<u4").tobytes()
 
 
 def _read_commit(layout: StoreLayout, payload: bytes) -> Generation:
-    number, step, when_s, count, meta_bytes = _COMMIT.unpack_from(payload)
+    number, step, when_s, count, meta_bytes, kept = _COMMIT.unpack_from(payload)
     at = _COMMIT.size
     roles = tuple(int(r) for r in np.frombuffer(payload, np.int8, count, at))
     at += count
@@ -177,7 +208,7 @@ def _read_commit(layout: StoreLayout, payload: bytes) -> Generation:
         start += length
     if start != flat.size:
         raise ValueError("a commit does not fit the layout")
-    return Generation(number, step, roles, tuple(checksums), meta, when_s)
+    return Generation(number, step, roles, tuple(checksums), meta, when_s, kept)
 
 
 def read_manifest(directory: Path) -> Found | None:
@@ -189,11 +220,12 @@ def read_manifest(directory: Path) -> Found | None:
     """
     path = directory / MANIFEST_NAME
     try:
-        data = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+            data = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _fail(path, "cannot read", error) from error
+        raise refused(path, "cannot read", error) from error
     log = scan(data)
     if not log.records or log.records[0].kind != Kind.LAYOUT:
         raise CorruptionError(
@@ -211,13 +243,6 @@ def read_manifest(directory: Path) -> Found | None:
 # -- writing -------------------------------------------------------------------------------------
 
 
-def _fail(path: Path, what: str, error: OSError) -> IoError:
-    code = error.errno or 0
-    return IoError(
-        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
-    )
-
-
 def _write_all(fd: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while view:
@@ -233,38 +258,55 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def write_anew(path: Path, records: Sequence[tuple[int, int, bytes]]) -> None:
-    """Puts a log of (kind, number, payload) in the place of ``path``, whole or not at all.
+def write_anew(path: Path, records: Sequence[tuple[int, int, bytes]]) -> os.stat_result:
+    """Puts a log of (kind, number, payload) in the place of ``path``, whole or not at all; returns
+    what the system says of the new file.  The caller has the directory's lock.
 
     Raises:
         IoError: it cannot be written; what was there before is as it was.
     """
     temporary = path.with_name(path.name + ".new")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        temporary.unlink(missing_ok=True)  # of an owner that was killed
+        fd = os.open(temporary, flags, 0o600)
         try:
             _write_all(fd, b"".join(encode(*record) for record in records), 0)
             os.fsync(fd)
+            made = os.fstat(fd)
         finally:
             os.close(fd)
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _fail(path, "cannot write", error) from error
+        raise refused(path, "cannot write", error) from error
+    return made
+
+
+def _open_log(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise refused(path, "cannot open", error) from error
 
 
 class Manifest:
-    """The open log of a store's first directory: ``commit`` makes a generation the last one."""
+    """The open log of a store's first directory: ``commit`` makes a generation the last one.
 
-    def __init__(self, path: Path, layout: StoreLayout, last: int, number: int, end: int) -> None:
-        """Use ``create`` or ``reopen``."""
+    Whoever has it holds the locks of all directories of the store.
+    """
+
+    def __init__(
+        self, path: Path, layout: StoreLayout, last: int, number: int, end: int,
+        unmarked: Mapping[Path, tuple[int, int]], kept: bool,
+    ) -> None:  # fmt: skip
+        """Use ``create`` or ``reopen``.  ``unmarked``: the manifests of other directories that do
+        not know yet of a commit to keep, each with its last record's number and its end."""
         self.path, self.layout, self.last = path, layout, last
         self._number, self._end, self._largest = number, end, 0
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise _fail(path, "cannot open", error) from error
+        self._unmarked, self._kept = dict(unmarked), kept
+        self._fd = _open_log(path)
 
     @classmethod
     def create(cls, layout: StoreLayout) -> Manifest:
@@ -273,26 +315,40 @@ class Manifest:
         Raises:
             IoError: a file cannot be written.
         """
+        unmarked: dict[Path, tuple[int, int]] = {}
         for member in reversed(range(len(layout.directories))):
             path = Path(layout.directories[member]) / MANIFEST_NAME
-            write_anew(path, [(Kind.LAYOUT, 1, _layout_payload(layout, member))])
-        return cls(path, layout, 0, 1, path.stat().st_size)
+            made = write_anew(path, [(Kind.LAYOUT, 1, _layout_payload(layout, member))])
+            if member:
+                unmarked[path] = 1, made.st_size
+        return cls(path, layout, 0, 1, made.st_size, unmarked, False)
 
     @classmethod
-    def reopen(cls, found: Found) -> Manifest:
+    def reopen(cls, manifests: Sequence[Found]) -> Manifest:
         """Goes on after the last commit of a store; an unfinished record at its end is dropped.
+
+        ``manifests``: of all its directories, read while their locks were held, which still are.
 
         Raises:
             CorruptionError: something is damaged; nothing is changed.
             IoError: the file cannot be written.
         """
-        if found.damage:
-            raise CorruptionError(found.damage[0], path=str(found.path))
+        for found in manifests:
+            if found.damage:
+                raise CorruptionError(found.damage[0], path=str(found.path))
+        first = manifests[0]
         last, newest = (
-            found.generations[-1].number if found.generations else 0,
-            found.log.records[-1],
+            first.generations[-1].number if first.generations else 0,
+            first.log.records[-1],
         )
-        manifest = cls(found.path, found.layout, last, newest.number, newest.end)
+        unmarked = {
+            found.path: (found.log.records[-1].number, found.log.end)
+            for found in manifests[1:]
+            if not found.kept
+        }
+        manifest = cls(
+            first.path, first.layout, last, newest.number, newest.end, unmarked, first.kept
+        )
         try:
             os.ftruncate(manifest._fd, newest.end)
             if newest.kind == Kind.COMMIT:
@@ -303,20 +359,26 @@ class Manifest:
                 manifest._append(Kind.SEAL, struct.pack("<Q", last))
         except OSError as error:
             manifest.close()
-            raise _fail(found.path, "cannot write", error) from error
+            raise refused(first.path, "cannot write", error) from error
         return manifest
 
     def commit(
-        self, step: int, roles: Sequence[int], checksums: Sequence[Sums | None], meta: bytes
-    ) -> Generation:
+        self, step: int, roles: Sequence[int], checksums: Sequence[Sums | None], meta: bytes, *,
+        kept: bool = True,
+    ) -> Generation:  # fmt: skip
         """Makes what ``roles`` name the last generation.  Its data must have been flushed.
+
+        ``kept``: somebody may want it.  It stays so with all that follow.
 
         Raises:
             IoError: the record cannot be written or flushed; the generation before stays the last.
         """
+        kept = self._kept = kept or self._kept
         generation = Generation(
-            self.last + 1, step, tuple(roles), tuple(checksums), meta, time.time()
+            self.last + 1, step, tuple(roles), tuple(checksums), meta, time.time(), kept
         )
+        if kept:
+            self._mark()
         payload = _commit_payload(self.layout, generation)
         if self._end > max(LARGEST_LOG_BYTES, 8 * self._largest):
             self._compact(payload)
@@ -327,10 +389,23 @@ class Manifest:
                 self._require_place()
                 self._append(Kind.SEAL, struct.pack("<Q", generation.number))
             except OSError as error:
-                raise _fail(self.path, "cannot commit", error) from error
+                raise refused(self.path, "cannot commit", error) from error
         self.last = generation.number
         self._largest = max(self._largest, len(payload))
         return generation
+
+    def _mark(self) -> None:
+        """Tells the other directories of a commit to keep, before it is made."""
+        for path, (number, end) in list(self._unmarked.items()):
+            fd = _open_log(path)
+            try:
+                _write_all(fd, encode(Kind.KEPT, number + 1, b""), end)
+                os.fdatasync(fd)
+            except OSError as error:
+                raise refused(path, "cannot commit", error) from error
+            finally:
+                os.close(fd)
+            del self._unmarked[path]
 
     def _append(self, kind: Kind, payload: bytes) -> None:
         record = encode(kind, self._number + 1, payload)
@@ -338,13 +413,17 @@ class Manifest:
         self._number, self._end = self._number + 1, self._end + len(record)
 
     def _require_place(self) -> None:
-        if not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+        if not os.path.samestat(os.fstat(self._fd), os.lstat(self.path)):
             raise FileNotFoundError(2, "")
 
     def _compact(self, payload: bytes) -> None:
         """The layout and this commit alone, in a new file that takes the old one's place."""
         seal = struct.pack("<Q", self.last + 1)
         number = self._number + 1
+        try:
+            self._require_place()
+        except OSError as error:
+            raise refused(self.path, "cannot commit", error) from error
         write_anew(
             self.path,
             [
@@ -353,12 +432,9 @@ class Manifest:
                 (Kind.SEAL, number + 2, seal),
             ],
         )
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            os.close(self._fd)
-            self._fd, self._number, self._end = fd, number + 2, os.fstat(fd).st_size
-        except OSError as error:
-            raise _fail(self.path, "cannot commit", error) from error
+        fd = _open_log(self.path)
+        os.close(self._fd)
+        self._fd, self._number, self._end = fd, number + 2, os.fstat(fd).st_size
 
     def close(self) -> None:
         """Flushes the last seal, as far as that goes, and closes the file."""
@@ -368,9 +444,22 @@ class Manifest:
                 os.fdatasync(fd)
             os.close(fd)
 
+    def remove(self) -> None:
+        """Closes the file, and removes the manifests of a store that is not to stay."""
+        self.close()
+        for directory in self.layout.directories:
+            path = Path(directory) / MANIFEST_NAME
+            with contextlib.suppress(OSError, CorruptionError):
+                found = read_manifest(path.parent)
+                if found is not None and found.layout.store == self.layout.store:
+                    path.unlink()
+
 
 def repair(found: Found) -> tuple[Generation, ...]:
-    """Drops what is damaged from a manifest and keeps every whole commit, which it returns."""
+    """Drops what is damaged from a manifest and keeps every whole commit, which it returns.
+
+    The caller holds the directory's lock, and has read the manifest since.
+    """
     kept = [r for r in found.log.records if r.kind != Kind.SEAL]
     records = [(r.kind, n + 1, r.payload) for n, r in enumerate(kept)]
     if found.generations:

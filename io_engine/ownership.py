@@ -1,4 +1,8 @@
-"""One process owns a directory's store: the lock that says so, and what only its owner may do."""
+"""One process owns a directory's store: the lock that says so, and what only its owner may do.
+
+Nothing here follows a symbolic link: in a directory that others may write to, a planted one would
+have the store truncate, lock or remove a file of theirs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import logging
 import os
 import socket
 import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import IoError, refused
@@ -18,14 +24,14 @@ LOCK_NAME = "overspill.lock"
 log = logging.getLogger("overspill.io_engine")
 
 
-def remove_own(path: Path, fd: int) -> None:
-    """Unlinks the file that ``fd`` has open, unless ``path`` has come to name another one.
+def remove_own(path: Path, mine: os.stat_result | None) -> None:
+    """Unlinks the file that ``mine`` was told of, unless ``path`` has come to name another one.
 
     It has when a user deleted the file, or unmounted the directory, and another process went on
     there.  What cannot be removed, on a disk that failed, is said: closing goes on.
     """
     try:
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
+        if mine is not None and os.path.samestat(mine, os.lstat(path)):
             path.unlink()
     except FileNotFoundError:
         return
@@ -34,11 +40,17 @@ def remove_own(path: Path, fd: int) -> None:
 
 
 class DirectoryLock:
-    """Ownership of a directory's store, held until ``release`` or the end of the process."""
+    """Ownership of a directory's store, held until ``release`` or the end of the process.
+
+    ``previous`` names the last owner if it did not release: it died.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._path = directory / LOCK_NAME
-        self._fd = self._take(directory)
+        self._fd = -1
+        self._take(directory)
+        _held.add(self)
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
         try:
             self.previous = self._owner()
@@ -48,18 +60,20 @@ class DirectoryLock:
             self.release()
             raise refused(directory, "cannot create a store here", error) from error
 
-    def _take(self, directory: Path) -> int:
+    def _take(self, directory: Path) -> None:
         while True:
             try:
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._fd = os.open(self._path, flags, 0o600)
             except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise refused(self._path, "cannot lock", error) from error
                 raise refused(directory, "cannot create a store here", error) from error
-            self._fd = fd
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 owner = self._owner()
-                os.close(fd)
+                self.let_go()
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise refused(self._path, "cannot lock", error) from error
                 raise IoError(
@@ -68,13 +82,13 @@ class DirectoryLock:
                     path=str(directory),
                     errno=error.errno,
                 ) from None
-            if self._is_current(fd):
-                return fd
-            os.close(fd)  # its owner has just removed it
+            if self._is_current():
+                return
+            self.let_go()  # its owner has just removed it
 
-    def _is_current(self, fd: int) -> bool:
+    def _is_current(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(fd), os.stat(self._path))
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
         except FileNotFoundError:
             return False
 
@@ -86,9 +100,65 @@ class DirectoryLock:
         except (ValueError, KeyError, TypeError):
             return ""
 
-    def release(self) -> None:
-        """Gives the directory up.  A second call does nothing."""
+    def let_go(self) -> None:
+        """Closes the lock file, no more."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            remove_own(self._path, fd)
             os.close(fd)
+
+    def release(self) -> None:
+        """Gives the directory up.  A second call does nothing."""
+        if self._fd >= 0:
+            remove_own(self._path, os.fstat(self._fd))
+            self.let_go()
+
+
+class Locks:
+    """The locks of all directories of one store, taken together or not at all.
+
+    Whoever opens the store's files takes them over with ``hand_over``; until then ``release``, or
+    the end of a ``with`` block, gives them up.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        """Locks every directory.
+
+        Raises:
+            IoError: another process owns one; none stays locked.
+        """
+        self._locks: list[DirectoryLock] = []
+        try:
+            for directory in directories:
+                self._locks.append(DirectoryLock(directory))
+        except BaseException:
+            self.release()
+            raise
+
+    def hand_over(self) -> list[DirectoryLock]:
+        """The locks, which are the caller's from now on."""
+        locks, self._locks = self._locks, []
+        return locks
+
+    def release(self) -> None:
+        """Gives up what nobody took over."""
+        for lock in self.hand_over():
+            lock.release()
+
+    def __enter__(self) -> Locks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: the lock is its parent's alone.  A descriptor left open here would keep it
+    locked after the parent's death, for as long as the child lives."""
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -9,7 +9,7 @@ from pathlib import Path
 from .backend import Backend, BackendFactory, Completion, Outcome, Segment, Tuning
 from .buffers import Lease, allocate_host
 from .errors import IoError
-from .store import StoreFile
+from .store import create_files
 from .types import round_up
 
 PROBE_BYTES = 64 << 20
@@ -30,7 +30,7 @@ def measured_rates(
 
 
 def _rate(directory: Path, tuning: Tuning, start: BackendFactory, memory: Lease) -> float:
-    file = StoreFile(directory, memory.nbytes, ephemeral=True)
+    (file,) = create_files([directory], [memory.nbytes], ephemeral=True)
     ended = True
     try:
         backend = start([file.fd], tuning)

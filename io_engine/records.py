@@ -3,7 +3,8 @@
 Every record begins on a sector of its own with a frame: magic, kind, CRC-32 of all the rest, a
 number that grows by one, and its length; zeroes fill its last sector.  What ends the log and is not
 whole was being written when the process or the machine died: it is ignored.  What is not whole and
-has a whole record behind it was whole once: that is damage, and is said.
+has a whole record behind it is a hole: whether that is damage is for whoever knows what was flushed
+in between.
 """
 
 from __future__ import annotations
@@ -30,17 +31,30 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Log:
-    """What a scan found: whole records in order, where the next belongs, and what is damaged.
+class Hole:
+    """Sectors that hold no whole record, between whole ones (``before``: ``None`` at the start).
 
-    ``damage`` lists offsets at which something that was whole once is not; ``torn`` says that
-    an unfinished record ends the log.
+    ``blank``: nothing but zeroes, as where nothing was ever written.
+    """
+
+    offset: int
+    nbytes: int
+    blank: bool
+    before: Record | None
+    after: Record
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a scan found: whole records in order, where the next belongs, and what is missing.
+
+    ``torn`` says that an unfinished record ends the log.
     """
 
     records: tuple[Record, ...]
     end: int
     torn: bool
-    damage: tuple[int, ...]
+    holes: tuple[Hole, ...]
 
 
 def encode(kind: int, number: int, payload: bytes) -> bytes:
@@ -69,7 +83,7 @@ def _decode(data: bytes, offset: int) -> Record | None:
 def scan(data: bytes) -> Log:
     """Reads a whole log."""
     records: list[Record] = []
-    damage: list[int] = []
+    holes: list[Hole] = []
     offset = end = 0
     lost_at: int | None = None
     while offset < len(data):
@@ -79,8 +93,10 @@ def scan(data: bytes) -> Log:
             offset += SECTOR
             continue
         if lost_at is not None:
-            damage.append(lost_at)
+            before, nbytes = records[-1] if records else None, offset - lost_at
+            blank = not any(data[lost_at:offset])
+            holes.append(Hole(lost_at, nbytes, blank, before, record))
             lost_at = None
         records.append(record)
         offset = end = record.end
-    return Log(tuple(records), end, lost_at is not None, tuple(damage))
+    return Log(tuple(records), end, lost_at is not None, tuple(holes))

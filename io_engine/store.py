@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import IoError, refused
-from .manifest import read_manifest
-from .ownership import DirectoryLock, remove_own
+from .manifest import MANIFEST_NAME, read_manifest
+from .ownership import DirectoryLock, Locks, remove_own
 from .types import SECTOR_BYTES
 
 STORE_NAME = "overspill.store"
@@ -45,80 +45,63 @@ def reserve(fd: int, nbytes: int) -> bool:
 
 
 class StoreFile:
-    """An open store file; ``path`` names it in messages, ``fd`` is its descriptor."""
+    """An open store file; ``path`` names it in messages, ``fd`` is its descriptor.
+
+    ``lock``: of its directory, which it gives up when it is closed; ``None`` for a file without a
+    name.  ``keep``: the file stays when it is closed.
+    """
 
     def __init__(
-        self, directory: Path, nbytes: int, *, ephemeral: bool = False, reopen: bool = False,
-        read_only: bool = False,
-    ) -> None:  # fmt: skip
+        self, directory: Path, nbytes: int, lock: DirectoryLock | None, *, reopen: bool = False
+    ) -> None:
         """Creates and preallocates it.
 
         ``reopen``: it is there already, keeps what it holds, and stays when it is closed.
 
         Raises:
-            IoError: the directory is missing, not writable, locked by another process, or has no
-                room; nothing is left behind then.
+            IoError: the directory is not writable, or has no room; nothing is left behind then.
         """
-        self.directory, self.nbytes, self.ephemeral = directory, nbytes, ephemeral
-        self.keep, self._reopen, self._read_only = reopen, reopen, read_only
+        self.directory, self.nbytes, self.ephemeral = directory, nbytes, lock is None
+        self.keep = self._reopen = reopen
         self.path = directory / STORE_NAME
         self.direct = True
         self.fd = -1
-        self._lock: DirectoryLock | None = None
-        _require_directory(directory)
+        self._lock = lock
         try:
-            if not ephemeral:
-                self._lock = DirectoryLock(directory)
-                if not reopen:
-                    self._reclaim(self._lock.previous)
             if not reopen:
                 _require_room(directory, nbytes)
             self.fd = self._open()
-            if not read_only:
-                self._preallocate()
+            self._preallocate()
             self._probe_direct()
         except BaseException:
             self.close()
             raise
 
-    def _reclaim(self, owner: str) -> None:
-        found = read_manifest(self.directory)
-        if found is not None:
-            if found.damage or any(each.step for each in found.generations):
-                last = found.generations[-1].step if found.generations else 0
-                raise IoError(
-                    f"{self.directory}: holds a store committed at step {last}; continue it with "
-                    f"overspill.resume(model, {str(self.directory)!r}), delete {self.path.name} "
-                    f"and {found.path.name} there, or choose another directory",
-                    path=str(self.directory),
-                    errno=errno.EEXIST,
-                )
-            found.path.unlink()
-        if self.path.exists():
-            log.warning(
-                "%s: removing a store that %s left behind when it died (%d bytes)",
-                self.path, owner or "another process", self.path.stat().st_size,
-            )  # fmt: skip
-            self.path.unlink()
-
     def _open(self) -> int:
-        flags = (os.O_RDONLY if self._read_only else os.O_RDWR) | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             return self._open_with(flags | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise refused(self.directory, "cannot create a store here", error) from error
+                raise self._refused(error) from error
         self._announce_buffered()
         try:
+            if not self._reopen and not self.ephemeral:
+                self.path.unlink(missing_ok=True)  # made before direct I/O was refused
             return self._open_with(flags)
         except OSError as error:
-            raise refused(self.directory, "cannot create a store here", error) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> IoError:
+        if self._reopen:
+            return refused(self.path, "cannot open", error)
+        return refused(self.directory, "cannot create a store here", error)
 
     def _open_with(self, flags: int) -> int:
         if self._reopen:
             return os.open(self.path, flags)
         if not self.ephemeral:
-            return os.open(self.path, flags | os.O_CREAT | os.O_TRUNC, 0o600)
+            return os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
         except OSError as error:
@@ -189,7 +172,7 @@ class StoreFile:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             if not self.ephemeral and not self.keep:
-                remove_own(self.path, fd)
+                remove_own(self.path, os.fstat(fd))
             if not keep_descriptor:
                 os.close(fd)
         if self._lock is not None:
@@ -197,22 +180,100 @@ class StoreFile:
             self._lock = None
 
 
-def open_files(
-    directories: Sequence[Path], sizes: Sequence[int], *, ephemeral: bool = False,
-    reopen: bool = False, read_only: bool = False,
+def create_files(
+    directories: Sequence[Path], sizes: Sequence[int], *, ephemeral: bool = False
+) -> list[StoreFile]:
+    """A new ``StoreFile`` in each directory; where one fails, none stays.
+
+    What a dead process left behind goes, but only when all directories are found free of a store
+    that somebody may want.
+
+    Raises:
+        IoError: a directory is missing, in use by another process, full, or holds a store.
+    """
+    for directory in directories:
+        _require_directory(directory)
+    if ephemeral:
+        return _open_files(directories, sizes, [None] * len(directories))
+    with Locks(directories) as locks:
+        for directory in directories:
+            _require_unkept(directory)
+        owned = locks.hand_over()
+    try:
+        for lock in owned:
+            _remove_leftovers(lock)
+    except BaseException:
+        for lock in owned:
+            lock.release()
+        raise
+    return _open_files(directories, sizes, owned)
+
+
+def reopen_files(
+    directories: Sequence[Path], sizes: Sequence[int], locks: Locks
+) -> list[StoreFile]:
+    """The files of a store whose ``locks`` are held; they are given up when it is closed."""
+    return _open_files(directories, sizes, locks.hand_over(), reopen=True)
+
+
+def _open_files(
+    directories: Sequence[Path], sizes: Sequence[int], locks: Sequence[DirectoryLock | None], *,
+    reopen: bool = False,
 ) -> list[StoreFile]:  # fmt: skip
-    """A ``StoreFile`` in each directory; where one fails, none stays open."""
     files: list[StoreFile] = []
+    waiting = list(locks)  # of directories whose file is not open yet
     try:
         for path, nbytes in zip(directories, sizes, strict=True):
-            files.append(
-                StoreFile(path, nbytes, ephemeral=ephemeral, reopen=reopen, read_only=read_only)
-            )
+            files.append(StoreFile(path, nbytes, waiting.pop(0), reopen=reopen))
     except BaseException:
         for file in files:
             file.close()
+        for lock in waiting:
+            if lock is not None:
+                lock.release()
         raise
     return files
+
+
+def _require_unkept(directory: Path) -> None:
+    """Raises if the directory holds a store, or a stripe of one, that has a commit to keep."""
+    found = read_manifest(directory)
+    if found is None or not (found.damage or found.kept):
+        return
+    files = f"{STORE_NAME} and {found.path.name}"
+    places = found.layout.directories
+    if found.member == 0:
+        last = found.generations[-1].step if found.generations else 0
+        what = f"holds a store committed at step {last}"
+    else:
+        what = (
+            f"holds stripe {found.member + 1} of {len(places)} of the store that was committed in "
+            f"{places[0]}"
+        )
+    raise IoError(
+        f"{directory}: {what}; continue it with overspill.resume(model, {str(directory)!r}), "
+        f"delete {files} in {'it' if len(places) == 1 else 'all of ' + ', '.join(places)}, or "
+        "choose another directory",
+        path=str(directory),
+        errno=errno.EEXIST,
+    )
+
+
+def _remove_leftovers(lock: DirectoryLock) -> None:
+    """Removes a store that nobody will want; the caller has the lock, and has made sure of it."""
+    path = lock.directory / STORE_NAME
+    try:
+        (lock.directory / MANIFEST_NAME).unlink(missing_ok=True)
+        nbytes = os.lstat(path).st_size
+        log.warning(
+            "%s: removing a store that %s left behind when it died (%d bytes)",
+            path, lock.previous or "another process", nbytes,
+        )  # fmt: skip
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise refused(path, "cannot be removed", error) from error
 
 
 def _require_directory(directory: Path) -> None:

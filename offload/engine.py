@@ -17,7 +17,7 @@ from .committing import Committing
 from .config import OffloadConfig, Tier
 from .errors import OffloadError
 from .held_gradients import HeldGradients
-from .io_engine import FoundStore, Generation, Lease, allocate_host
+from .io_engine import Lease, OwnedStore, allocate_host
 from .observe.calibration import Calibration
 from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
@@ -78,7 +78,7 @@ class Engine:
         blueprint: Blueprint,
         accelerator: Accelerator,
         calibration: Calibration | None = None,
-        store: FoundStore | None = None,
+        store: OwnedStore | None = None,
     ) -> None:
         """``store``: one of the very same layout, to go on in."""
         assert blueprint.plan.layout is not None
@@ -199,9 +199,11 @@ class Engine:
             "names": None if config.units is None else list(config.units),
         }  # fmt: skip
 
-    def adopt(self, generation: Generation) -> None:
-        """Takes weights and state over as a commit of the store that was opened again has them."""
+    def adopt(self) -> None:
+        """Takes weights and state over as the last commit of the store that was opened again has
+        them."""
         assert self._found is not None and self.committing is not None
+        generation = self._found.last()
         commits = self.executor.machine.commits
         for item, role in zip(self._found.layout.items, generation.roles, strict=True):
             commits.adopt(item_of(item.key), role)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffloadError, format_bytes
+from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine import find_store
 from ..loading import OPTIMIZER
-from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
+from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .source import StoreSource, require_unmoved
 from .sums import SUMS, sums_text
 from .tensors import StreamedTensor, Written
@@ -41,7 +46,8 @@ def export_store(
         note: told how many bytes were written.
 
     Raises:
-        OffloadError: ``out`` is there already, or too little of its disk is free.
+        OffloadError: ``out`` is there already, too little of its disk is free, or the store's owner
+            went on training meanwhile.
         IoError, CorruptionError: the store cannot be read; nothing was exported.
     """
     store = find_store(paths)
@@ -52,8 +58,11 @@ def export_store(
         files = write_export(
             out, source.weights(), tree, text, source.generation.step,
             shard_bytes=shard_bytes, note=note,
-            check=lambda: require_unmoved(source, find_store(paths)),
+            check=lambda: require_unmoved(store, source.generation, find_store(paths)),
         )  # fmt: skip
+    except CorruptionError:
+        require_unmoved(store, source.generation, find_store(paths))
+        raise
     finally:
         source.close()
     return Exported(source.generation.step, files)
@@ -74,11 +83,9 @@ def write_export(
 
     Whatever ends it before, ``out`` is not there, or empty as it was.
     """
+    _remove_abandoned(out)
     _require_room(out, weights, tree)
-    draft = out.with_name(out.name + ".part")
-    shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
-    draft.mkdir(parents=True)
-    try:
+    with _draft_of(out) as draft:
         files: dict[str, Written] = {}
         if config is not None:
             files["config.json"] = write_text(draft / "config.json", config)
@@ -93,15 +100,53 @@ def write_export(
             os.fsync(fd)
         finally:
             os.close(fd)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return {name: file.nbytes for name, file in files.items()}
+
+
+@contextmanager
+def _draft_of(out: Path) -> Iterator[Path]:
+    """A new folder beside ``out``, under a name that nobody else has, locked as long as this
+    process writes to it; it goes at the end, unless it was renamed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f"{out.name}.{uuid.uuid4().hex}.part")
+    draft.mkdir()
+    fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without: then nobody removes it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield draft
+    finally:
+        if draft.exists():
+            shutil.rmtree(draft, ignore_errors=True)
+        os.close(fd)
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Removes what exports to ``out`` have left that were killed: folders under such a name, with
+    nothing in them but what an export writes, which nobody has locked."""
+    if not out.parent.is_dir():
+        return
+    named = re.compile(re.escape(out.name) + r"\.[0-9a-f]{32}\.part")
+    for draft in [each for each in out.parent.iterdir() if named.fullmatch(each.name)]:
+        try:
+            fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # a link, or no folder: not ours
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if all(map(is_of_an_export, os.listdir(fd))):
+                shutil.rmtree(draft, ignore_errors=True)
+        except OSError:
+            continue  # it is being written
+        finally:
+            os.close(fd)
 
 
 def _require_room(
     out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None
 ) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    there = out.is_symlink() or out.exists()
+    if there and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise OffloadError(f"{out} is there already; choose another place, or remove it")
     need = sum(tensor.nbytes for tensor in weights)
     for state in (tree or {"state": {}})["state"].values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,12 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..loading import INDEX, SINGLE
+from ..loading import INDEX, OPTIMIZER, SINGLE
+from .sums import SUMS
 from .tensors import Bytes, FileWriter, StreamedTensor, Written, in_memory, stream
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
+SHARD = "model-{:05}-of-{:05}.safetensors"
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -26,6 +29,12 @@ _NAMES = {
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
 _NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
 Note = Callable[[int], None]  # told how many bytes were written
+
+
+def is_of_an_export(name: str) -> bool:
+    """Whether an export writes files of this name."""
+    shard = re.sub(r"[0-9]{5}", "{:05}", name)
+    return shard == SHARD or name in ("config.json", OPTIMIZER, SINGLE, INDEX, SUMS)
 
 
 def write_shards(
@@ -50,7 +59,7 @@ def write_shards(
     written: dict[str, Written] = {}
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = SHARD.format(number, len(shards))
         written[name] = write_safetensors(shard, out / name, note)
         where |= dict.fromkeys((tensor.name for tensor in shard), name)
     total = sum(tensor.nbytes for tensor in tensors)

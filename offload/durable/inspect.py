@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OffloadError
-from ..io_engine import FoundStore, StoreReader, find_store
+from ..io_engine import FoundStore, StoreReader, find_store, own_store
 from ..io_engine.manifest import repair
+from .source import require_unmoved
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Note = Callable[[int], None]
@@ -52,17 +53,22 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
     Raises:
         IoError: there is no store, or a part of it is missing.
         CorruptionError: its layout is damaged.
+        OffloadError: its owner went on training, and has overwritten what was looked at.
     """
     store = find_store(paths)
     wrong, verified = list(store.damage), 0
     if verify and store.generations:
+        found: list[str] = []
         with StoreReader(store, store.generations[-1]) as reader:
             for nbytes, problem in reader.verify():
                 verified += nbytes
                 if problem is not None:
-                    wrong.append(problem)
+                    found.append(problem)
                 if note is not None:
                     note(nbytes)
+        if found:
+            require_unmoved(store, store.generations[-1], find_store(paths))
+        wrong += found
     description = store.layout.description
     numels = [
         p["numel"] for u in description["units"] for c in u["chunks"] for p in c["params"]
@@ -94,17 +100,18 @@ def repair_store(paths: Paths) -> str:
     The caller has asked the user.
 
     Raises:
+        IoError: another process has the store.
         OffloadError: no commit is whole, or the data of the last whole one is damaged.
     """
-    store = find_store(paths)
-    if not store.generations:
-        raise OffloadError(f"{store.directories[0]}: no commit is whole; start from an export")
-    last = store.generations[-1]
-    with StoreReader(store, last) as reader:
-        problem = next((p for _, p in reader.verify() if p is not None), None)
-    if problem is not None:
-        raise OffloadError(f"{problem}; records cannot mend data, so nothing was changed")
-    for found in store.manifests:
-        if found.damage:
-            repair(found)
+    with own_store(paths) as store:
+        if not store.generations:
+            raise OffloadError(f"{store.directories[0]}: no commit is whole; start from an export")
+        last = store.generations[-1]
+        with StoreReader(store, last) as reader:
+            problem = next((p for _, p in reader.verify() if p is not None), None)
+        if problem is not None:
+            raise OffloadError(f"{problem}; records cannot mend data, so nothing was changed")
+        for found in store.manifests:
+            if found.damage:
+                repair(found)
     return f"the store is at generation {last.number}, step {last.step}"

@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from ..io_engine import (
     Extent,
-    FoundStore,
     Generation,
     IoEngine,
     Lease,
+    OffloadError,
+    OwnedStore,
     StoreReader,
     Ticket,
-    find_store,
+    own_store,
 )
 from ..io_engine.manifest import Sums
 from ..schedule.describe import describe_units
@@ -35,9 +36,9 @@ Field = Mapping[str, Any]
 
 
 def move_store(
-    store: FoundStore, generation: Generation, directories: Sequence[Path], layout: Layout,
+    store: OwnedStore, generation: Generation, directories: Sequence[Path], layout: Layout,
     disk_bytes: int,
-) -> FoundStore:  # fmt: skip
+) -> OwnedStore:  # fmt: skip
     """Writes a new store in ``directories`` with what ``generation`` holds, its state cut as
     ``layout`` says, and one commit.  A few records are in memory at a time.
 
@@ -72,7 +73,7 @@ def move_store(
         ]
         manifest = io.make_durable(named, description)
         try:
-            manifest.commit(generation.step, roles, sums, generation.meta)
+            manifest.commit(generation.step, roles, sums, generation.meta, kept=generation.kept)
         except BaseException:
             io.make_ephemeral(manifest)
             raise
@@ -82,7 +83,11 @@ def move_store(
         "overspill: the store of %s was copied to %s; the old one is no longer needed",
         ", ".join(map(str, store.directories)), ", ".join(map(str, directories)),
     )  # fmt: skip
-    return find_store(list(directories))
+    made = own_store(list(directories))
+    if made.layout.store != manifest.layout.store:
+        made.locks.release()
+        raise OffloadError(f"{directories[0]}: another process has taken the copy; try again")
+    return made
 
 
 def _release(lease: Lease, ticket: Ticket) -> None:

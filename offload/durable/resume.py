@@ -16,7 +16,7 @@ from ..decide import calibrated, decide
 from ..engine import Blueprint, Engine
 from ..errors import OffloadError
 from ..filling import free_unit, move_buffers
-from ..io_engine import FoundStore, Generation, find_store
+from ..io_engine import FoundStore, OwnedStore, own_store
 from ..optimizer import OffloadedOptimizer
 from ..runtime.accelerator import make_accelerator
 from ..runtime.facts import decode_facts
@@ -57,41 +57,49 @@ def resume(
         OffloadError: it is the store of another model.
         BudgetError: a budget is too small.
     """
-    store = find_store(path)
-    generation = store.last()
-    description = store.layout.description
-    config = OffloadConfig.from_options(_with_formats(store, options))
-    facts = decode_facts(generation.meta)
-    if optimizer is None:
-        optimizer = _optimizer_for(model, description, facts)
-    if len(optimizer.param_groups) != len(facts["groups"]):
-        raise OffloadError(
-            f"the store has {len(facts['groups'])} param groups, the optimizer "
-            f"{len(optimizer.param_groups)}; build it as for the run before"
-        )
+    with own_store(path) as store:
+        generation = store.last()
+        config = OffloadConfig.from_options(_with_formats(store, options))
+        facts = decode_facts(generation.meta)
+        if optimizer is None:
+            optimizer = _optimizer_for(model, store.layout.description, facts)
+        if len(optimizer.param_groups) != len(facts["groups"]):
+            raise OffloadError(
+                f"the store has {len(facts['groups'])} param groups, the optimizer "
+                f"{len(optimizer.param_groups)}; build it as for the run before"
+            )
+        engine = _engine_over(store, model, optimizer, config)
+    wrapped, extra = _take_over(engine, model, optimizer)
+    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
+    return wrapped, extra
+
+
+def _engine_over(
+    store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
+) -> Engine:
+    """An engine over the store, or over a copy of it where ``config`` names other directories."""
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, calibration = calibrated(model, optimizer, config, accelerator)
         moves = set(config.nvme or ()) != set(store.directories)
-        numel = None if moves else _largest(description)
+        numel = None if moves else _largest(store.layout.description)
         blueprint = decide(model, optimizer, config, accelerator, numel=numel)
         _check_fits(store, blueprint, cuts=not moves)
         raise_shortfall(blueprint.plan)
-        if moves:
-            assert config.nvme is not None and blueprint.plan.layout is not None
-            store = move_store(
-                store, generation, config.nvme, blueprint.plan.layout, blueprint.plan.disk_bytes
+        if not moves:
+            return Engine(
+                model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
             )
-            generation = store.last()
-        engine = Engine(
-            model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
-        )
+        assert config.nvme is not None and blueprint.plan.layout is not None
+        with move_store(
+            store, store.last(), config.nvme, blueprint.plan.layout, blueprint.plan.disk_bytes
+        ) as copy:
+            return Engine(
+                model, optimizer.param_groups, blueprint, accelerator, calibration, store=copy
+            )
     except BaseException:
         accelerator.close()
         raise
-    wrapped, extra = _take_over(engine, model, optimizer, generation)
-    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
-    return wrapped, extra
 
 
 def _check_fits(store: FoundStore, blueprint: Blueprint, *, cuts: bool) -> None:
@@ -108,14 +116,14 @@ def _check_fits(store: FoundStore, blueprint: Blueprint, *, cuts: bool) -> None:
 
 
 def _take_over(
-    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, generation: Generation
+    engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[OffloadedOptimizer, Any]:
     """Gives the engine the commit instead of what the model and the optimizer hold."""
     try:
         for unit in engine.parts.units:
             free_unit(engine, unit)
         move_buffers(model, engine)
-        engine.adopt(generation)
+        engine.adopt()
         wrapped = install(model, optimizer, engine)
         assert engine.committing is not None
         return wrapped, engine.committing.restart()

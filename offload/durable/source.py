@@ -173,19 +173,18 @@ def _joined(
     return wait
 
 
-def require_unmoved(source: StoreSource, now: FoundStore) -> None:
+def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) -> None:
     """Raises if the store's owner has committed since: its steps may have overwritten what was
-    read.
+    read of ``generation``.
 
     Raises:
         OffloadError: it has.
     """
     last = now.generations[-1].number if now.generations else 0
-    if last != source.generation.number:
+    if now.layout.store != store.layout.store or last != generation.number:
         raise OffloadError(
-            f"{source.store.directories[0]}: training went on from generation "
-            f"{source.generation.number} to {last} meanwhile; export when it has ended, or call "
-            "optimizer.save(path) in it"
+            f"{store.directories[0]}: training went on from generation {generation.number} to "
+            f"{last} meanwhile; try when it has ended, or call optimizer.save(path) in it"
         )
 
 

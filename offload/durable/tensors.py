@@ -131,7 +131,7 @@ class FileWriter:
 
         ``over``: the file is there already, and what ``keep`` covers stays as it is.
         """
-        self._fd = _open(path, nbytes)
+        self._fd = _open(path, nbytes, 0 if over else os.O_CREAT | os.O_EXCL)
         self._before: BinaryIO | None = path.open("rb") if over else None
         self._stages: deque[tuple[Bytes, Future[None] | None]] = deque(
             (np.frombuffer(mmap.mmap(-1, STAGE_BYTES), np.uint8), None) for _ in range(STAGES)
@@ -230,13 +230,15 @@ class FileWriter:
             done += os.pwrite(self._fd, data[done:].data, at + done)
 
 
-def _open(path: Path, nbytes: int) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+def _open(path: Path, nbytes: int, create: int) -> int:
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | create
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:  # a file system that knows only the page cache
             raise
+        if create:
+            path.unlink(missing_ok=True)  # made before direct I/O was refused
         fd = os.open(path, flags, 0o666)
     try:
         if nbytes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import OffloadConfig
-from ..io_engine import Extent, FoundStore, IoEngine, Lease, Manifest
+from ..io_engine import Extent, OwnedStore, IoEngine, Lease, Manifest
 from ..observe.rates import Rates
 from ..observe.trace import Trace
 from ..schedule.commits import Commits
@@ -31,7 +31,7 @@ class Store:
         config: OffloadConfig,
         layout: Layout,
         disk_bytes: int,
-        found: FoundStore | None,
+        found: OwnedStore | None,
         memory: Lease | None,
         limits: Rates,
     ) -> None:
@@ -92,7 +92,7 @@ class Store:
         if not self._layout.durable or self.io is None:
             return
         if self.found is not None:
-            self._manifest = Manifest.reopen(self.found.manifests[0])
+            self._manifest = Manifest.reopen(self.found.manifests)
         else:
             named = [
                 (key_of(i), [self.extents.of(i, 0), self.extents.of(i, 1)]) for i in commits.items

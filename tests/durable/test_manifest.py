@@ -17,6 +17,7 @@ from overspill.io_engine import (
     Manifest,
     allocate_host,
     find_store,
+    own_store,
 )
 from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, repair
 from overspill.io_engine.store import STORE_NAME
@@ -64,10 +65,10 @@ class Store:
 
 def check(directories: list[Path] | Path, step: int) -> None:
     """Reads everything of the last generation."""
-    store = find_store(directories)
+    store = own_store(directories)
     last = store.last()
     assert (last.step, last.meta) == (step, b"meta %d" % step)
-    with IoEngine.reopen(store, last, read_only=True) as io, allocate_host(80_000) as lease, \
+    with IoEngine.reopen(store, last) as io, allocate_host(80_000) as lease, \
             allocate_host(80_000) as wanted:  # fmt: skip
         for i, (item, role) in enumerate(zip(store.layout.items, last.roles, strict=True)):
             assert (role < 0) == (i == 2 and step < 2)
@@ -92,7 +93,7 @@ def test_a_commit_survives(tmp_path: Path, stripes: int) -> None:
     check(folders[::-1], 3)
     again = find_store(folders)
     assert again.layout.description == {"what": "a test"}
-    manifest = Manifest.reopen(again.manifests[0])
+    manifest = Manifest.reopen(again.manifests)
     assert manifest.commit(4, again.last().roles, again.last().checksums, b"meta 4").number == 4
     manifest.close()
     assert find_store(folders).last().step == 4
@@ -136,7 +137,7 @@ def test_every_torn_end_leaves_the_commit_before(tmp_path: Path) -> None:
     path.write_bytes(whole[:record_end])
     assert find_store(tmp_path).last().step == 3
     path.write_bytes(whole[: before + 100])
-    manifest = Manifest.reopen(find_store(tmp_path).manifests[0])
+    manifest = Manifest.reopen(find_store(tmp_path).manifests)
     assert path.stat().st_size == before
     manifest.close()
 
@@ -165,7 +166,7 @@ def test_flips_are_found_and_the_last_whole_commit_is_offered(tmp_path: Path) ->
     with pytest.raises(CorruptionError, match=r"generation 2, step 2: `overspill inspect --rep"):
         found.last()
     with pytest.raises(CorruptionError):
-        Manifest.reopen(found.manifests[0])
+        Manifest.reopen(found.manifests)
     assert [g.step for g in repair(found.manifests[0])] == [1, 2]
     assert find_store(tmp_path).last().step == 2
 
@@ -201,5 +202,5 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store = Store([tmp_path])
     store.close()
     monkeypatch.undo()
-    with pytest.raises(IoError, match="format 1, this version reads 2; export it with the version"):
+    with pytest.raises(IoError, match="format 1, this version reads 3; export it with the version"):
         find_store(tmp_path)

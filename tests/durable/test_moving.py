@@ -77,7 +77,7 @@ def test_a_copy_that_fails_leaves_the_store_and_nothing_else(
     settings = options([tmp_path / "b", tmp_path / "c"])
     with monkeypatch.context() as patched:
 
-        def full(*_: Any) -> None:
+        def full(*_: Any, **_more: Any) -> None:
             raise overspill.IoError("no space left", path="b")
 
         patched.setattr(Manifest, "commit", full)
