@@ -1,7 +1,8 @@
 """The training thread's side of commits: when a step is cut, what is known of it, and the way back.
 
 A cut is sealed when its facts are known: at the next forward that trains, at ``commit()`` or at
-``close()``, so that what the loop does after ``step()`` (a scheduler's step) is inside.  The states
+``close()``, so that what the loop does after ``step()`` (a scheduler's step, an edit of weights) is
+inside.  The states
 of random generators are those at the end of ``step()``: what the loop draws for the next batch is
 drawn again after a resume.
 """
@@ -9,7 +10,8 @@ drawn again after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 from .config import OffloadConfig
 from .errors import OffloadError
 from .runtime.commits import CommitWriter
+from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
 from .runtime.facts import (
@@ -31,15 +34,19 @@ from .runtime.facts import (
     restore_buffers,
     restore_random_states,
 )
-from .runtime.updates import Updater
-from .schedule.messages import Cut, Durable, Kind, Seal
+from .runtime.ledger import Ledger, Prepared
+from .schedule.messages import Cut, Durable, Kind, Seal, Sound
 from .stepping import Stepping
 
 log = logging.getLogger("overspill")
 
 
 class Committing:
-    """Owned by the engine; all methods are for the training thread."""
+    """Owned by the engine; all methods are for the training thread.
+
+    The facts of a state are those that hold when the next forward that trains begins, for from
+    there on the loop, buffers and the caller's own may be ahead of the weights.
+    """
 
     def __init__(
         self,
@@ -47,20 +54,25 @@ class Committing:
         groups: Sequence[Mapping[str, Any]],
         config: OffloadConfig,
         device: torch.device,
+        ledger: Ledger,
         executor: Executor,
-        updater: Updater,
         stepping: Stepping,
         direct: DirectAccess,
+        contents: Contents,
         writer: CommitWriter,
     ) -> None:
         self._model, self._groups, self._config, self._device = model, groups, config, device
-        self._executor, self._updater, self._stepping = executor, updater, stepping
-        self._direct, self._writer = direct, writer
+        self._ledger, self._executor = ledger, executor
+        self._stepping, self._direct, self._contents = stepping, direct, contents
+        self._writer = writer
         self._members = member_names(model, groups)
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
+        self._facts: bytes | None = None  # of the present state, once they are known
+        self._editing = False
         self._checked = False
-        self._random: dict[str, Any] = {}
+        self._random: Mapping[str, Any] = {}
+        ledger.when_taken(self._stepped)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -71,9 +83,7 @@ class Committing:
     def adopt(self, data: bytes) -> None:
         """All is as a commit has it."""
         self._open, self._writer.last = False, data
-        facts = decode_facts(data)
-        self._restore(facts)
-        restore_buffers(self._model, facts["buffers"])
+        self._restore(decode_facts(data))
 
     def restart(self) -> Any:
         """Training goes on from the last commit: sets random generators, returns ``extra``."""
@@ -87,86 +97,143 @@ class Committing:
         """Whether step ``count`` is to be committed."""
         return count % self._config.commit_every == 0
 
-    def stepped(self) -> None:
-        """A step was taken."""
-        self._random = random_states(self._device)
-        self._open = self._cut = self.wanted(self._stepping.count)
+    def _stepped(self, step: Prepared) -> None:
+        """A step was taken; on the machine's thread."""
+        self._random, self._facts = step.random, None
+        self._open = self._cut = step.commits
 
     def seal(self) -> None:
-        """The last step's cut, if it has one without facts, gets those that hold now."""
+        """The state after the last step is about to be left behind: its facts are those of now.  If
+        it has a cut that lacks them, it gets them."""
+        if self._facts is None:
+            self._facts = self._gather()
         if self._open:
-            number = self._facts()
-            self._open = False
-            self._executor.tell(Seal(number) if self._cut else Cut(number))
+            self._tell_facts(kept=self._ledger.count > 0)
 
-    def _facts(self) -> int:
+    def _tell_facts(self, *, kept: bool) -> None:
+        """``kept``: no new store is to take the place of this commit."""
+        assert self._facts is not None
+        number = self._writer.seal(self._ledger.count, self._facts, kept)
+        # Told first: facts that are told twice do no harm, a cut without any waits for ever.
+        self._executor.tell(Seal(number) if self._open and self._cut else Cut(number))
+        self._open = False
+
+    def _gather(self) -> bytes:
         extra = None if self._config.extra is None else self._config.extra()
         if extra is not None and not self._checked:
             check_extra(extra)
             self._checked = True
         facts = {
-            "step": self._stepping.count,
-            "steps": list(self._updater.steps),
+            "step": self._ledger.count,
+            "steps": list(self._ledger.steps),
             "groups": kept_groups(self._groups),
             "members": self._members,
             "rng": self._random,
             "buffers": kept_buffers(self._model),
             "extra": extra,
         }
-        return self._writer.seal(self._stepping.count, encode_facts(facts))
+        return encode_facts(facts)
 
     # -- for the user ---------------------------------------------------------------------------
 
-    def commit(self, *, closing: bool = False) -> None:
+    def commit(self) -> None:
         """Makes the present state durable, whatever ``commit_every`` says; returns when it is.
 
         Raises:
-            OffloadError: a backward has already updated a part of the model.
+            OffloadError: a backward has already updated a part of the model, weights are not
+                finite, or an edit of them was interrupted.
         """
+        self._stepping.land()
+        if (reason := self._unfit()) is not None:
+            raise OffloadError(reason)
+        self._random = random_states(self._device)
+        self._facts = self._gather()
+        self._tell_facts(kept=True)
+        self._executor.request(Durable)
+
+    def _unfit(self) -> str | None:
+        """Why the present state is not one to commit; the last step has landed."""
         if self._stepping.partial:
-            raise OffloadError(
+            return (
                 "update='backward' has updated a part of the model; commit between step() and the "
                 "next backward()"
             )
-        self._stepping.land()
-        if closing and not self._open and not self._newer():
+        if self._editing:
+            return _HALF
+        with self._executor.lock:
+            spoiled = sorted(self._executor.machine.commits.spoiled)
+        if spoiled:
+            names = ", ".join(self._stepping.name_of(unit) for unit in spoiled)
+            return f"values are not finite in {names}; rollback(), or load weights and state"
+        return None
+
+    def close(self) -> None:
+        """The last step is committed, unless the state is not one to commit: then the last commit
+        stays what it is."""
+        if self._writer.last is None and self._ledger.count == 0:
+            return  # nothing was trained
+        self._stepping.wait()
+        if (reason := self._unfit()) is not None:
+            log.warning("overspill: closed; the store keeps the last commit: %s", reason)
             return
-        if not closing:
-            self._random = random_states(self._device)
-        if self._open:
-            self.seal()
-        else:
-            self._executor.tell(Cut(self._facts()))
-        self._executor.request(Durable)
+        if not self._open:
+            self._executor.request(Durable)
+        if self._open or self._newer():
+            if self._facts is None:
+                self._facts = self._gather()
+            self._tell_facts(kept=True)
+            self._executor.request(Durable)
 
     def _newer(self) -> bool:
-        """Whether anything has changed since the last commit, or one is under way."""
+        """Whether anything has changed since the last commit."""
         with self._executor.lock:
             return self._executor.machine.commits.newer()
 
-    def close(self) -> None:
-        """The last step is committed, unless it is not whole."""
-        if self._writer.last is None and self._stepping.count == 0:
-            return  # nothing was trained
-        if self._stepping.partial:
-            log.warning("overspill: closed within a step; the store keeps the last commit")
-        elif self._updater.nonfinite:
-            log.warning("overspill: values are not finite; the store keeps the last commit")
-        else:
-            self.commit(closing=True)
+    # -- edits ----------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Waits for a commit that is under way: what it holds is about to be edited."""
-        if self._cut:
-            self.seal()
-        self._executor.request(Durable)
+    def require_whole(self) -> None:
+        """Raises after an edit or a rollback that was interrupted.
+
+        Raises:
+            OffloadError: it was; what is there is half the old state and half another.
+        """
+        if self._editing:
+            raise OffloadError(_HALF)
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Weights or state are edited inside, and nothing moves: they belong to the state after the
+        last step.  Nothing is committed until that has ended well."""
+        self._editing = True
+        self._uncut()
+        self._facts = None
+        yield
+        with self._executor.lock:
+            spoiled = sorted(self._executor.machine.commits.spoiled)
+        sound = [unit for unit in spoiled if self._contents.is_finite(unit)]
+        for unit in sound:  # told last: the machine then moves again
+            self._executor.tell(Sound(unit))
+        self._editing = False
+
+    def _uncut(self) -> None:
+        """Takes the last step's cut back, which is made anew when its facts are known; if they are
+        known already, it is waited for."""
+        if self._open and self._cut:
+            with self._executor.lock:
+                self._executor.machine.commits.take_back()
+            self._cut = False
+        elif not self._open:
+            self._executor.request(Durable)
+            self._direct.settle()
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
         if self._writer.last is None or (self._cut and not self._open):
-            self.finish_any()
+            self._finish()
+        self._editing = True
         self._stepping.give_up()
         self._open = self._cut = False
+        self._facts = None
         self._direct.settle()
         with self._executor.lock:
             stale = self._executor.machine.rollback()
@@ -177,22 +244,26 @@ class Committing:
         assert self._writer.last is not None
         facts = decode_facts(self._writer.last)
         self._restore(facts)
-        number = self._writer.seal(facts["step"], self._writer.last)
+        number = self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
         self._executor.tell(Cut(number))
         self._executor.request(Durable)
+        self._editing = False
         log.warning("overspill: went back to the commit of step %d", facts["step"])
         return facts["extra"]
 
-    def finish_any(self) -> None:
-        """As ``finish``, and the first commit of all too."""
+    def _finish(self) -> None:
+        """Waits for a commit that is under way, the first of all included."""
         if self._writer.last is None:
             self.seal()
         self._executor.request(Durable)
 
     def _restore(self, facts: Mapping[str, Any]) -> None:
-        self._updater.steps[:] = facts["steps"]
-        self._stepping.count = facts["step"]
+        self._ledger.restore(facts["step"], facts["steps"])
         restore_groups(self._groups, facts["groups"])
+        restore_buffers(self._model, facts["buffers"])
+
+
+_HALF = "an edit of weights or state was interrupted; make it again, or call rollback()"
 
 
 def restore_groups(

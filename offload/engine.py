@@ -6,7 +6,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -30,13 +31,16 @@ from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
 from .runtime.gradient_tensor import OffloadedGradient
 from .runtime.gradients import GradientCollector
+from .runtime.facts import random_states
 from .runtime.hooks import ModuleHooks
+from .runtime.ledger import Ledger
 from .runtime.modelled_compute import ModelledCompute
 from .runtime.pools import Budget, HeldMemory
 from .runtime.ranges import ProfilerRanges
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
 from .runtime.store import Store
+from .runtime.torch_private import StorageWatch
 from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.bounds import lane_seconds
@@ -44,7 +48,8 @@ from .schedule.describe import item_of
 from .schedule.partition import Partition
 from .schedule.plan import Budgets, Plan, host_grad_dtype
 from .schedule.residency import Residency
-from .stepping import Stepping
+from .stepping import Stepping, judges
+from .weight_access import Weights
 
 log = logging.getLogger("overspill")
 ATTRIBUTE = "_overspill_engine"
@@ -90,7 +95,7 @@ class Engine:
         self.closed = self.materialized = False
         self._owner = os.getpid()
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
-        self.versions = [0] * len(self.parts.units)
+        self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
         self._unit_place: dict[int, tuple[int, int]] = {}
         self.stats = Stats(0.0, 0.0)
         self._calibration = calibration  # None where the user gave rates
@@ -154,17 +159,19 @@ class Engine:
         )
 
     def _start(self, store: Store) -> None:
-        config, layout = self.config, self.layout
+        config, layout, device = self.config, self.layout, self.accelerator.device
         if config.threads is not None:
             set_threads(config.threads)
+        update = self.blueprint.update
         self.updater = Updater(
-            layout, self._held.arenas, self.blueprint.rule, self.groups, config.accumulate
-        )
+            layout, self._held.arenas, self.blueprint.rule, self.ledger, config.accumulate,
+            judges(config, update),
+        )  # fmt: skip
         machine = Residency(layout)
         store.begin(machine.commits, self._facts(), self.trace)
         self.executor = Executor(
             machine, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
-            self.updater.work_on, self.updater.visit,
+            self.updater.work_on, self.updater.visit, self.ledger.take,
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=store.writer,
         )  # fmt: skip
@@ -175,17 +182,17 @@ class Engine:
         )
         self.backward = Backward(self.residences, self.trace, self._backward_over)
         self.saved = SavedTensors(
-            self.residences, self.versions, self._index_of, self.backward.enter
+            self.residences, self.ledger.versions, self._index_of, self.backward.enter
         )
         self.stepping = Stepping(
-            config, self.blueprint.update, self.groups, self.executor, self.updater,
-            self.residences, self.saved, self.backward, self.versions, self._compute_place,
+            config, update, self.groups, self.ledger, self.executor, self.updater,
+            self.residences, self.saved, self.backward, self._compute_place,
+            lambda: random_states(device),
         )  # fmt: skip
-        self.updater.measures = self.stepping.judges
         if store.writer is not None:
             self.committing = self.stepping.committing = Committing(
-                self.model, self.groups, config, self.accelerator.device, self.executor,
-                self.updater, self.stepping, self.direct, store.writer,
+                self.model, self.groups, config, device, self.ledger, self.executor,
+                self.stepping, self.direct, self.contents, store.writer,
             )  # fmt: skip
         for unit in self.parts.units:
             for place, (_, spec) in enumerate(unit.params):
@@ -212,7 +219,10 @@ class Engine:
 
     def install(self) -> None:
         """Hooks up the model, once all homes are filled."""
-        self.residences.install()
+        self.weights = Weights(self)
+        self.residences.install(self.weights)
+        self.stepping.hide_all()
+        _live.add(self)
         me = weakref.ref(self)  # p.grad must not keep the engine: such a ring is never collected
 
         def alive() -> HeldGradients:
@@ -224,20 +234,18 @@ class Engine:
         self._gradients = alive
         transient = self.blueprint.update == "backward" and self.config.accumulate == 1
         self.collector = GradientCollector(
-            self.parts, self.executor, self.accelerator, self.updater, self.backward,
-            self.stepping.may_update, self.stepping.present, self.stepping.refuse_unseen,
-            transient, self._make_grad,
+            self.parts, self.ledger, self.executor, self.accelerator, self.updater, self.backward,
+            self.stepping, transient, self._make_grad,
         )  # fmt: skip
         self.stepping.collector = self.collector
         self.held = HeldGradients(
-            self.config, self.parts, self.accelerator, self.direct, self._held.arenas, self.updater,
-            self.collector, self.stepping,
+            self.config, self.parts, self.ledger, self.accelerator, self.direct, self._held.arenas,
+            self.updater, self.collector, self.stepping,
         )  # fmt: skip
         self.hooks = ModuleHooks(
             self.model, self.residences, self.saved, self.backward, self.trace,
-            self.executor.raise_failure,
-            self.stepping.catch_up if self.stepping.background else None,
-            None if self.committing is None else self.committing.seal,
+            self.executor.raise_failure, self._before_forward, self.stepping.catch_up,
+            self.stepping.forward_over,
         )  # fmt: skip
         if self.committing is not None:
             self.committing.ready()
@@ -258,6 +266,15 @@ class Engine:
         if found is None or not self.residences.streamed[found[0]]:
             return None
         return found
+
+    def _before_forward(self) -> None:
+        """A forward of the whole model begins."""
+        self.weights.settle()
+        self.residences.refuse_edits()
+        if self.committing is not None:
+            self.committing.require_whole()
+            if torch.is_grad_enabled():
+                self.committing.seal()
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -280,6 +297,9 @@ class Engine:
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         self.raise_if_unusable()
+        self.weights.settle()
+        if self.committing is not None:
+            self.committing.require_whole()
         self.trace.compute_pause()
         self.stepping.step()
         self._measure()
@@ -287,21 +307,24 @@ class Engine:
     @property
     def step_count(self) -> int:
         """Steps taken."""
-        return self.stepping.count
+        return self.ledger.count
 
     def settle(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.raise_if_unusable()
+        self.weights.settle()
         self.stepping.land()
-        self.stepping.catch_up_all()
         self.direct.settle()
 
-    def settle_to_edit(self) -> None:
-        """As ``settle``; and no commit is under way, so that weights and state may be edited."""
-        self.settle()
-        if self.committing is not None:
-            self.committing.finish()
-            self.direct.settle()
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Inside, nothing moves, and weights and state may be edited.  What is edited belongs to the
+        state after the last step."""
+        self.executor.raise_failure()
+        self.stepping.land()
+        self.direct.settle()
+        with nullcontext() if self.committing is None else self.committing.editing():
+            yield
 
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
@@ -330,13 +353,22 @@ class Engine:
         }
 
     def _release(self) -> None:
-        if self.modelled is not None:
-            self.modelled.remove()
-        for part in (getattr(self, "executor", None), self.store):
-            if part is not None:
-                part.close()
-        self.accelerator.close()
-        self._held.close()
+        """Ends and frees all; what fails on the way keeps nothing after it from its end."""
+        watches: list[StorageWatch] = []
+
+        def hide() -> None:
+            if hasattr(self, "residences"):
+                watches.extend(self.residences.close())
+
+        with ExitStack() as stack:  # from the last to the first
+            stack.callback(lambda: self._held.close(watches))
+            stack.callback(self.accelerator.close)
+            stack.callback(hide)
+            for part in (self.store, getattr(self, "executor", None)):
+                if part is not None:
+                    stack.callback(part.close)
+            if self.modelled is not None:
+                stack.callback(self.modelled.remove)
 
     def close(self) -> None:
         """Ends all threads, frees all memory and disk.  A second call does nothing, nor does one in
@@ -350,11 +382,16 @@ class Engine:
             )  # fmt: skip
         try:
             if self.committing is not None and not (self.executor.failed or self.materialized):
+                self.weights.settle()
                 self.committing.close()
         finally:
             self.closed = True
             self.collector.remove()
             self._release()
+
+    def forked(self) -> None:
+        """This is a forked child: nothing of the engine works here, its memory least of all."""
+        self.residences.close()
 
     def discard(self) -> None:
         """As ``close``, for an engine that was never installed."""
@@ -379,3 +416,14 @@ def engine_of(model: nn.Module) -> Engine | None:
     engine = model.__dict__.get(ATTRIBUTE)
     assert engine is None or isinstance(engine, Engine)
     return engine
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()  # installed
+
+
+def _forked() -> None:
+    for engine in list(_live):
+        engine.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

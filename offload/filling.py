@@ -21,7 +21,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> 
     names = {} if files is None else match_files(files, model, parts)
     init = config.init or default_init(model)
     for index, p in enumerate(parts.parameters):
-        engine.updater.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+        engine.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}

@@ -13,6 +13,7 @@ from .optim import sum_of_squares
 from .runtime.accelerators.base import Accelerator
 from .runtime.direct import DirectAccess
 from .runtime.gradients import GradientCollector
+from .runtime.ledger import Ledger
 from .runtime.pools import Arenas
 from .runtime.updates import Updater
 from .schedule.messages import Item, Kind, Settled
@@ -33,6 +34,7 @@ class HeldGradients:
         self,
         config: OffloadConfig,
         parts: Partition,
+        ledger: Ledger,
         accelerator: Accelerator,
         direct: DirectAccess,
         arenas: Arenas,
@@ -40,17 +42,23 @@ class HeldGradients:
         collector: GradientCollector,
         stepping: Stepping,
     ) -> None:
-        self._config, self._parts, self._accelerator = config, parts, accelerator
+        self._config, self._parts, self._ledger = config, parts, ledger
+        self._accelerator = accelerator
         self._direct, self._arenas, self._updater = direct, arenas, updater
         self._collector, self._stepping = collector, stepping
         self._warned = False
+
+    def _refuse_lost(self, numbers: Sequence[int]) -> None:
+        """Raises when one of the gradients is not there any more, or not whole."""
+        self._stepping.refuse_consumed(numbers)
+        self._collector.refuse_torn(numbers)
 
     # -- one gradient ---------------------------------------------------------------------------
 
     def add(self, number: int, grad: torch.Tensor) -> None:
         """Autograd adds to a gradient of an earlier backward."""
-        self._stepping.refuse_consumed([number])
-        if number in self._updater.scales:
+        self._refuse_lost([number])
+        if number in self._ledger.scales:
             self.write(number, self.read(number))
         low = self._parts.parameters[number].dtype == torch.bfloat16
         again = self._collector.awaits(number) or number in self._collector.zeroed
@@ -72,7 +80,7 @@ class HeldGradients:
         flat, spec = self._flat(number)
         shaped = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
         copy = shaped.to(self._accelerator.device, copy=True)
-        scale = self._updater.scales.get(number, 1.0)
+        scale = self._ledger.scales.get(number, 1.0)
         return copy if scale == 1.0 else copy.mul_(scale)
 
     def write(self, number: int, value: torch.Tensor) -> None:
@@ -81,14 +89,14 @@ class HeldGradients:
             return
         flat, spec = self._flat(number)
         flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
-        self._updater.scales.pop(number, None)
-        self._updater.squares[number] = sum_of_squares(flat.cpu())
+        self._ledger.scales.pop(number, None)
+        self._ledger.squares[number] = sum_of_squares(flat.cpu())
         self._direct.store(Item(Kind.GRADS, self._parts.unit_of[number]))
 
     def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
         """The parameter's gradient at its place, flat, after everything has arrived."""
         unit = self._parts.unit_of[number]
-        self._stepping.refuse_consumed([number])
+        self._refuse_lost([number])
         self._collector.deliver_all()
         self._collector.executor.request(Settled)
         self._direct.settle()
@@ -111,7 +119,7 @@ class HeldGradients:
 
         The first call reads the gradients; from then on norms are taken as gradients arrive.
         """
-        self._stepping.refuse_consumed(numbers)
+        self._refuse_lost(numbers)
         self._updater.measures = True
         self._collector.deliver_all()
         self._collector.executor.request(Settled)
@@ -120,17 +128,17 @@ class HeldGradients:
             if number in self._collector.zeroed:
                 found.append(0.0)
                 continue
-            if number not in self._updater.squares:
-                self._updater.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
-            scale = self._updater.scales.get(number, 1.0)
-            found.append(math.sqrt(self._updater.squares[number]) * abs(scale))
+            if number not in self._ledger.squares:
+                self._ledger.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
+            scale = self._ledger.scales.get(number, 1.0)
+            found.append(math.sqrt(self._ledger.squares[number]) * abs(scale))
         return found
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
         """Multiplies gradients by ``factor`` when the update reads them."""
-        self._stepping.refuse_consumed(numbers)
+        self._refuse_lost(numbers)
         self._collector.deliver_all()
         for number in numbers:
             if factor != 1.0 and number not in self._collector.zeroed:
-                before = self._updater.scales.get(number, 1.0)
-                self._updater.scales[number] = before * factor
+                before = self._ledger.scales.get(number, 1.0)
+                self._ledger.scales[number] = before * factor

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from .errors import OffloadError
-from .runtime.contents import Values
-from .schedule.partition import ParamSpec
+from .runtime.parameters import release
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -59,13 +58,17 @@ class StateHooks:
         self._memo.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
+        """torch has read parameters that are hidden; those that show are no copies yet."""
         engine = self._alive()
         for name, index in self._owned(module):
-            if prefix + name in state:
-                version = engine.versions[engine.parts.unit_of[index]]
-                if self._memo.get(index, (-1,))[0] != version:
-                    self._memo[index] = (version, read_weight(engine, index))
-                state[prefix + name] = self._memo[index][1]
+            found = state.get(prefix + name)
+            if found is None:
+                continue
+            version = engine.ledger.versions[engine.parts.unit_of[index]]
+            if self._memo.get(index, (-1,))[0] != version:
+                copy = engine.weights.copied(index, found)
+                self._memo[index] = (version, copy)
+            state[prefix + name] = self._memo[index][1]
 
     def _load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
@@ -77,41 +80,8 @@ class StateHooks:
         for name, index in self._owned(module):
             value, p = state.get(prefix + name), engine.parts.parameters[index]
             if isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p:
-                write_weights(engine, {index: value})
+                engine.weights.write(index, value)
                 state[prefix + name] = p  # copying a parameter to itself does nothing
-
-
-def read_weight(engine: Engine, index: int) -> torch.Tensor:
-    """A copy of a parameter's current weight, on its device, in its own strides."""
-    engine.executor.raise_failure()  # after a failed update weights in memory may be of two steps
-    unit = engine.parts.unit_of[index]
-    engine.stepping.catch_up(unit)
-    engine.residences.enter(unit)
-    try:
-        return engine.parts.parameters[index].detach().clone()
-    finally:
-        engine.residences.leave(unit)
-
-
-def write_weights(engine: Engine, values: Mapping[int, torch.Tensor]) -> None:
-    """Writes weights (and their masters, exactly) by parameter index."""
-    engine.executor.raise_failure()
-    engine.stepping.land()
-    if engine.committing is not None:
-        engine.committing.finish()
-    engine.direct.settle()
-    units = {engine.parts.unit_of[index] for index in values}
-
-    def value_of(spec: ParamSpec) -> Values | None:
-        value = values.get(spec.index)
-        return None if value is None else {"weight": value.detach()}
-
-    for unit in sorted(units):
-        if engine.residences.uses[unit]:
-            name = engine.parts.units[unit].name
-            raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
-        engine.contents.fill(unit, value_of, first=False)
-        engine.versions[unit] += 1
 
 
 @contextmanager
@@ -128,28 +98,25 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
     engine.raise_if_unusable()
-    params = engine.parts.parameters
-    engine.stepping.catch_up_all()
-    before = [p.data for p in params]
-    full = [read_weight(engine, index) for index in range(len(params))]
+    weights, params = engine.weights, engine.parts.parameters
+    full = [weights.read(index) for index in range(len(params))]
     engine.materialized = True
     for p, value in zip(params, full, strict=True):
-        p.data = value
+        release(p, value)
     try:
         yield model
     finally:
-        edited = {i: p.data for i, p in enumerate(params)}
-        for p, data in zip(params, before, strict=True):
-            p.data = data
+        edited = {index: p.data for index, p in enumerate(params)}
+        engine.residences.take_back(weights, engine.stepping.hidden)
         engine.materialized = False
         if writeback:
             # Only what was edited: a bf16 weight written back would round its master.
             changed = {
-                i: value
-                for i, value in edited.items()
-                if not torch.equal(value, read_weight(engine, i))
+                index: value
+                for index, value in edited.items()
+                if not torch.equal(value, weights.read(index))
             }
-            write_weights(engine, changed)
+            weights.write_all(changed)
 
 
-__all__ = ["StateHooks", "materialized", "read_weight", "write_weights"]
+__all__ = ["StateHooks", "materialized"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -16,11 +16,12 @@ from .errors import OffloadError
 from .runtime.backward import Backward
 from .runtime.executor import Executor
 from .runtime.gradients import GradientCollector
+from .runtime.ledger import Ledger, Prepared
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
 from .runtime.updates import Updater
 from .schedule.arena import Place
-from .schedule.messages import Landed, Need, Release, Settled, Step
+from .schedule.messages import Landed, Need, Settled, Step
 
 log = logging.getLogger("overspill")
 
@@ -32,14 +33,16 @@ class Commits(Protocol):
 
     def wanted(self, count: int) -> bool: ...
 
-    def stepped(self) -> None: ...
-
     def rollback(self) -> object: ...
 
 
 class Stepping:
     """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
-    gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
+    gradients are there) and ``next_forward`` (behind the next forward, unit by unit).
+
+    Between steps no resident weight shows: it is *late* until compute catches up with its update.  A unit that backward has updated is late at once, so that a forward before
+    ``step()`` sees the same weights whether they are streamed or resident: the updated ones.
+    """
 
     collector: GradientCollector  # set when the model is hooked up
     committing: Commits | None = None
@@ -49,25 +52,22 @@ class Stepping:
         config: OffloadConfig,
         update: str,
         groups: Sequence[Mapping[str, Any]],
+        ledger: Ledger,
         executor: Executor,
         updater: Updater,
         residences: Residences,
         saved: SavedTensors,
         backward: Backward,
-        versions: list[int],
         place_of: Callable[[int], Place],
+        random_states: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._config, self.update, self._groups = config, update, groups
-        self._executor, self._updater, self._residences = executor, updater, residences
-        self._saved, self._backward, self._versions = saved, backward, versions
-        self._place_of = place_of
-        self.count = self.micro_steps = 0
+        self._ledger, self._executor, self._updater = ledger, executor, updater
+        self._residences, self._saved, self._backward = residences, saved, backward
+        self._place_of, self._random_states = place_of, random_states
         self.background = update != "step"
-        self.judges = update == "next_forward" or config.max_grad_norm is not None
-        self.judges |= config.on_nonfinite != "raise" and update != "backward"
-        self._early: set[int] = set()  # units that this step's backward has updated
-        self._late: set[int] = set()  # resident units whose update nobody has waited for yet
-        self._landing = False
+        self._late: set[int] = set()  # resident units that do not show
+        self._graphs = False  # whether graphs may have saved weights that show
         self._final: bool | None = None
 
     # -- during backward ------------------------------------------------------------------------
@@ -77,23 +77,21 @@ class Stepping:
         runs any more, so that a graph that is still there is in nobody's way."""
         final = self._final
         if final is None:
-            final = self.micro_steps == self._config.accumulate - 1
+            final = self._ledger.micro_steps == self._config.accumulate - 1
         if self.update != "backward" or not final:
             return False
-        if not over and (self._saved.live[unit] or self._residences.uses[unit]):
-            return False
+        return over or not (self._saved.live[unit] or self._residences.uses[unit])
+
+    def begin_early(self, unit: int, params: Sequence[int]) -> None:
+        """Backward is about to have a unit updated, whose ``params`` have a gradient."""
         if self.committing is not None:
             self.committing.seal()
         self.land()
-        self._updater.begin_step(self._groups)
-        self._versions[unit] += 1
-        self._early.add(unit)
-        return True
-
-    def present(self, unit: int, params: Sequence[int]) -> None:
-        """Says which parameters of a unit have a gradient, before its update in backward."""
-        self._updater.present(unit, params, 1.0)
+        if not self._ledger.early:
+            self._updater.begin_step(self._groups)
+        self._ledger.begin_early(unit, params)
         self.collector.consumed.update(params)
+        self._end_graphs([unit])
 
     def refuse_consumed(self, params: Collection[int]) -> None:
         """Raises when backward has used up the gradient of one of the parameters."""
@@ -104,18 +102,19 @@ class Stepping:
                 "update='next_forward' to use gradients between backward and step"
             )
 
-    def refuse_unseen(self, unit: int) -> None:
-        """Raises when a resident unit was computed with while its update was under way."""
-        if unit in self._late:
+    def refuse_updated(self, unit: int) -> None:
+        """Raises when a gradient comes for a unit that this step's backward has updated already."""
+        if unit in self._ledger.early:
             name = self._residences.parts.units[unit].name
             raise OffloadError(
-                f"weights of {name!r} were used without calling the module that owns them, while "
-                f"their update was under way; call the module, or set update='step'"
+                f"update='backward' has updated {name!r} already in this step, with the gradients "
+                "of the backward before; call step() after it, also where that batch is to be left "
+                "out (or optimizer.rollback(), with a store), or use update='next_forward'"
             )
 
     def backward_over(self) -> None:
         """The outermost backward pass has ended."""
-        self.micro_steps += 1
+        self._ledger.micro_steps += 1
 
     @contextmanager
     def declared(self, final: bool) -> Iterator[None]:
@@ -139,63 +138,89 @@ class Stepping:
     # -- the step -------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient; in the background, if so set."""
+        """Updates every parameter that has a gradient; in the background, if so set.
+
+        An exception at any point leaves no step or a whole one: until the machine is told of it,
+        nothing has changed but which resident weights show.
+        """
         self._backward.abandon()
         if self.committing is not None:
             self.committing.seal()
         with self._all_final():
             self.collector.take_user_grads()
-        changed = self._updater.changed_since_begin(self._groups) if self._early else None
-        if changed is not None:
-            raise OffloadError(
-                f"{changed!r} was changed after update='backward' had begun to apply it; change "
-                "hyper-parameters between step() and the next backward()"
-            )
-        if not self._early:
+        self._refuse_changed_groups()
+        if not self._ledger.early:
             self.land()
         if self._updater.nonfinite:
-            self._back("the last update gave values that are not finite")
-            return
-        self._residences.check_fixed(self._late)
+            if self._config.on_nonfinite == "rollback":
+                self._back("the last update gave values that are not finite")
+                return
+            self._updater.raise_nonfinite()
+        self._residences.check_shown(self._late)
         units = {
             unit.index: present
             for unit in self._residences.parts.units
             if (present := self.collector.present(unit.index))
         }
         for unit, present in units.items():
-            if unit not in self._early:
+            self.collector.refuse_torn(present)
+            if unit not in self._ledger.early:
                 self.refuse_consumed(present)
         scale = self._verdict(units)
         if scale is None:
             return
-        self._updater.begin_step(self._groups)
-        self._announce(units, scale)
-        commit = self.committing is not None and self.committing.wanted(self.count + 1)
-        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commit))
-        self._landing = True
-        self._after(units)
-        if self.committing is not None:
-            self.committing.stepped()
+        self._take(units, scale)
         if not self.background:
             self.land()
 
+    def _take(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
+        ledger, committing = self._ledger, self.committing
+        if not ledger.early:
+            self._updater.begin_step(self._groups)
+        later = [unit for unit in units if unit not in ledger.early]
+        if self._executor.accelerator.has_device_memory:
+            for unit in later:
+                self.collector.mark_resident(unit)
+        self._end_graphs(later)
+        commits = committing is not None and committing.wanted(ledger.count + 1)
+        random = {} if committing is None else self._random_states()
+        ledger.next = Prepared(units, scale, commits, random)
+        self._graphs = False
+        # From here on it may be taken, whatever is raised: only the machine can tell.
+        ledger.landing = True
+        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commits))
+
+    def _refuse_changed_groups(self) -> None:
+        changed = (
+            self._updater.changed_since_begin(self._groups) if self._ledger.early else None
+        )
+        if changed is not None:
+            raise OffloadError(
+                f"{changed!r} was changed after update='backward' had begun to apply it; change "
+                "hyper-parameters between step() and the next backward()"
+            )
+
     def land(self) -> None:
         """Waits until the last step's updates are over; raises what they found."""
-        if self._landing:
-            self._executor.request(Landed)
-            self._landing = False
-            self._updater.end_step()
+        if self._ledger.landing:
+            self.wait()
             if self._config.on_nonfinite != "rollback":  # else the next step goes back
                 self._updater.raise_nonfinite()
+
+    def wait(self) -> None:
+        """Waits until the last step's updates are over."""
+        if self._ledger.landing:
+            self._executor.request(Landed)
+            self._ledger.landed()
+
+    def name_of(self, unit: int) -> str:
+        """The unit's name."""
+        return self._residences.parts.units[unit].name
 
     @property
     def partial(self) -> bool:
         """Whether a backward has updated units of a step that has not been taken."""
-        return bool(self._early)
-
-    def changed(self, unit: int) -> None:
-        """A unit's weights were replaced."""
-        self._versions[unit] += 1
+        return bool(self._ledger.early)
 
     def _back(self, why: str) -> None:
         assert self.committing is not None
@@ -205,19 +230,13 @@ class Stepping:
     def give_up(self) -> None:
         """Ends a step that has begun, and drops all gradients and what was not finite."""
         self._backward.abandon()
-        if self._early:
-            self._executor.request(lambda ticket: Step((), ticket))
-            self._landing = True
-        self._early.clear()
-        if self._landing:
-            self._executor.request(Landed)
-            self._landing = False
-        self._updater.end_step()
+        if self._ledger.early:
+            self._executor.request(lambda ticket: Step((), ticket, counts=False))
+        self._executor.request(Landed)
+        self._ledger.give_up()
         self._updater.nonfinite.clear()
         self.collector.drop()
-        self._updater.forget_gradients()
-        self.micro_steps = 0
-        self.catch_up_all()
+        self._ledger.forget_gradients()
 
     def _verdict(self, units: Mapping[int, frozenset[int]]) -> float | None:
         """The factor that brings the global norm down to ``max_grad_norm``; ``None``: no step is
@@ -226,13 +245,13 @@ class Stepping:
         A norm that is not finite ends the step before anything has changed: once updates run in
         the background it would be too late to say so.
         """
-        if not self.judges:
+        if not judges(self._config, self.update):
             return 1.0
         self._executor.request(Settled)
         indices = [i for present in units.values() for i in present]
-        total = self._updater.total_norm(indices)
+        total = self._ledger.total_norm(indices)
         if not math.isfinite(total):
-            bad = [i for i in indices if not math.isfinite(self._updater.total_norm([i]))]
+            bad = [i for i in indices if not math.isfinite(self._ledger.total_norm([i]))]
             names = {self._residences.parts.unit_of[i]: None for i in bad}
             listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
             if self._config.on_nonfinite == "rollback":
@@ -240,7 +259,7 @@ class Stepping:
                 return None
             if self._config.on_nonfinite == "skip":
                 log.warning("overspill: gradients are not finite in %s; no step is taken", listed)
-                self.micro_steps = 0
+                self._ledger.micro_steps = 0
                 return None
             raise OffloadError(
                 f"gradients are not finite in {listed}; no weight was changed; lower the learning "
@@ -249,48 +268,74 @@ class Stepping:
         limit = self._config.max_grad_norm
         return 1.0 if limit is None else min(1.0, limit / (total + 1e-6))
 
-    def _announce(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
-        for unit, present in units.items():
-            if unit not in self._early:
-                if self._executor.accelerator.has_device_memory:
-                    self.collector.mark_resident(unit)
-                self._updater.present(unit, present, scale)
-                self._versions[unit] += 1
+    # -- what shows -----------------------------------------------------------------------------
 
-    def _after(self, units: Mapping[int, frozenset[int]]) -> None:
-        """Counts the step.  In the background, resident units are waited for when they are used;
-        until then a stray read shows, as it does for units that are not there."""
-        parts = self._residences.parts
-        for unit, present in units.items():
-            for index in present:
-                self._updater.steps[index] += 1
-            if self._residences.fixed[unit]:
-                if self.background:
-                    self._late.add(unit)
-                    self._residences.suspend(unit)
-                elif self._executor.accelerator.has_device_memory:
-                    self._executor.wait_for(self._place_of(unit))
-                for _, spec in parts.units[unit].params:
-                    torch.autograd.graph.increment_version(parts.parameters[spec.index])
-        self._early.clear()
-        self.count += 1
-        self.micro_steps = 0
+    def hide_all(self) -> None:
+        """No resident weight shows before it is used again."""
+        self._hide(range(len(self._residences.fixed)))
 
-    # -- before compute -------------------------------------------------------------------------
+    @property
+    def hidden(self) -> Collection[int]:
+        """Resident units that do not show."""
+        return self._late
+
+    def changed(self, unit: int) -> None:
+        """A unit's weights were replaced: graphs that have saved the old ones are told."""
+        self._ledger.versions[unit] += 1
+        self._residences.outdate(unit)
+
+    def _hide(self, units: Iterable[int]) -> None:
+        """Resident units among ``units`` no longer show.  Late first: an exception in between
+        leaves nothing hidden for good."""
+        for unit in units:
+            if self._residences.fixed[unit] and unit not in self._late:
+                self._late.add(unit)
+                self._residences.suspend(unit)
+
+    def _end_graphs(self, units: Sequence[int]) -> None:
+        """Units are about to be updated."""
+        self._hide(units)
+        for unit in units:
+            self._residences.outdate(unit)
+
+    def forward_over(self) -> None:
+        """A forward of the whole model has ended.  If none since the last step has made a graph, no
+        resident weight needs to show."""
+        if not self._graphs:
+            self.hide_all()
 
     def catch_up(self, unit: int) -> None:
         """Compute is about to use a unit: waits for the resident ones among its weights."""
+        self._graphs |= torch.is_grad_enabled()
+        self._show(unit)
+
+    def _show(self, unit: int) -> None:
         for member in self._residences.groups[unit]:
             if member in self._late:
-                name = self._residences.parts.units[member].name
-                self._executor.request(partial(Need, member), name)
-                self._executor.tell(Release(member))
+                if self._ledger.landing or self._ledger.early:
+                    name = self._residences.parts.units[member].name
+                    self._executor.request(partial(Need, member), name)
+                    self._executor.release(member)
                 if self._executor.accelerator.has_device_memory:
                     self._executor.wait_for(self._place_of(member))
                 self._residences.resume(member)
                 self._late.discard(member)
 
-    def catch_up_all(self) -> None:
-        """Waits for every resident unit, so that parameters show their weights."""
-        for unit in sorted(self._late):
-            self.catch_up(unit)
+    @contextmanager
+    def reading(self, unit: int) -> Iterator[None]:
+        """Inside, the weights of a unit show and are current, for whoever reads them."""
+        hidden = [m for m in self._residences.groups[unit] if m in self._late]
+        self._show(unit)
+        self._residences.enter(unit)
+        try:
+            yield
+        finally:
+            self._residences.leave(unit)
+            self._hide(hidden)
+
+
+def judges(config: OffloadConfig, update: str) -> bool:
+    """Whether a step looks at the norms of all gradients before anything changes."""
+    if update == "next_forward" or config.max_grad_norm is not None:
+        return True
+    return config.on_nonfinite != "raise" and update != "backward"

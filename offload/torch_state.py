@@ -18,11 +18,11 @@ def torch_state(engine: Engine, groups: Groups) -> dict[str, Any]:
     """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step."""
     order = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
     state: dict[int, dict[str, Any]] = {}
-    if any(engine.updater.steps):
+    if any(engine.ledger.steps):
         engine.settle()
         for unit in engine.parts.units:
             for spec, values in engine.contents.state(unit.index):
-                step = engine.updater.steps[spec.index]
+                step = engine.ledger.steps[spec.index]
                 if step:
                     number = order[id(engine.parts.parameters[spec.index])]
                     state[number] = {"step": torch.tensor(float(step)), **values}
@@ -53,16 +53,19 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
         if number in given
     }
     _check_shapes(engine, by_id)
-    engine.settle_to_edit()
-    for unit in engine.parts.units:
-        if unit.trainable:
-            engine.contents.fill(
-                unit.index, _values(engine, groups, by_id, unit.index), first=False
-            )
-    for index, p in enumerate(engine.parts.parameters):
-        engine.updater.steps[index] = engine.blueprint.rule.steps_taken(by_id.get(id(p), {}))
-    for group, loaded in zip(groups, loaded_groups, strict=True):
-        group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
+    engine.weights.settle()
+    with engine.editing():
+        for unit in engine.parts.units:
+            if unit.trainable:
+                engine.contents.fill(
+                    unit.index, _values(engine, groups, by_id, unit.index), first=False
+                )
+                if any("master" in by_id.get(id(p), {}) for p in engine.residences.params_of(unit.index)):
+                    engine.stepping.changed(unit.index)
+        for index, p in enumerate(engine.parts.parameters):
+            engine.ledger.steps[index] = engine.blueprint.rule.steps_taken(by_id.get(id(p), {}))
+        for group, loaded in zip(groups, loaded_groups, strict=True):
+            group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
 
 
 def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:

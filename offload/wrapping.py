@@ -16,10 +16,10 @@ from .errors import BudgetError, OffloadError
 from .filling import fill
 from .importing import open_weights
 from .loading import match_files
-from .model_state import StateHooks, read_weight
+from .model_state import StateHooks
 from .observe.machine import Machine
 from .optimizer import OffloadedOptimizer
-from .runtime import torch_private
+from .runtime import parameters, torch_private
 from .runtime.accelerator import make_accelerator
 from .schedule.plan import Plan
 
@@ -148,10 +148,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
     engine.settle()
-    values = [read_weight(engine, index) for index in range(len(engine.parts.parameters))]
+    values = [engine.weights.read(index) for index in range(len(engine.parts.parameters))]
     for p, value in zip(engine.parts.parameters, values, strict=True):
         p.grad = None
-        p.data = value
+        parameters.release(p, value)
     engine.hooks.remove()
     engine.state_hooks.remove()
     engine.close()

@@ -23,7 +23,8 @@ class CommitWriter:
     def __init__(self, io: IoEngine, manifest: Manifest, extents: Extents, trace: Trace) -> None:
         self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
         self._numbers = itertools.count(1)
-        self._facts: dict[int, tuple[int, bytes]] = {}
+        self._lock = threading.Lock()
+        self._facts: dict[int, tuple[int, bytes, bool]] = {}
         self._jobs: queue.SimpleQueue[tuple[Commit, Table, OnCommitted] | None] = (
             queue.SimpleQueue()
         )
@@ -31,11 +32,15 @@ class CommitWriter:
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
 
-    def seal(self, step: int, facts: bytes) -> int:
-        """Keeps the facts of a cut, and returns the number that the commit is to name."""
-        number = next(self._numbers)
-        self._facts[number] = step, facts
-        return number
+    def seal(self, step: int, facts: bytes, kept: bool) -> int:
+        """Keeps the facts of a cut, and returns the number that the commit is to name.
+
+        ``kept``: no new store is to take its place.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            self._facts[number] = step, facts, kept
+            return number
 
     def put(self, work: Commit, table: Table, done: OnCommitted) -> None:
         """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
@@ -53,16 +58,17 @@ class CommitWriter:
 
     def _commit(self, number: int, table: Table) -> None:
         started = time.perf_counter_ns()
-        step, facts = self._facts[number]
-        for old in [each for each in self._facts if each <= number]:
-            del self._facts[old]  # also those of cuts that were never made
+        with self._lock:
+            step, facts, kept = self._facts[number]
+            for old in [each for each in self._facts if each <= number]:
+                del self._facts[old]  # also those of cuts that were never made
         self._io.flush()
         roles = [role for _, role in table]
         sums = [
             None if role < 0 else self._io.checksums(self._extents.of(item, role))
             for item, role in table
         ]
-        self._manifest.commit(step, roles, sums, facts)
+        self._manifest.commit(step, roles, sums, facts, kept=kept)
         self.last = facts
         self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
 

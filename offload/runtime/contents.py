@@ -165,6 +165,18 @@ class Contents:
 
     # -- reading --------------------------------------------------------------------------------
 
+    def is_finite(self, unit: int) -> bool:
+        """Whether all weights, masters and moments of a unit are."""
+        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        for chunk in self._layout.units[unit].chunks:
+            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+            for spec in chunk.params:
+                if not flat[spec.offset : spec.offset + spec.numel].isfinite().all():
+                    return False
+        moments = (value for _, values in self.state(unit) for value in values.values())
+        masters = (value for _, value in self.masters(unit))
+        return all(bool(value.isfinite().all()) for value in (*masters, *moments))
+
     def state(self, unit: int) -> Iterator[tuple[ParamSpec, dict[str, torch.Tensor]]]:
         """The moments of every trained parameter of a unit, fp32 whatever their format.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import Tier
+from ..errors import OffloadError
 from ..io_engine import IoEngine
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -40,21 +41,27 @@ class DirectAccess:
 
     def place(self, item: Item) -> Place:
         """Where the item's bytes are while in hand."""
-        regions, home = self._layout.regions, None
         if item.kind is Kind.STATE:
             fixed = self._state_home[item.number]
-            base = regions.host_fixed + regions.host_weights + regions.host_grads
             nbytes = self._subgroups[item.number].nbytes
         else:
             home = self._layout.homes[item.number]
             if item.kind is Kind.WEIGHTS:
                 fixed = home.device_place if home.weights is Tier.DEVICE else home.host_place
-                base, nbytes = regions.host_fixed, self._layout.units[item.number].weight_bytes
+                nbytes = self._layout.units[item.number].weight_bytes
             else:
                 fixed = home.grad_place
-                base = regions.host_fixed + regions.host_weights
                 nbytes = self._layout.grad_bytes[item.number]
-        return fixed if fixed is not None else Place(Tier.HOST, base, nbytes)
+        if fixed is not None:
+            return fixed
+        with self._executor.lock:
+            place = self._executor.machine.scratch(item.kind, nbytes)
+        if place is None:
+            raise OffloadError(
+                f"no room in host memory to bring {item.kind.value} {item.number} to: graphs of "
+                "earlier forwards still hold weights; let go of their losses and outputs"
+            )
+        return place
 
     def starts_clear(self, subgroup: int) -> bool:
         """Whether a record that is never stored reads as zeroes."""

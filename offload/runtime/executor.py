@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError, OffloadError
 from ..observe.trace import Trace
@@ -26,6 +26,8 @@ from ..schedule.messages import (
     CopyOut,
     Done,
     Failed,
+    GradLost,
+    GradRoom,
     Grant,
     Instruction,
     Need,
@@ -35,6 +37,7 @@ from ..schedule.messages import (
     Settle,
     Signal,
     Spoiled,
+    Step,
     Update,
     Work,
     Write,
@@ -72,9 +75,15 @@ _LANES: dict[type, str] = {
 
 
 class Executor:
-    """The moving part around the machine.  ``work_on`` runs updates and merges on the worker, and
-    says whether what they gave is finite; ``visit`` says where the parts of an update live that
-    go to the device for it, and where they are there; ``commits`` makes cuts durable."""
+    """The moving part around the machine.
+
+    Args:
+        work_on: runs updates and merges on the worker, and says whether what they gave is finite.
+        visit: where the parts of an update live that go to the device for it, and where they are
+            there.
+        take_step: called when the machine takes a step, on its thread, before it decides anything.
+        commits: makes cuts durable.
+    """
 
     def __init__(
         self,
@@ -86,17 +95,20 @@ class Executor:
         trace: Trace,
         work_on: Callable[[Task], bool],
         visit: Callable[[Update], tuple[Parts, Parts]],
+        take_step: Callable[[], None],
         *,
         check: bool,
         commits: CommitWriter | None = None,
     ) -> None:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
         self._trace, self._check, self._commits = trace, check, commits
+        self._take_step = take_step
         self.waited_ns = 0  # by compute, in all
         self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
+        self._pins = [0] * len(machine.layout.units)  # granted, and not released yet
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False
@@ -108,7 +120,7 @@ class Executor:
         )
         self._worker = UpdateWorker(
             machine.layout, arenas, accelerator, self._events, trace, work_on,
-            lambda: self._queue.put(Spoiled()), self._worked,
+            lambda unit: self._queue.put(Spoiled(unit)), self._worked,
         )  # fmt: skip
         self._visits = Visits(
             arenas, accelerator, self._events, trace, visit,
@@ -123,6 +135,26 @@ class Executor:
         """Puts a signal into the queue and goes on."""
         self.raise_failure()
         self._queue.put(signal)
+
+    def release(self, unit: int, held: tuple[int, ...] = ()) -> None:
+        """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
+        with self.lock:
+            self._pins[unit] -= 1
+        self._queue.put(Release(unit, held))
+
+    def reclaim(self, uses: Sequence[int]) -> None:
+        """Releases what was granted and is in nobody's use: an exception came in between.
+
+        ``uses``: by unit, whether compute uses it.
+        """
+        with self.lock:
+            lost = [
+                unit
+                for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
+                for _ in range(pins - min(used, 1))
+            ]
+        for unit in lost:
+            self.release(unit)
 
     def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Place | None:
         """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
@@ -162,9 +194,18 @@ class Executor:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
         with self.lock:
             waiter.abandoned = True
-            granted = waiter.event.is_set()
-        if granted and isinstance(waiter.signal, Need):
+            granted = waiter.event.is_set() and waiter.error is None
+            if granted and isinstance(waiter.signal, Need):
+                self._pins[waiter.signal.unit] -= 1
+        if granted:
+            self._take_back(waiter)
+
+    def _take_back(self, waiter: _Waiter) -> None:
+        """Nobody is there to use what was granted."""
+        if isinstance(waiter.signal, Need):
             self._queue.put(Release(waiter.signal.unit))
+        elif isinstance(waiter.signal, GradRoom):
+            self._queue.put(GradLost(waiter.signal.unit))
 
     def raise_failure(self) -> None:
         """Raises what failed in the background: once with its cause, then as a refusal."""
@@ -216,34 +257,37 @@ class Executor:
             with self.lock:
                 self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
                 try:
+                    if isinstance(signal, Step) and signal.counts and not self.machine.failed:
+                        self._take_step()
                     instructions = self.machine.handle(signal)
                     if self._check and not self.machine.failed:
                         validate(self.machine)
+                    self._trace.level(time.perf_counter_ns(), *self.machine.used_bytes())
+                    for instruction in instructions:
+                        self._carry_out(instruction)
                 except BaseException as error:
-                    self._fail(error)
-                    continue
-                self._trace.level(time.perf_counter_ns(), *self.machine.used_bytes())
-                for instruction in instructions:
-                    self._carry_out(instruction)
+                    if self._error is None:
+                        self._error = error
+                    self.machine.failed = True
                 if self._error is not None:
                     self._wake_all()
 
-    def _fail(self, error: BaseException) -> None:
-        if self._error is None:
-            self._error = error
-        self.machine.failed = True
-        self._wake_all()
-
     def _wake_all(self) -> None:
-        for ticket in self.machine.abandon():
+        """Nothing more is granted.  Whoever waits is woken, whether the machine has heard of his
+        signal or not: it may have failed while it took it, or before it said what it grants."""
+        self.machine.abandon()
+        for ticket in list(self._waiters):
             self._grant(ticket, None, self._error)
 
     def _grant(self, ticket: int, place: Place | None, error: BaseException | None) -> None:
         waiter = self._waiters.pop(ticket)
         waiter.place, waiter.error = place, error
         waiter.lane = self._lane or waiter.lane
-        if waiter.abandoned and error is None and isinstance(waiter.signal, Need):
-            self._queue.put(Release(waiter.signal.unit))
+        if error is None:
+            if waiter.abandoned:
+                self._take_back(waiter)
+            elif isinstance(waiter.signal, Need):
+                self._pins[waiter.signal.unit] += 1
         waiter.event.set()
 
     def _carry_out(self, instruction: Instruction) -> None:

@@ -8,8 +8,8 @@ user's is copied in.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from torch import nn
 from ..config import Tier
 from ..errors import OffloadError
 from ..schedule.arena import Place
-from ..schedule.messages import GradReady, GradRoom
+from ..schedule.messages import GradLost, GradReady, GradRoom
 from ..schedule.partition import PARAM_ALIGN, Partition
 from .accelerators.base import Accelerator
 from .backward import Backward
 from .executor import Executor
 from .gradient_tensor import OffloadedGradient
+from .ledger import Ledger
 from .updates import Arrived, Updater
 
 
@@ -36,35 +37,48 @@ class _Pending:
         self.added: dict[int, torch.Tensor] = {}
 
 
+class EarlyUpdates(Protocol):
+    """Who decides about updates while backward runs."""
+
+    def may_update(self, unit: int, over: bool) -> bool: ...
+
+    def begin_early(self, unit: int, params: Sequence[int]) -> None: ...
+
+    def refuse_updated(self, unit: int) -> None: ...
+
+
 class GradientCollector:
-    """One per engine.  ``may_update`` is asked, when a unit is gathered, whether to update it
-    now."""
+    """One per engine.  ``early`` is asked, when a unit is gathered, whether to update it now.
+
+    ``zeroed``: parameters whose gradient was set to zero in place; ``consumed``: those whose
+    gradient an update in backward has used up; ``torn``: those of a unit that was being gathered
+    when an exception came.
+    """
 
     def __init__(
         self,
         parts: Partition,
+        ledger: Ledger,
         executor: Executor,
         accelerator: Accelerator,
         updater: Updater,
         backward: Backward,
-        may_update: Callable[[int, bool], bool],
-        announce: Callable[[int, Sequence[int]], None],
-        refuse_unseen: Callable[[int], None],
+        early: EarlyUpdates,
         transient: bool,
         make_grad: Callable[[int], OffloadedGradient],
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
-        self._updater, self._backward = updater, backward
-        self._may_update, self._announce, self._make_grad = may_update, announce, make_grad
-        self._refuse_unseen, self._transient = refuse_unseen, transient
+        self._ledger, self._updater, self._backward = ledger, updater, backward
+        self._early, self._transient, self._make_grad = early, transient, make_grad
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
         self.trained: list[tuple[int, ...]] = [
             tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
             for unit in parts.units
         ]
-        self.zeroed: set[int] = set()  # parameters whose gradient was set to zero in place
-        self.consumed: set[int] = set()  # parameters whose gradient an update in backward used up
+        self.zeroed: set[int] = set()
+        self.consumed: set[int] = set()
+        self.torn: set[int] = set()
         self._told = [0] * len(parts.units)  # how often gradients were handed over
         self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
         self._handles: list[Any] = []
@@ -94,7 +108,6 @@ class GradientCollector:
         """Autograd has accumulated into ``p.grad``."""
         grad = p.grad
         self._backward.opened()
-        self._refuse_unseen(self.parts.unit_of[index])
         if grad is None:
             return
         if not isinstance(grad, OffloadedGradient):
@@ -115,7 +128,9 @@ class GradientCollector:
                 "dense gradients only (for an embedding: sparse=False)"
             )
         unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
         pending = self.pending.setdefault(unit, _Pending())
+        pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
         pending.fresh[index] = grad.detach()
         self._renew(index)
         if index not in self._wrappers:
@@ -124,9 +139,10 @@ class GradientCollector:
 
     def _renew(self, index: int) -> None:
         """A parameter's earlier gradient is of no more account."""
-        self._updater.scales.pop(index, None)
+        self._ledger.renew(index)
         self.zeroed.discard(index)
         self.consumed.discard(index)
+        self.torn.discard(index)
 
     def zero(self, index: int) -> None:
         """``p.grad.zero_()``: nothing is written before somebody wants the zeroes."""
@@ -139,8 +155,9 @@ class GradientCollector:
 
     def replace(self, index: int, value: torch.Tensor) -> None:
         """Another gradient takes the place of a parameter's zeroes."""
-        self._renew(index)
         unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
+        self._renew(index)
         self.pending.setdefault(unit, _Pending()).fresh[index] = value.detach().clone()
 
     def _zeroes(self, unit: int) -> None:
@@ -155,7 +172,9 @@ class GradientCollector:
         if index in self.zeroed:
             self.replace(index, grad)
             return
+        self._ledger.squares.pop(index, None)
         unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
         pending = self.pending.setdefault(unit, _Pending())
         if index in pending.fresh:
             pending.fresh[index] = pending.fresh[index] + grad
@@ -192,41 +211,78 @@ class GradientCollector:
         update may consume them.
         """
         self._zeroes(unit)
-        pending = self.pending[unit]
+        pending = self._still_wanted(unit)
+        if pending is None:
+            return
         others = [
             i
             for i in self.trained[unit]
             if i not in pending.fresh and i not in pending.added and self.live(i)
         ]
         merge = bool(others or pending.added)
-        update = not others and self._may_update(unit, over)
-        if update:
-            self._announce(unit, (*pending.fresh, *pending.added))
-        elif self._transient:
+        update = not others and self._early.may_update(unit, over)
+        if not update and self._transient:
             return
+        try:
+            if update:
+                self._early.begin_early(unit, (*pending.fresh, *pending.added))
+            del self.pending[unit]
+            with torch.inference_mode(False), torch.no_grad():
+                on_slot, settled = self._hand_over(unit, pending, merge)
+            if not on_slot and (merge or self.executor.machine.layout.converts[unit]):
+                self._updater.arrived(
+                    unit, Arrived(tuple(pending.fresh), tuple(pending.added))
+                )
+            self._told[unit] += 1
+            self.executor.tell(GradReady(unit, merge, update, settled))
+        except BaseException:
+            # Nobody can tell how far it came.
+            self.torn.update(self.trained[unit])
+            self.pending.pop(unit, None)
+            if not self.executor.failed:
+                self.executor.tell(GradLost(unit))
+            raise
+
+    def _still_wanted(self, unit: int) -> _Pending | None:
+        """What has appeared for a unit, but for gradients that were dropped since (``p.grad`` is
+        another or none): those of a backward that did not end."""
+        pending = self.pending[unit]
+        for found in (pending.fresh, pending.added):
+            for index in [i for i in found if not self.live(i)]:
+                del found[index]
+        if pending.fresh or pending.added:
+            return pending
         del self.pending[unit]
-        with torch.inference_mode(False), torch.no_grad():
-            place = self.executor.gradient_home(unit, self._told[unit])
-            if place is None:
-                place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
-            assert place is not None
-            on_slot = self._in_host_layout(unit)
-            if self.accelerator.has_device_memory:
-                self.executor.compute_waits_for(place, "copy_out")
-                self.accelerator.used(self.executor.arenas.bytes_of(place))
-            self._gather(unit, pending, place, on_slot)
-            settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
-            if settled and self._updater.measures:
-                self._updater.measure(unit, place)
-            if self.accelerator.has_device_memory:
-                self.executor.mark_device_use(place, self.accelerator.record())
-                self.mark_resident(unit)
-        if not on_slot:
-            arrival = Arrived(tuple(pending.fresh), tuple(pending.added))
-            if merge or self.executor.machine.layout.converts[unit]:
-                self._updater.arrived(unit, arrival)
-        self._told[unit] += 1
-        self.executor.tell(GradReady(unit, merge, update, settled))
+        return None
+
+    def _hand_over(self, unit: int, pending: _Pending, merge: bool) -> tuple[bool, bool]:
+        """Gathers into the place where the gradients are wanted.  Returns whether that is where they
+        are kept, and whether nothing is left to be done with them there."""
+        place = self.executor.gradient_home(unit, self._told[unit])
+        if place is None:
+            place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
+        assert place is not None
+        on_slot = self._in_host_layout(unit)
+        if self.accelerator.has_device_memory:
+            self.executor.compute_waits_for(place, "copy_out")
+            self.accelerator.used(self.executor.arenas.bytes_of(place))
+        self._gather(unit, pending, place, on_slot)
+        settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
+        if settled and self._updater.measures:
+            self._updater.measure(unit, place)
+        if self.accelerator.has_device_memory:
+            self.executor.mark_device_use(place, self.accelerator.record())
+            self.mark_resident(unit)
+        return on_slot, settled
+
+    def refuse_torn(self, params: Collection[int]) -> None:
+        """Raises when one of the gradients was lost to an exception."""
+        lost = self.torn.intersection(params)
+        if lost:
+            raise OffloadError(
+                f"the gradient of {self._name(min(lost))!r} was being gathered when an exception "
+                "came, and is not whole; zero_grad(), and run forward and backward again"
+            )
 
     def mark_resident(self, unit: int) -> None:
         """A resident unit's compute is over for now: an update of its weights waits for it.
@@ -312,6 +368,7 @@ class GradientCollector:
         self.pending.clear()
         self.zeroed.clear()
         self.consumed.clear()
+        self.torn.clear()
 
     def present(self, unit: int) -> frozenset[int]:
         """The unit's parameters that have a gradient."""

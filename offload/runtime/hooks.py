@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..observe.trace import Trace
+from ..schedule.partition import direct_parameters
 from . import torch_private
 from .backward import Backward
 from .residences import Residences
@@ -39,7 +40,8 @@ class _Frames(threading.local):
 
 
 class ModuleHooks:
-    """Installs hooks on the streamed units and on the root; ``remove`` takes all away."""
+    """Installs hooks on the units, on whoever reads their weights, and on the root; ``remove``
+    takes all away."""
 
     def __init__(
         self,
@@ -49,20 +51,23 @@ class ModuleHooks:
         backward: Backward,
         trace: Trace,
         alive: Callable[[], None],
-        catch_up: Callable[[int], None] | None,
-        seal: Callable[[], None] | None = None,
+        before_root: Callable[[], None],
+        catch_up: Callable[[int], None],
+        forward_over: Callable[[], None],
     ) -> None:
+        """``alive``: raises where the engine cannot be used; ``before_root`` and ``forward_over``: called when a forward of the whole model begins
+        (outside of any backward) and when it has ended; ``catch_up``: before a module runs that
+        reads weights of a resident unit."""
         self._residences, self._saved, self._backward = residences, saved, backward
-        self._trace, self._alive, self._catch_up = trace, alive, catch_up
-        self._seal = seal  # called when a forward that trains begins
+        self._trace, self._alive, self._before_root = trace, alive, before_root
+        self._catch_up, self._forward_over = catch_up, forward_over
         self._frames = _Frames()
         self._handles: list[Any] = []
         me = weakref.ref(self)
         for unit, found in enumerate(residences.parts.found):
             if residences.streamed[unit]:
                 self._hook_unit(me, unit, found.module)
-            elif catch_up is not None:
-                self._hook_resident(catch_up, unit, found.module)
+        self._hook_readers(catch_up, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me)))
 
@@ -82,31 +87,37 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _hook_resident(self, catch_up: Callable[[int], None], unit: int, module: nn.Module) -> None:
-        """Whoever calls a module that owns weights of the unit waits for their update."""
-        own = {id(p) for p in self._residences.params_of(unit)}
-
-        @torch_private.not_compiled
-        def before(_module: nn.Module, _args: Any) -> None:
-            catch_up(unit)
-
-        for part in module.modules():
-            if any(id(p) in own for p in part.parameters(recurse=False)):
-                self._handles.append(part.register_forward_pre_hook(before, prepend=True))
+    def _hook_readers(self, catch_up: Callable[[int], None], model: nn.Module) -> None:
+        """Whoever calls a module that may read weights of a resident unit waits for their update:
+        the unit's own module, and all that hold a parameter of it, wherever they are in the
+        model."""
+        parts = self._residences.parts
+        index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+        readers: dict[nn.Module, set[int]] = {}
+        for unit, found in enumerate(parts.found):
+            if not found.direct_only:
+                readers.setdefault(found.module, set()).update(self._residences.groups[unit])
+        for module in model.modules():
+            mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
+                    if id(p) in index_of}  # fmt: skip
+            readers.setdefault(module, set()).update(mine)
+        for module, units in readers.items():
+            resident = tuple(sorted(u for u in units if self._residences.fixed[u]))
+            if resident:
+                self._handles.append(
+                    module.register_forward_pre_hook(_reader(catch_up, resident), prepend=True)
+                )
 
     # -- units ----------------------------------------------------------------------------------
 
     def before_forward(self, unit: int) -> None:
         """The unit's module is about to run."""
-        if self._catch_up is not None:
-            self._catch_up(unit)
+        self._catch_up(unit)
         self._residences.enter(unit)
         stack = self._frames.stack
         outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
         frame = _Frame(unit, outer, torch.is_autocast_cache_enabled())
-        pack, unpack = (None, None) if outer is None else outer
-        saved = self._saved
-        torch_private.push_saved_tensor_hooks(lambda t: saved.pack(t, pack, unpack), saved.unpack)
+        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
         torch.set_autocast_cache_enabled(False)
         stack.append(frame)
 
@@ -121,6 +132,7 @@ class ModuleHooks:
             for t in differentiable(output):
                 t.register_hook(lambda _grad: backward.enter(unit))
         self._residences.leave(unit)
+        self._residences.refuse_edits()
 
     def _pop(self) -> _Frame:
         frame = self._frames.stack.pop()
@@ -135,10 +147,12 @@ class ModuleHooks:
         self._alive()
         while self._frames.stack:
             self._residences.leave(self._pop().unit)
+        while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
+            torch_private.pop_saved_tensor_hooks()
         if torch_private.current_graph_task() < 0:
             self._backward.abandon()
-            if self._seal is not None and torch.is_grad_enabled():
-                self._seal()
+            self._residences.reset()
+            self._before_root()
         self._trace.compute_resume("model")
 
     def after_root(self, output: Any) -> None:
@@ -147,11 +161,21 @@ class ModuleHooks:
             backward = self._backward
             for t in differentiable(output):
                 t.register_hook(lambda _grad: backward.opened())
+        self._forward_over()
 
     def remove(self) -> None:
         """Takes all hooks away."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _reader(catch_up: Callable[[int], None], units: Sequence[int]) -> Callable[..., None]:
+    @torch_private.not_compiled
+    def before(_module: nn.Module, _args: Any) -> None:
+        for unit in units:
+            catch_up(unit)
+
+    return before
 
 
 def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any], None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -83,12 +84,34 @@ class Arenas:
         return memory.view(dtype)
 
 
+class Watch(Protocol):
+    """Tells whether anybody still has a tensor over some memory."""
+
+    @property
+    def expired(self) -> bool: ...
+
+
 class HeldMemory:
-    """Owns both arenas with their reservations; ``close`` frees and gives back."""
+    """Owns both arenas with their reservations; ``close`` frees and gives back.
+
+    What somebody still has a tensor over (a weight that was looked at, a graph that was kept) is
+    freed later, when he has let go of it and another engine opens or closes: freed at once, looking
+    at it would end the process.
+    """
+
+    _lingering: ClassVar[list[tuple[HeldMemory, Sequence[Watch]]]] = []
 
     def __init__(self) -> None:
+        self.sweep()
         self.arenas = Arenas(None, None)
         self._undo: list[Callable[[], None]] = []
+
+    @classmethod
+    def sweep(cls) -> None:
+        """Frees what lingers and nobody looks at any more."""
+        lingering, cls._lingering = cls._lingering, []
+        for memory, watches in lingering:
+            memory.close(watches)
 
     def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                   free: Callable[[], None]) -> None:  # fmt: skip
@@ -108,8 +131,15 @@ class HeldMemory:
             self._undo.append(reservation.release)
             self.arenas = Arenas(self.arenas.host, allocate(nbytes))
 
-    def close(self) -> None:
-        """Frees everything, in the opposite order; a second call does nothing."""
+    def close(self, watches: Sequence[Watch] = ()) -> None:
+        """Frees everything, in the opposite order; a second call does nothing.
+
+        ``watches``: of whoever may still look at it.
+        """
+        alive = [watch for watch in watches if not watch.expired]
+        if alive and self._undo:
+            HeldMemory._lingering.append((self, alive))
+            return
         self.arenas = Arenas(None, None)
         while self._undo:
             self._undo.pop()()

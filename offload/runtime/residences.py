@@ -15,11 +15,12 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..schedule.arena import Place
-from ..schedule.messages import Freed, Need, Release
+from ..schedule.messages import Freed, Need
 from ..schedule.partition import Partition, Unit
-from . import torch_private
+from . import parameters, torch_private
 from .accelerators.base import Accelerator
 from .executor import Executor
+from .parameters import WeightAccess
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class Residence:
     unit: int
     storage: torch.UntypedStorage
     views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A slot that a graph has not let go when compute did."""
+
+    unit: int
+    place: Place
+    watch: torch_private.StorageWatch
 
 
 def view_in(
@@ -78,23 +88,52 @@ class Residences:
         self._params: list[tuple[nn.Parameter, ...]] = [
             tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
         ]
-        self._held: list[tuple[int, torch_private.StorageWatch]] = []
+        self._place_in_unit = {
+            spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
+        }
+        self._held: list[_Held] = []
+        self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
+        self._aliases: dict[int, list[tuple[int, torch.Tensor, int]]] = {}
+        self._edited: list[str] = []
 
-    def install(self) -> None:
-        """Points every parameter at its fixed slot or at its stub."""
+    def install(self, access: WeightAccess) -> None:
+        """Takes the parameters over; all show a stub."""
         device = self.accelerator.device
         for unit in self.parts.units:
-            params = self._params[unit.index]
             self._stubs[unit.index] = tuple(
                 make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params
             )
             if self.fixed[unit.index]:
-                residence = self._residence(unit.index)
-                self.current[unit.index] = residence
-                for p, view in zip(params, residence.views, strict=True):
-                    p.data = view
-            else:
+                self.current[unit.index] = self._residence(unit.index)
+            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
+                parameters.manage(p, spec.index, access)
+            self._to_stubs(unit.index)
+
+    def take_back(self, access: WeightAccess, hidden: Container[int]) -> None:
+        """Parameters that were given away show what they did before; ``hidden``: fixed units that
+        show a stub."""
+        for unit in self.parts.units:
+            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
+                parameters.manage(p, spec.index, access)
+            if self.current[unit.index] is None or unit.index in hidden:
                 self._to_stubs(unit.index)
+            else:
+                self._to_views(unit.index)
+
+    def close(self) -> list[torch_private.StorageWatch]:
+        """All parameters show a stub for good.  Returns watches of the storages over memory of the
+        engine that may still be in use."""
+        watches = [held.watch for held in self._held]
+        for unit, residence in enumerate(self.current):
+            for p, stub in zip(self._params[unit], self._stubs[unit], strict=False):
+                if parameters.is_managed(p):  # and was not given back
+                    parameters.hide(p, stub)
+            if residence is not None:
+                watches.append(torch_private.StorageWatch(residence.storage))
+        self._aliases.clear()
+        self.by_storage.clear()
+        self.current = [None] * len(self.current)
+        return watches
 
     def _residence(self, unit: int) -> Residence:
         memory = self.executor.arenas.bytes_of(self._place_of(unit))
@@ -103,22 +142,80 @@ class Residences:
 
     def _to_stubs(self, unit: int) -> None:
         for p, stub in zip(self._params[unit], self._stubs[unit], strict=True):
-            p.data = stub
+            parameters.hide(p, stub)
+
+    def _to_views(self, unit: int) -> None:
+        residence = self.current[unit]
+        assert residence is not None
+        for p, view in zip(self._params[unit], residence.views, strict=True):
+            parameters.show(p, view)
+        self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
 
     def suspend(self, unit: int) -> None:
-        """A resident unit is about to be updated: nobody may read it before ``resume``."""
+        """Nobody may see a resident unit's weights before ``resume``."""
+        self._note_edits(unit)
         self._to_stubs(unit)
 
     def resume(self, unit: int) -> None:
         """A resident unit's update is over."""
-        residence = self.current[unit]
-        assert residence is not None
-        for p, view in zip(self._params[unit], residence.views, strict=True):
-            p.data = view
+        self._to_views(unit)
+
+    def outdate(self, unit: int) -> None:
+        """A unit's weights change: graphs that have saved its parameters themselves must not be run
+        backward any more."""
+        for p in self._params[unit]:
+            torch.autograd.graph.increment_version(p)
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """The unit's own parameters."""
         return self._params[unit]
+
+    def weight(self, index: int) -> torch.Tensor:
+        """The weights of a parameter where they are now; its unit is open or fixed."""
+        residence = self.current[self.parts.unit_of[index]]
+        assert residence is not None
+        return residence.views[self._place_in_unit[index]]
+
+    # -- edits by others ------------------------------------------------------------------------
+
+    def watch(self, index: int, alias: torch.Tensor) -> None:
+        """Somebody has a tensor over the weights of a parameter that shows."""
+        unit = self.parts.unit_of[index]
+        entry = (index, alias, torch_private.version_of(alias))
+        self._aliases.setdefault(unit, []).append(entry)
+
+    def _note_edits(self, unit: int) -> None:
+        """Notes which parameters of a unit were changed in place while they showed."""
+        specs = self.parts.units[unit].params
+        for p, (_, spec), seen in zip(self._params[unit], specs, self._seen[unit], strict=False):
+            if torch_private.version_of(p) != seen:
+                self._edited.append(spec.name)
+        self._seen[unit] = ()
+        for index, alias, version in self._aliases.pop(unit, ()):
+            if torch_private.version_of(alias) != version:
+                name = next(spec.name for _, spec in specs if spec.index == index)
+                self._edited.append(name)
+
+    def refuse_edits(self) -> None:
+        """Raises if weights were changed in place where that can be neither kept nor made whole."""
+        if self._edited:
+            names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
+            raise OffloadError(
+                f"the weights of {names} were changed in place while they were in use (in forward, "
+                "or between forward and step()), which would be lost or half saved; change them "
+                "between step() and the next forward, or inside `with "
+                "overspill.materialized(model, writeback=True)`"
+            )
+
+    def check_shown(self, hidden: Container[int]) -> None:
+        """Raises if a parameter that never moves was changed, or given other data, since it showed;
+        ``hidden``: units that do not show now."""
+        for unit, residence in enumerate(self.current):
+            if self.fixed[unit] and residence is not None and unit not in hidden:
+                self._check(unit, residence.views)
+                self._note_edits(unit)
+                self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
+        self.refuse_edits()
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -146,7 +243,7 @@ class Residences:
         except BaseException:
             for member in opened:
                 self._hide(member)
-            self.executor.tell(Release(unit))
+            self.executor.release(unit)
             raise
 
     def _show(self, unit: int) -> None:
@@ -154,19 +251,10 @@ class Residences:
             place = self._place_of(unit)
             self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-        self._check(unit, self._stubs[unit])
         residence = self._residence(unit)
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
-        for p, view in zip(self._params[unit], residence.views, strict=True):
-            p.data = view
-
-    def check_fixed(self, late: Container[int]) -> None:
-        """Raises if a parameter that never moves was given other data; ``late``: units that show
-        stubs now."""
-        for unit, residence in enumerate(self.current):
-            if self.fixed[unit] and residence is not None and unit not in late:
-                self._check(unit, residence.views)
+        self._to_views(unit)
 
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
         """Whether the unit's parameters show what the engine has given them."""
@@ -187,18 +275,18 @@ class Residences:
         if self.uses[unit] == 0:
             members = [m for m in self.groups[unit] if not self.fixed[m]]
             held = tuple(member for member in members if self._hide(member))
-            if not self.executor.failed:
-                self.executor.tell(Release(unit, held))
+            self.executor.release(unit, held)
 
     def _hide(self, unit: int) -> bool:
         """Whether something still points into the slot after the last use has let go."""
         self.open[unit] -= 1
-        if self.open[unit]:
-            return False
         residence = self.current[unit]
-        assert residence is not None
+        if self.open[unit] or residence is None:
+            return False
+        place = self._place_of(unit)
         if self.accelerator.has_device_memory:
-            self.executor.mark_device_use(self._place_of(unit), self.accelerator.record())
+            self.executor.mark_device_use(place, self.accelerator.record())
+        self._note_edits(unit)
         self._to_stubs(unit)
         self.current[unit] = None
         del self.by_storage[torch_private.identity(residence.storage)]
@@ -206,16 +294,30 @@ class Residences:
         del residence
         if watch.expired:
             return False
-        self._held.append((unit, watch))
+        self._held.append(_Held(unit, place, watch))
         return True
 
     def collect_freed(self) -> None:
         """Tells the machine of slots that graphs have let go since."""
         if self._held:
-            freed = [unit for unit, watch in self._held if watch.expired]
-            self._held = [(unit, watch) for unit, watch in self._held if not watch.expired]
-            for unit in freed:
-                self.executor.tell(Freed(unit))
+            freed = [held for held in self._held if held.watch.expired]
+            self._held = [held for held in self._held if not held.watch.expired]
+            for held in freed:
+                if self.accelerator.has_device_memory:
+                    # Kernels that read it through the graph may still run.
+                    self.executor.mark_device_use(held.place, self.accelerator.record())
+                self.executor.tell(Freed(held.unit))
+
+    def reset(self) -> None:
+        """No forward and no backward runs: closes what an exception has left open."""
+        for unit, uses in enumerate(self.uses):
+            for _ in range(uses):
+                self.leave(unit)
+        for unit, count in enumerate(self.open):
+            if count:
+                self.open[unit] = 1
+                self._hide(unit)
+        self.executor.reclaim(self.uses)
 
     def view(self, unit: int, offset: int, dtype: torch.dtype, shape: Sequence[int],
              stride: Sequence[int]) -> torch.Tensor:  # fmt: skip

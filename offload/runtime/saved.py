@@ -57,6 +57,21 @@ class _Outer:
         self.packed, self.unpack = packed, unpack
 
 
+Hooks = tuple[torch_private.Pack, torch_private.Unpack]
+
+
+class _Packing:
+    """Called for every tensor that autograd saves."""
+
+    __slots__ = ("_outer", "saved")
+
+    def __init__(self, saved: SavedTensors, outer: Hooks | None) -> None:
+        self.saved, self._outer = saved, outer
+
+    def __call__(self, t: torch.Tensor) -> Any:
+        return self.saved.pack(t, self._outer)
+
+
 class SavedTensors:
     """The pair of hooks of one engine; ``versions`` counts the updates of every unit."""
 
@@ -71,8 +86,15 @@ class SavedTensors:
         self._index_of, self._open = index_of, open_in_backward
         self.live = [0] * len(versions)
 
-    def pack(self, t: torch.Tensor, outer: torch_private.Pack | None,
-             unpack: torch_private.Unpack | None) -> Any:  # fmt: skip
+    def packing(self, outer: Hooks | None) -> _Packing:
+        """The first of the pair of hooks; ``outer``: the pair that encloses it."""
+        return _Packing(self, outer)
+
+    def is_packing(self, pair: Hooks | None) -> bool:
+        """Whether a pair of hooks is this engine's."""
+        return pair is not None and isinstance(pair[0], _Packing) and pair[0].saved is self
+
+    def pack(self, t: torch.Tensor, outer: Hooks | None) -> Any:
         """What to keep instead of ``t``."""
         residence = self._residences.by_storage.get(torch_private.storage_key(t))
         if residence is not None:
@@ -89,8 +111,8 @@ class SavedTensors:
                 )
                 handle.param = param
                 return handle
-        if outer is not None and unpack is not None:
-            return _Outer(outer(t), unpack)
+        if outer is not None:
+            return _Outer(outer[0](t), outer[1])
         return _Plain(t)
 
     def _cast_of(self, t: torch.Tensor) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,18 @@ def identity(storage: torch.UntypedStorage) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory has been written in place."""
     return int(tensor._version)
+
+
+def without_overrides() -> AbstractContextManager[object]:
+    """Inside, classes of tensors do not take part in what happens to them."""
+    guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor lies over the same memory."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return int(users) <= 2  # the tensor, and the object that was just asked
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ class UpdateWorker:
 
     Args:
         work_on: does a task; says whether what it gave is finite.
-        spoiled: told of a result that is not finite, before ``finished``.
+        spoiled: told of a unit whose values are not finite, before ``finished``.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class UpdateWorker:
         events: RangeEvents,
         trace: Trace,
         work_on: Callable[[Task], bool],
-        spoiled: Callable[[], None],
+        spoiled: Callable[[int], None],
         finished: Callable[[Task, BaseException | None], None],
     ) -> None:
         self._arenas, self._accelerator, self._events = arenas, accelerator, events
@@ -77,8 +77,8 @@ class UpdateWorker:
         name = self._names[self._unit_of[task.item[1]] if isinstance(task, Clear) else task.unit]
         with self._trace.during("update", name):
             finite = self._in_order(task)
-        if not finite:
-            self._spoiled()
+        if not finite and isinstance(task, Update):
+            self._spoiled(task.unit)
         if isinstance(task, Update):
             share = self._there if task.on_device else 1.0
             self._pace.hold(self._params[task.subgroup] * share, queued_ns)

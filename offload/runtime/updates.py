@@ -6,9 +6,8 @@ is updated in runs of neighbours that have a gradient and share their count.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..schedule.partition import Chunk, Unit, align
 from ..schedule.plan import host_grad_dtype
 from ..schedule.subgroups import Subgroup
 from ..schedule.visits import visit_in
+from .ledger import Ledger
 from .pools import Arenas
 from .visits import Parts
 
@@ -73,26 +73,17 @@ class Updater:
     let it measure gradients that are gathered where they are kept."""
 
     def __init__(
-        self,
-        layout: Layout,
-        arenas: Arenas,
-        rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
-        accumulated: int,
-    ) -> None:
-        self.layout, self.arenas, self.rule = layout, arenas, rule
+        self, layout: Layout, arenas: Arenas, rule: Rule, ledger: Ledger, accumulated: int,
+        measures: bool,
+    ) -> None:  # fmt: skip
+        """``measures``: norms are taken as gradients arrive."""
+        self.layout, self.arenas, self.rule, self.ledger = layout, arenas, rule, ledger
         self.grads = GradLayout(layout.units, accumulated)
-        self._groups = groups
-        self.measures = False  # whether norms are taken as gradients arrive
+        self.measures = measures
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
-        count = 1 + max((p.index for u in layout.units for _, p in u.params), default=-1)
-        self.steps = [0] * count
-        self.squares: dict[int, float] = {}  # sums of squares of gradients, as they arrived
-        self.scales: dict[int, float] = {}  # what the update multiplies gradients by
         self.nonfinite: list[str] = []
         self._lock = threading.Lock()
         self._arrived: dict[int, list[Arrived]] = {}
-        self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._scalars: dict[tuple[int, int, float], StepScalars] = {}
         self._snapshot: list[dict[str, Any]] | None = None
 
@@ -103,22 +94,10 @@ class Updater:
         with self._lock:
             self._arrived.setdefault(unit, []).append(arrival)
 
-    def present(self, unit: int, params: Collection[int], scale: float) -> None:
-        """Says which parameters of the unit have a gradient in this step, to be multiplied by
-        ``scale`` and by their own scales."""
-        self._present[unit] = {
-            index: (self.steps[index] + 1, scale * self.scales.get(index, 1.0)) for index in params
-        }
-
-    def forget_gradients(self) -> None:
-        """All gradients are dropped, and with them their norms and scales."""
-        self.squares.clear()
-        self.scales.clear()
-
     def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the hyper-parameters, once per step, before its first update."""
-        if self._snapshot is None:
-            self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
+        """Takes the hyper-parameters, before the first update of a step."""
+        self._scalars.clear()
+        self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
 
     def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         """The name of a hyper-parameter that was changed after the step's first update."""
@@ -127,12 +106,6 @@ class Updater:
                 if key in group and not _same(group[key], value):
                     return key
         return None
-
-    def end_step(self) -> None:
-        """Forgets what belonged to the step that is over."""
-        self._snapshot = None
-        self._scalars.clear()
-        self._present.clear()
 
     # -- work -----------------------------------------------------------------------------------
 
@@ -181,7 +154,8 @@ class Updater:
                 flat = self._grads(unit, place, number)
                 grads = [flat[s.offset : s.offset + s.numel] for s in chunk.params]
                 sums = sums_of_squares(grads)
-                self.squares.update(zip((s.index for s in chunk.params), sums, strict=True))
+                measured = zip((s.index for s in chunk.params), sums, strict=True)
+                self.ledger.squares.update(measured)
 
     def _grads(self, unit: int, place: Place, number: int) -> torch.Tensor:
         dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]
@@ -247,7 +221,7 @@ class Updater:
         Compact moments are rounded by an element's place in its parameter, and blocks end with it,
         so that each parameter is a run of its own there.
         """
-        present = self._present[unit]
+        present = self.ledger.turns(unit)
         runs: list[Run] = []
         end = subgroup.start + subgroup.count
         apart = granule_of(subgroup.fields) > 1
@@ -273,13 +247,7 @@ class Updater:
             self._scalars[group, step, scale] = scalars
         return scalars
 
-    # -- the norm -------------------------------------------------------------------------------
-
-    def total_norm(self, params: Sequence[int]) -> float:
-        """The global L2 norm of the step's gradients, summed exactly in the order of indices."""
-        squares = [self.squares[i] * self.scales.get(i, 1.0) ** 2 for i in sorted(params)]
-        finite = all(math.isfinite(square) for square in squares)
-        return math.sqrt(math.fsum(squares) if finite else sum(squares))
+    # -- what went wrong ------------------------------------------------------------------------
 
     def raise_nonfinite(self) -> None:
         """Raises when an update gave values that are not finite."""

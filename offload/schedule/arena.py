@@ -45,6 +45,13 @@ class Arena:
                 return Place(self.tier, offset, nbytes)
         return None
 
+    def hole(self, nbytes: int) -> Place | None:
+        """What ``allocate`` would give; it is not taken."""
+        for offset, length in self._free:
+            if length >= nbytes:
+                return Place(self.tier, offset, nbytes)
+        return Place(self.tier, self.base, 0) if nbytes == 0 else None
+
     def free(self, place: Place) -> None:
         """Gives a place back."""
         if place.nbytes == 0:

@@ -51,7 +51,8 @@ class Commits:
                 if place is not None:
                     self.places[item] = place
         self.dirty: set[Item] = set()  # in memory, changed since it was last saved
-        self.pending = self.spoiled = False
+        self.pending = False
+        self.spoiled: set[int] = set()  # units that hold values that are not finite
         self.sealed: int | None = None
         self.blocked: set[Item] = set()
         self._changed: dict[Item, int] = {}
@@ -64,6 +65,7 @@ class Commits:
     def begin(self, sealed: int | None) -> None:
         """All that is current now is one cut; ``sealed``: the number of its facts, if known."""
         assert not self.pending, "one commit at a time"
+        assert not self.spoiled, "what is not finite is not committed"
         self.pending, self.sealed = True, sealed
         self._changed = {
             item: roles.newest
@@ -146,6 +148,14 @@ class Commits:
 
     # -- back -----------------------------------------------------------------------------------
 
+    def take_back(self) -> None:
+        """The cut that is under way is not made: what it holds is about to be edited, and will be in
+        another.  Its facts are not known, and nothing moves."""
+        assert self.sealed is None and not self._saving, "the cut is being written"
+        self.dirty.update(self._unsaved)
+        self._unsaved.clear()
+        self._end()
+
     def rollback(self) -> list[Item]:
         """Forgets the cut and all that is newer than the last commit.  Nothing may be under way.
 
@@ -162,5 +172,5 @@ class Commits:
         self.dirty.clear()
         self._unsaved.clear()
         self._end()
-        self.spoiled = False
+        self.spoiled.clear()
         return [item for item in self.items if item in stale]

@@ -125,6 +125,17 @@ class Gradients:
         self._emit(Grant(signal.ticket, item.slot))
         return True
 
+    def lost(self, unit: int) -> None:
+        """Compute will not fill the place that it was granted; a place that was handed over since,
+        or never granted, is none of this."""
+        item = self.units[unit]
+        if item.phase is Phase.GATHERING:
+            self._free_slot(unit)
+            item.phase = Phase.EMPTY
+        elif item.phase in _REST and item.device is not None:
+            self.device_arena.free(item.device)
+            item.device = None
+
     # -- arrival --------------------------------------------------------------------------------
 
     def ready(self, signal: GradReady) -> None:

@@ -33,7 +33,7 @@ def _owners(machine: Residency) -> None:
     for item in weights.units:
         host_w += [item.host.place] if item.host and not item.host.fixed else []
         device_w += [item.device.place] if item.device and not item.device.fixed else []
-        device_w += item.orphans
+        (device_w if machine.layout.has_device else host_w).extend(item.orphans)
     for unit, home in zip(grads.units, machine.layout.homes, strict=True):
         if unit.slot is not None and home.grad_place is None:
             host_g.append(unit.slot)

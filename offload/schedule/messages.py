@@ -181,12 +181,14 @@ class GradReady:
 class Step:
     """Update ``units`` (those not updated already).  ``ticket`` is granted when all has landed, or
     in the ``background`` at once: compute then goes on, and waits unit by unit.  ``commit``: what
-    is current when it has landed is to be committed."""
+    is current when it has landed is to be committed.  ``counts``: it is a step of training, and not
+    the end of one that was given up."""
 
     units: tuple[int, ...]
     ticket: int
     background: bool = False
     commit: bool = False
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,25 @@ class Durable:
 
 @dataclass(frozen=True)
 class Spoiled:
-    """An update gave values that are not finite: commit nothing until told otherwise."""
+    """An update of ``unit`` gave values that are not finite: nothing is committed before the unit
+    is ``Sound`` again, or all is rolled back."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class Sound:
+    """All weights and state of ``unit`` were replaced by finite ones."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class GradLost:
+    """The gradients that compute was about to gather for ``unit``, in the place it was granted,
+    will never come."""
+
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -244,6 +264,6 @@ class Failed:
 
 
 Signal = (
-    Need | Release | Freed | GradRoom | GradReady | Step | Landed | Settled | Seal | Cut | Durable
-    | Spoiled | Done | Failed
+    Need | Release | Freed | GradRoom | GradReady | GradLost | Step | Landed | Settled | Seal | Cut
+    | Durable | Spoiled | Sound | Done | Failed
 )  # fmt: skip

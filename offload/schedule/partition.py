@@ -127,6 +127,14 @@ def _direct(module: nn.Module) -> bool:
     return any(isinstance(c, _BAGS) and _nbytes(c) > 0 for c in module.children())
 
 
+def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the module holds itself, or in a bag: its own forward may read them."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, _BAGS):
+            yield from direct_parameters(child)
+
+
 def _like_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """The members of a container that share their class with another one and hold parameters."""
     members = [(n, m) for n, m in container.named_children() if _nbytes(m) > 0]

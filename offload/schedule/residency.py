@@ -8,6 +8,7 @@ before prefetch.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 from ..config import Tier
 from .commits import Commits
@@ -23,6 +24,7 @@ from .messages import (
     Durable,
     Failed,
     Freed,
+    GradLost,
     GradReady,
     GradRoom,
     Grant,
@@ -38,6 +40,7 @@ from .messages import (
     Settle,
     Settled,
     Signal,
+    Sound,
     Spoiled,
     Step,
     Work,
@@ -125,14 +128,18 @@ class Residency:
             self._settled.append(signal)
         elif isinstance(signal, Durable):
             self._durable.append(signal)
-        elif isinstance(signal, (Seal, Cut, Spoiled)):
+        elif isinstance(signal, GradLost):
+            self.gradients.lost(signal.unit)
+        elif isinstance(signal, (Seal, Cut, Spoiled, Sound)):
             self._about_commits(signal)
         else:
             raise TypeError(f"not a signal: {signal!r}")
 
-    def _about_commits(self, signal: Seal | Cut | Spoiled) -> None:
+    def _about_commits(self, signal: Seal | Cut | Spoiled | Sound) -> None:
         if isinstance(signal, Spoiled):
-            self.commits.spoiled = True
+            self.commits.spoiled.add(signal.unit)
+        elif isinstance(signal, Sound):
+            self.commits.spoiled.discard(signal.unit)
         elif isinstance(signal, Cut):
             self._cut = signal
         elif self.commits.pending and self.commits.sealed is None:
@@ -232,7 +239,8 @@ class Residency:
         if not self._demands:  # else prefetch could keep a blocked demand from ever being alone
             self.updates.prefetch()
             self._prefetch()
-        assert self.in_flight or not self._waiting, "someone waits and nothing moves"
+        if self._waiting and not self.in_flight:
+            self._refuse_all()
 
     def _may_land(self) -> bool:
         """One commit at a time: the next cut is made when the one before is durable."""
@@ -241,8 +249,8 @@ class Residency:
     def _commit(self) -> None:
         free = self._step is None and not self.updates.busy and not self.commits.pending
         if self._cut is not None and free:
-            self.commits.spoiled = False
-            self.commits.begin(self._cut.number)
+            if not self.commits.spoiled:
+                self.commits.begin(self._cut.number)
             self._cut = None
         self.commits.advance()
         if self._durable and self._cut is None and not self.commits.pending:
@@ -288,14 +296,24 @@ class Residency:
         blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
         if not self.in_flight:
             self._demands.popleft()
-            self._refuse(need, blocked[0] if blocked else need.unit)
+            self._refuse(need.ticket, blocked[0] if blocked else need.unit, tier)
 
-    def _refuse(self, need: Need, unit: int) -> None:
-        tier = self.layout.compute_tier
+    def _refuse_all(self) -> None:
+        """Nothing moves, and an update finds no room: graphs that are kept have it.  Whoever waits
+        is told; what is queued goes on when they are gone."""
+        unit = self.updates.blocked_at()
+        assert unit is not None and any(u.held for u in self.weights.units), (
+            "someone waits and nothing moves"
+        )
+        for ticket in self._tickets():
+            self._refuse(ticket, unit, Tier.HOST)
+        self._forget_waiting()
+
+    def _refuse(self, ticket: int, unit: int, tier: Tier) -> None:
         arena = self.weights.device_arena if tier is Tier.DEVICE else self.weights.host_arena
         nbytes = self.weights.units[unit].nbytes
         free = arena.nbytes - arena.used_bytes
-        self._emit(Refuse(need.ticket, unit, tier.value, nbytes, free))
+        self._emit(Refuse(ticket, unit, tier.value, nbytes, free))
 
     def _prefetch(self) -> None:
         room, updating = True, self.weights.updating
@@ -350,7 +368,18 @@ class Residency:
             for unit in range(len(self.layout.units)):
                 if self.weights.evictable(unit, tier) is not None:
                     self.weights.drop(unit, tier)
+        for unit, item in enumerate(self.weights.units):
+            if item.held:  # a graph may keep its slot; the next forward must not
+                self.weights.orphan(unit)
         self.updates.drop_cached()
+
+    def scratch(self, kind: Kind, nbytes: int) -> Place | None:
+        """Host memory that nobody uses as long as nothing moves, in the region of that kind."""
+        if kind is Kind.STATE:
+            return self.updates.arena.hole(nbytes)
+        if kind is Kind.WEIGHTS:
+            return self.weights.host_arena.hole(nbytes)
+        return self.gradients.host_arena.hole(nbytes)
 
     def rollback(self) -> list[Item]:
         """Goes back to the last commit; all copies are dropped.  Nothing may be under way.
@@ -363,6 +392,12 @@ class Residency:
 
     def abandon(self) -> list[int]:
         """After a failure: the tickets of all who still wait, each once."""
+        tickets = self._tickets()
+        self._forget_waiting()
+        self._step = None
+        return tickets
+
+    def _tickets(self) -> list[int]:
         tickets = [need.ticket for need in self._demands]
         tickets += [wish.ticket for wish in self.gradients.room_wanted]
         tickets += [signal.ticket for signal in self._settled]
@@ -371,13 +406,19 @@ class Residency:
         for unit in self.gradients.units:
             if isinstance(unit.arrival, GradRoom):
                 tickets.append(unit.arrival.ticket)
-                unit.arrival = None
         if self._step is not None and not self._step.background:
             tickets.append(self._step.ticket)
+        return tickets
+
+    def _forget_waiting(self) -> None:
+        """Whoever waits was told otherwise."""
+        for unit in self.gradients.units:
+            if isinstance(unit.arrival, GradRoom):
+                unit.arrival = None
+        if self._step is not None:
+            self._step = replace(self._step, background=True)  # nobody waits for its end
         self._demands.clear()
         self.gradients.room_wanted.clear()
         self._settled.clear()
         self._landed.clear()
         self._durable.clear()
-        self._step = None
-        return tickets

@@ -99,6 +99,10 @@ class Updates:
         """Whether an update runs or one of its writes has not landed."""
         return bool(self.queue) or self.writing > 0
 
+    def blocked_at(self) -> int | None:
+        """The unit whose update is next, if there is one."""
+        return self.queue[0].unit if self.queue else None
+
     def add(self, unit: int) -> None:
         """Queues a unit, unless this step updated it already."""
         if unit not in self.updated:

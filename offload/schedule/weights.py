@@ -54,7 +54,7 @@ class _Unit:
     """The copies of one unit's weights.
 
     ``pins`` counts compute's uses of the compute-tier copy and ``held`` the dead storages that a
-    graph keeps over it; ``orphans`` are device slots that only such storages still use.
+    graph keeps over it; ``orphans`` are slots for compute that only such storages still use.
     ``stored`` says that the newest extent is current, ``updating`` that an update is queued: until
     it is done nobody computes with the unit.
     """
@@ -106,6 +106,11 @@ class Weights:
     def queued(self) -> int:
         """Queued updates that come before any use that the recorded order foresees."""
         return self.updates_begun - self.updates_done if self.drains else 0
+
+    @property
+    def compute_arena(self) -> Arena:
+        """Where the copies that compute uses come and go."""
+        return self.device_arena if self.layout.has_device else self.host_arena
 
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
@@ -266,11 +271,22 @@ class Weights:
         if item.device is None or item.device.fixed or item.device.holds:
             return
         if item.held:
-            item.orphans.append(item.device.place)
-            item.device = None
-            self.moved[Tier.DEVICE].discard(unit)
+            self.orphan(unit)
         else:
             self.drop(unit, Tier.DEVICE)
+
+    def orphan(self, unit: int) -> None:
+        """Forgets the copy that compute has used; a graph still has its slot.  Without one that may
+        be forgotten so, does nothing."""
+        item, copy = self.units[unit], self.compute_copy(unit)
+        if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
+            return
+        item.orphans.append(copy.place)
+        self.moved[copy.place.tier].discard(unit)
+        if copy is item.device:
+            item.device = None
+        else:
+            item.host = None
 
     def may_update(self, unit: int) -> bool:
         """Whether no copy of the old values is under way any more."""
@@ -284,7 +300,7 @@ class Weights:
         item.held -= 1
         if item.held == 0:
             for place in item.orphans:
-                self.device_arena.free(place)
+                self.compute_arena.free(place)
             item.orphans.clear()
 
     def hold_host(self, unit: int) -> None:

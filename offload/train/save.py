@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from torch import nn
 from ..durable.files import write_safetensors
 from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
-from ..model_state import read_weight
 from ..runtime import torch_private
 
 
@@ -25,7 +25,8 @@ def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:
         index = order.get(id(p))
         if engine is None or index is None:
             return p.detach
-        return lambda: read_weight(engine, index)
+        weights, number = engine.weights, index
+        return lambda: weights.read(number)
 
     for name, p in model.named_parameters():
         yield p, lazy(name, p.dtype, p.shape, value_of(p))
@@ -71,7 +72,7 @@ def save_masters(model: nn.Module, path: Path) -> int:
 
 
 def _write(tensors: list[StreamedTensor], path: Path) -> int:
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         written = write_safetensors(tensors, draft, lambda _: None)
         os.replace(draft, path)

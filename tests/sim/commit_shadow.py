@@ -64,6 +64,16 @@ class Shadow:
             self._committed, self._cut = self._cut, None
             self.commits += 1
 
+    def taken_back(self) -> None:
+        """After ``commits.take_back()``."""
+        self._cut = None
+
+    def edited(self, item: Item, role: int | None) -> None:
+        """An item was changed between steps; ``role``: the extent that it was written to."""
+        self._now[item] = next(self._numbers)
+        if role is not None:
+            self._kept[item, role] = self._now[item]
+
     def rolled_back(self) -> None:
         """After ``machine.rollback()``."""
         self._now, self._cut = dict(self._committed), None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from overspill.config import Tier
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
@@ -16,9 +17,13 @@ from overspill.schedule.messages import (
     Done,
     Durable,
     Failed,
+    Freed,
+    GradLost,
     GradReady,
     GradRoom,
     Grant,
+    Item,
+    Kind,
     Landed,
     Need,
     Read,
@@ -28,6 +33,7 @@ from overspill.schedule.messages import (
     Settle,
     Settled,
     Signal,
+    Sound,
     Spoiled,
     Step,
     Update,
@@ -51,9 +57,11 @@ class Chaos:
         self.rng, self.machine = rng, machine
         self.pending: list[Work] = []
         self.granted: set[int] = set()
+        self.refused: set[int] = set()
         self.tickets = 0
         self.signals = 0
         self.facts = 0
+        self.held: list[int] = []  # units of slots that a graph keeps
         self.shadow = Shadow(machine)
         self.open, self.cut = machine.layout.durable, False  # as in ``Committing``
 
@@ -67,8 +75,10 @@ class Chaos:
         for instruction in instructions:
             if isinstance(instruction, Grant):
                 self.granted.add(instruction.ticket)
+            elif isinstance(instruction, Refuse):
+                assert self.held, f"{instruction}, and no graph keeps anything"
+                self.refused.add(instruction.ticket)
             else:
-                assert not isinstance(instruction, Refuse), instruction
                 self.pending.append(instruction)
         validate(self.machine)
 
@@ -106,8 +116,12 @@ class Chaos:
             self.send(Step(units, ticket, bool(more["background"]), commit))
             self.open = self.cut = commit
             if self.machine.layout.durable and self.rng.random() < 0.05:
-                self.send(Spoiled())
+                self.send(Spoiled(self.rng.randrange(len(self.machine.layout.units))))
         while ticket not in self.granted:
+            if ticket in self.refused:  # the user lets go of his graphs, and tries again
+                self.free()
+                again = Landed if make is Step else make
+                return self.request(again, *args, **more)
             self.finish_one()
         while self.pending and self.rng.random() < 0.3:
             self.finish_one()
@@ -120,8 +134,10 @@ class Chaos:
             self.send(Seal(self.facts) if self.cut else Cut(self.facts))
 
     def commit(self) -> None:
-        """What the user's ``commit()`` does."""
+        """What the user's ``commit()`` does, after weights that were not finite were replaced."""
         self.request(Landed)
+        for unit in sorted(self.machine.commits.spoiled):
+            self.send(Sound(unit))
         if self.open:
             self.seal()
         else:
@@ -136,8 +152,7 @@ class Chaos:
             self.request(Durable)
         self.open = self.cut = False
         self.request(Landed)
-        while self.pending:
-            self.finish_one()
+        self.drain()
         self.machine.rollback()
         self.shadow.rolled_back()
         validate(self.machine)
@@ -145,14 +160,54 @@ class Chaos:
         self.send(Cut(self.facts))
         self.request(Durable)
 
+    def edit(self) -> None:
+        """Weights and state are edited between steps: they belong to the last step's cut."""
+        self.request(Landed)
+        self.drain()
+        commits = self.machine.commits
+        if self.open and self.cut:
+            commits.take_back()
+            self.shadow.taken_back()
+            self.cut = False
+        elif not self.open:
+            self.request(Durable)
+            self.drain()
+        self.machine.drop_caches()
+        for item in self.rng.sample(commits.items, self.rng.randint(1, len(commits.items))):
+            on_disk = item not in commits.places and not self.lives_on_device(item)
+            role = None
+            if on_disk:
+                roles = self.machine.roles_of(item)
+                role = roles.newest = roles.target()
+            commits.change(item)
+            self.shadow.edited(item, role)
+        validate(self.machine)
+
+    def lives_on_device(self, item: Item) -> bool:
+        homes = self.machine.layout.homes
+        return item.kind is Kind.WEIGHTS and homes[item.number].weights is Tier.DEVICE
+
+    def drain(self) -> None:
+        while self.pending:
+            self.finish_one()
+
+    def free(self) -> None:
+        """The graphs that kept slots are gone."""
+        while self.held:
+            self.send(Freed(self.held.pop()))
+
     def use(self, unit: int, order: Sequence[int]) -> None:
+        self.free()
         layout = self.machine.layout
         group = [unit, *layout.units[unit].shares]
         late = not self.machine.weights.updating.isdisjoint(group)
         if all(layout.homes[m].resident for m in group) and not (late or self.rng.random() < 0.1):
             return  # only what stays put and is up to date is used without asking
         self.request(Need, unit)
-        self.send(Release(unit))
+        streamed = [m for m in group if not layout.homes[m].resident]
+        kept = tuple(streamed) if self.rng.random() < 0.1 else ()
+        self.held.extend(kept)
+        self.send(Release(unit, kept))
 
 
 def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
@@ -196,17 +251,23 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
                         chaos.request(Landed)
                         landed = True
                     at_home = chaos.machine.gradients.at_home(unit) and other.random() < 0.7
+                    merge = micro > 0
                     if not at_home:
-                        chaos.request(GradRoom, unit, merge=micro > 0)
+                        chaos.request(GradRoom, unit, merge=merge)
+                        if rng.random() < 0.05:  # an exception; backward is run again
+                            chaos.send(GradLost(unit))
+                            merge = False
+                            chaos.request(GradRoom, unit, merge=merge)
                     settled = bool(at_home) and other.random() < 0.5
-                    chaos.send(GradReady(unit, micro > 0, early, settled))
+                    chaos.send(GradReady(unit, merge, early, settled))
         if rng.random() < 0.7:
             chaos.request(Settled)
         if not landed:
             chaos.request(Landed)
         chaos.request(Step, units=tuple(trained), background=background, commit=often)
-        if layout.durable and rng.random() < 0.15:
-            rng.choice([chaos.commit, chaos.rollback])()
+        if layout.durable and rng.random() < 0.2:
+            rng.choice([chaos.commit, chaos.rollback, chaos.edit])()
+    chaos.free()
     chaos.seal()
     for _ in range(MOST_MOVES * (len(order) + sum(map(len, layout.subgroups)))):
         if chaos.pending:

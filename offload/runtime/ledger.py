@@ -1,0 +1,121 @@
+"""What is true of every parameter and of the step, besides where bytes are: one owner.
+
+A step is taken all at once: what it changes is prepared, and made true when the machine takes the
+step, on the machine's thread.  No signal interrupts that thread, so an exception in the middle of
+``step()`` leaves either no step or a whole one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is about to be taken.
+
+    ``present``: by unit, the parameters that have a gradient.  ``scale``: multiplies them all.
+    ``commits``: what the step leaves is to be committed.  ``random``: the states of the random
+    generators at its end.
+    """
+
+    present: Mapping[int, frozenset[int]]
+    scale: float
+    commits: bool
+    random: Mapping[str, Any] = field(repr=False)
+
+
+class Ledger:
+    """Counts, versions, norms and scales; by parameter, or by unit where it says so.
+
+    ``steps``: taken so far.  ``versions``: by unit, how often its weights have changed.
+    ``squares``: sums of squares of the gradients as they arrived; ``scales``: what multiplies them
+    since.  ``early``: units that this step's backward has updated already.  ``count``: whole steps;
+    ``landing``: whether the updates of the last one may still run.
+    """
+
+    def __init__(self, parameters: int, units: int) -> None:
+        self.steps = [0] * parameters
+        self.versions = [0] * units
+        self.squares: dict[int, float] = {}
+        self.scales: dict[int, float] = {}
+        self.early: set[int] = set()
+        self.count = self.micro_steps = 0
+        self.landing = False
+        self.next: Prepared | None = None
+        self._present: dict[int, dict[int, tuple[int, float]]] = {}
+        self._listeners: list[Callable[[Prepared], None]] = []
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def renew(self, parameter: int) -> None:
+        """Another gradient takes the place of the one that was there: its norm and scale go."""
+        self.scales.pop(parameter, None)
+        self.squares.pop(parameter, None)
+
+    def forget_gradients(self) -> None:
+        """All gradients are dropped."""
+        self.squares.clear()
+        self.scales.clear()
+
+    def total_norm(self, parameters: Sequence[int]) -> float:
+        """The global L2 norm of gradients, summed exactly in the order of the parameters."""
+        squares = [self.squares[i] * self.scales.get(i, 1.0) ** 2 for i in sorted(parameters)]
+        finite = all(math.isfinite(square) for square in squares)
+        return math.sqrt(math.fsum(squares) if finite else sum(squares))
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def begin_early(self, unit: int, parameters: Collection[int]) -> None:
+        """Backward updates a unit before the step is taken."""
+        self.early.add(unit)
+        self._announce(unit, parameters, 1.0)
+
+    def _announce(self, unit: int, parameters: Collection[int], scale: float) -> None:
+        self.versions[unit] += 1
+        self._present[unit] = {
+            i: (self.steps[i] + 1, scale * self.scales.get(i, 1.0)) for i in parameters
+        }
+
+    def turns(self, unit: int) -> Mapping[int, tuple[int, float]]:
+        """Of the parameters of a unit that are updated: which step of theirs it is, and what
+        multiplies their gradients."""
+        return self._present[unit]
+
+    def when_taken(self, listener: Callable[[Prepared], None]) -> None:
+        """Has ``listener`` told of every step, on the machine's thread; to be quick."""
+        self._listeners.append(listener)
+
+    def take(self) -> None:
+        """The machine takes the step that was prepared; called on its thread."""
+        prepared, self.next = self.next, None
+        assert prepared is not None
+        for unit, parameters in prepared.present.items():
+            if unit not in self.early:
+                self._announce(unit, parameters, prepared.scale)
+            for index in parameters:
+                self.steps[index] += 1
+        self.early.clear()
+        self.count += 1
+        self.micro_steps = 0
+        self.landing = True
+        for listener in self._listeners:
+            listener(prepared)
+
+    def landed(self) -> None:
+        """All updates of the last step are over."""
+        self._present.clear()
+        self.landing = False
+
+    def give_up(self) -> None:
+        """A step that was begun is not taken; its updates are over."""
+        self.early.clear()
+        self.micro_steps = 0
+        self.landed()
+
+    def restore(self, count: int, steps: Sequence[int]) -> None:
+        """Goes back to what a commit says."""
+        self.count, self.steps[:] = count, steps

@@ -1,0 +1,329 @@
+"""What a managed parameter is for Python code: the user's own object, which knows where its weights
+are.
+
+While its weights are in place it is an ordinary parameter, but that its ``.data`` is watched: what
+is changed in place while compute may be using it would be lost, or half saved, and is found out.
+While they are elsewhere the class of the object is ``Hidden``: any operation on it, or on its
+``.data``, reads the current weights, and writes back what it changed.  With gradients on, what is
+read is joined to the parameter in the graph, so that its gradient arrives as always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from . import torch_private
+
+
+class WeightAccess(Protocol):
+    """How parameters reach their weights; all by parameter index."""
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy of the current weight."""
+        ...
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Another weight takes the place of the current one."""
+        ...
+
+    def lend(self, index: int, copy: torch.Tensor) -> None:
+        """The reader keeps a tensor over this copy, and may change it: then it is written."""
+        ...
+
+    def watch(self, index: int, alias: torch.Tensor) -> None:
+        """The reader got a tensor over the weights where they are."""
+        ...
+
+    def name(self, index: int) -> str: ...
+
+
+class _Known:
+    """What is known of a managed parameter; found by its identity, as it may hold nothing itself:
+    copies and pickles of it are ordinary parameters."""
+
+    __slots__ = ("_access", "hidden", "index", "plain", "reference", "shown")
+
+    def __init__(self, p: nn.Parameter, index: int, access: WeightAccess) -> None:
+        self.index, self.plain = index, type(p)
+        self.shown, self.hidden = _mixed(self.plain, Shown), _mixed(self.plain, Hidden)
+        self._access = weakref.ref(access)
+        key = id(p)
+        self.reference = weakref.ref(p, lambda _: _known.pop(key, None))
+
+    @property
+    def access(self) -> WeightAccess:
+        access = self._access()
+        if access is None:
+            raise OffloadError(
+                "the engine of this parameter is gone, and its weights with it; call "
+                "overspill.unwrap(model) before close()"
+            )
+        return access
+
+
+_known: dict[int, _Known] = {}
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+# -- for the engine ------------------------------------------------------------------------------
+
+
+def manage(p: nn.Parameter, index: int, access: WeightAccess) -> None:
+    """Makes the parameter a managed one; what it shows stays as it is."""
+    _known[id(p)] = _Known(p, index, access)
+
+
+def show(p: nn.Parameter, weights: torch.Tensor) -> None:
+    """The parameter's weights are in place."""
+    known = _known.get(id(p))
+    if known is not None:
+        _become(p, known.shown)
+    _set_data(p, weights)
+
+
+def hide(p: nn.Parameter, stub: torch.Tensor) -> None:
+    """The parameter's weights are elsewhere; ``stub`` has its shape."""
+    known = _known.get(id(p))
+    if known is None:
+        _set_data(p, stub)
+        return
+    _become(p, known.plain)  # whose data can be set
+    _set_data(p, stub)
+    _become(p, known.hidden)
+
+
+def is_managed(p: torch.Tensor) -> bool:
+    """Whether an engine manages the parameter, or has until it was closed."""
+    return id(p) in _known
+
+
+def release(p: nn.Parameter, weights: torch.Tensor) -> None:
+    """The parameter is an ordinary one again."""
+    known = _known.pop(id(p), None)
+    if known is not None:
+        _become(p, known.plain)
+    _set_data(p, weights)
+
+
+def _become(p: nn.Parameter, kind: type) -> None:
+    if type(p) is not kind:
+        p.__class__ = kind
+
+
+# -- the classes ---------------------------------------------------------------------------------
+
+
+class Shown:
+    """Mixed into the class of a parameter whose weights are in place."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        plain: torch.Tensor = _get_data(self)
+        known = _known.get(id(self))
+        if known is not None:
+            known.access.watch(known.index, plain)
+        return plain
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        known = _known[id(self)]
+        if not _is_same(_get_data(self), value):
+            raise OffloadError(
+                f"the data of parameter {known.access.name(known.index)!r} was replaced while it "
+                "is in use (in forward, between forward and step(), or by model.to, half and the "
+                "like); replace it between step() and the next forward, or inside `with "
+                "overspill.materialized(model, writeback=True)`, in the same shape and dtype"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, memo)
+
+
+class Hidden:
+    """Mixed into the class of a parameter whose weights are elsewhere."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        known = _known[id(self)]
+        copy = known.access.read(known.index)
+        known.access.lend(known.index, copy)
+        return copy
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        known = _known[id(self)]
+        with torch_private.without_overrides():
+            stub = _get_data(self)
+            if value is self or _is_same(stub, value):
+                return
+            like = (stub.shape, stub.dtype, stub.device)
+        if (value.shape, value.dtype, value.device) != like:
+            raise OffloadError(
+                f"the data of parameter {known.access.name(known.index)!r} was replaced by another "
+                f"shape, dtype or device ({tuple(value.shape)}, {value.dtype}, {value.device}), as "
+                "model.to, half and the like do; overspill.unwrap(model) first, or pass precision= "
+                "to wrap"
+            )
+        known.access.write(known.index, value.detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _plain_copy(self, memo)
+
+    def __repr__(self) -> str:
+        known = _known[id(self)]
+        try:
+            weights = known.access.read(known.index)
+        except OffloadError as error:
+            return f"Parameter of shape {tuple(self.shape)}: {error}"  # type: ignore[attr-defined]
+        return f"Parameter containing:\n{weights!r}"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _ABOUT or (name in ("__get__", "__set__", "__delete__") and not _is_view(func)):
+            with torch_private.without_overrides():
+                return func(*args, **kwargs)
+        if name in _CASTS and (same := _cast_to_itself(func, args, kwargs)) is not None:
+            return same
+        if name == "copy_" and args[0] is args[1]:
+            return args[0]
+        return _Operation().run(func, args, kwargs)
+
+
+_made: dict[tuple[type, type], type] = {}
+
+
+def _mixed(kind: type, what: type) -> type:
+    made = _made.get((kind, what))
+    if made is None:
+        made = _made[kind, what] = type(kind)(kind.__name__, (what, kind), {})
+    return made
+
+
+def _is_same(present: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``value`` is the very memory that shows already."""
+    return (
+        torch_private.storage_key(present) == torch_private.storage_key(value)
+        and present.dtype == value.dtype
+        and present.shape == value.shape
+        and present.stride() == value.stride()
+        and present.storage_offset() == value.storage_offset()
+    )
+
+
+def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
+    if id(p) not in memo:
+        known = _known[id(p)]
+        values = known.access.read(known.index)
+        memo[id(p)] = known.plain(values, requires_grad=p.requires_grad)
+    copied: nn.Parameter = memo[id(p)]
+    return copied
+
+
+# -- operations on hidden parameters -------------------------------------------------------------
+
+# What says something about a tensor and touches no element of it.
+_ABOUT = frozenset({
+    "__format__", "__hash__", "__len__", "__reduce_ex__", "__setstate__", "_make_subclass",
+    "_typed_storage", "backward", "can_cast", "data_ptr", "dim", "dim_order", "element_size",
+    "empty_like", "full_like", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj",
+    "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg",
+    "is_non_overlapping_and_dense", "is_pinned", "is_same_size", "is_set_to", "is_shared",
+    "is_signed", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full",
+    "new_ones", "new_tensor", "new_zeros", "numel", "ones_like", "rand_like", "randint_like",
+    "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "result_type", "retain_grad", "size", "storage", "storage_offset", "storage_type", "stride",
+    "untyped_storage", "zeros_like",
+})  # fmt: skip
+_VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are tensors
+_CASTS = frozenset({
+    "bfloat16", "cpu", "cuda", "double", "float", "half", "ipu", "to", "type", "type_as", "xpu",
+})  # fmt: skip
+
+
+def _is_view(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
+
+
+def _cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a cast gives that changes nothing (``type()`` its text); ``None`` if it does change."""
+    p = args[0]
+    if not isinstance(p, Hidden):
+        return None
+    with torch_private.without_overrides():
+        probe = torch.empty(0, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+        made = func(probe, *args[1:], **kwargs)
+    if made is probe:
+        return p
+    return made if isinstance(made, str) else None
+
+
+class _Joined(torch.autograd.Function):
+    """A copy of a parameter's weight, as what stands in a graph for the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, p: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return read()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _Operation:
+    """One operation with hidden parameters among its arguments, run on copies of their weights."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, _Known, torch.Tensor, int]] = {}
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
+        result = func(*args, **kwargs)
+        for p, known, copy, version in self._copies.values():
+            if torch_private.version_of(copy) != version:
+                if copy.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {known.access.name(known.index)!r} requires grad, so it can be "
+                        "changed in place under torch.no_grad() alone"
+                    )
+                known.access.write(known.index, copy)
+            self._lend(known, copy, result)
+        back = {id(copy): p for p, _, copy, _ in self._copies.values()}
+        return torch_private.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+    def _copy_of(self, value: Any) -> Any:
+        if not isinstance(value, Hidden):
+            return value
+        if id(value) not in self._copies:
+            known = _known[id(value)]
+            copy = self._read(value, known)
+            self._copies[id(value)] = (value, known, copy, torch_private.version_of(copy))
+        return self._copies[id(value)][2]
+
+    @staticmethod
+    def _read(p: Any, known: _Known) -> torch.Tensor:
+        if torch.is_grad_enabled() and p.requires_grad:
+            joined: torch.Tensor = _Joined.apply(p, lambda: known.access.read(known.index))
+            return joined
+        return known.access.read(known.index)
+
+    @staticmethod
+    def _lend(known: _Known, copy: torch.Tensor, result: Any) -> None:
+        """A result over the copy's memory, outside of any graph, may be written to later."""
+        key = torch_private.storage_key(copy)
+        for leaf in torch_private.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf is not copy and not leaf.requires_grad:
+                if leaf.layout is torch.strided and torch_private.storage_key(leaf) == key:
+                    known.access.lend(known.index, copy.detach())
+                    return
