@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from .engine import Blueprint, engine_of
 from .errors import OffloadError
 from .observe.calibration import Calibration, Task, calibrate
 from .observe.machine import Machine
-from .optim import Master, Rule, granule_of, moments_of, rule_for
+from .optim import Master, Rule, granule_of, moments_of, rules_for
 from .optim.bench import case_of
+from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
+from .runtime.parameters import is_managed
 from .runtime.profiling import profile_step
 from .schedule.bounds import (
     Bound,
@@ -40,10 +42,15 @@ def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:
     return "fp32" if dtype == torch.float16 else None
 
 
-def _fields_of(rule: Rule, config: OffloadConfig) -> Callable[[Chunk], tuple[StateField, ...]]:
-    return lambda chunk: rule.state_fields(
-        chunk.dtype, _master_of(chunk.dtype, config), config.moments
-    )
+def _fields_of(
+    rules: Sequence[Rule], config: OffloadConfig
+) -> Callable[[Chunk], tuple[StateField, ...]]:
+    def fields(chunk: Chunk) -> tuple[StateField, ...]:
+        assert chunk.group is not None
+        master = _master_of(chunk.dtype, config)
+        return rules[chunk.group].state_fields(chunk.dtype, master, config.moments)
+
+    return fields
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -57,6 +64,13 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+        if getattr(module, "max_norm", None) is not None:
+            raise OffloadError(
+                f"module {name!r} changes its weight in forward (max_norm), where it would be lost; "
+                "set max_norm=None, and renormalise between step() and the next forward"
+            )
+    for name, p in model.named_parameters():
+        _check_parameter(name, p)
     own = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -65,6 +79,19 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
                     "not in the model; build the optimizer from model.parameters()"
                 )
+
+
+def _check_parameter(name: str, p: nn.Parameter) -> None:
+    if is_managed(p):
+        raise OffloadError(
+            f"parameter {name!r} belongs to another wrapped model; unwrap that one first"
+        )
+    if torch_private.is_wrapper(p):
+        kinds = f"{type(p).__name__} of {type(p.data).__name__}"
+        raise OffloadError(
+            f"parameter {name!r} is no plain tensor ({kinds}): models that are sharded (FSDP2, "
+            "DTensor) or quantised are not supported; wrap the plain model, on one device"
+        )
 
 
 def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
@@ -100,12 +127,12 @@ def decide(
         every_update: also foresee the other ways to update.
         numel: elements of a record of state, where a store has set it.
     """
-    rule = rule_for(optimizer)
+    rules = rules_for(optimizer)
     _check_model(model, optimizer)
     _check_devices(model, accelerator)
     _check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    granule = granule_of(rule.state_fields(torch.float32, None, config.moments))
+    granule = max(granule_of(r.state_fields(torch.float32, None, config.moments)) for r in rules)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
     if machine is None or machine.host_memory is None:
         budgets = resolve_budgets(config, accelerator)
@@ -113,7 +140,7 @@ def decide(
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
     durable = config.durable and config.nvme is not None
-    needs = Needs(_fields_of(rule, config), config.accumulate, update, durable, numel=numel)
+    needs = Needs(_fields_of(rules, config), config.accumulate, update, durable, numel=numel)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
@@ -125,7 +152,7 @@ def decide(
     chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
-    return Blueprint(config, parts, plan, budgets, rule, update)
+    return Blueprint(config, parts, plan, budgets, rules, update)
 
 
 def _plan_of(
@@ -260,6 +287,6 @@ def calibrated(
     for p in model.parameters():
         sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
-    update = case_of(rule_for(optimizer), dtype, _master_of(dtype, config), config.moments)
+    update = case_of(rules_for(optimizer)[0], dtype, _master_of(dtype, config), config.moments)
     kept = calibrate(config.nvme or (), accelerator.kind, Task(update, dtype), anew=anew)
     return replace(config, rates=kept.for_task(Task(update, dtype))), kept

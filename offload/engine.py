@@ -69,8 +69,13 @@ class Blueprint:
     parts: Partition
     plan: Plan
     budgets: Budgets
-    rule: Rule
+    rules: tuple[Rule, ...]  # by param group
     update: str  # "step", "backward" or "next_forward"
+
+    def rule_of(self, index: int) -> Rule | None:
+        """The rule of a parameter; ``None`` if it is not trained."""
+        group = self.parts.groups[index]
+        return None if group is None else self.rules[group]
 
 
 class Engine:
@@ -93,6 +98,11 @@ class Engine:
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace(ranges=ProfilerRanges())
         self.closed = self.materialized = False
+        mine = {id(p) for group in groups for p in group["params"]}
+        self._frozen = [
+            (name, p) for name, p in model.named_parameters()
+            if id(p) in mine and not p.requires_grad
+        ]  # fmt: skip
         self._owner = os.getpid()
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
@@ -164,7 +174,7 @@ class Engine:
             set_threads(config.threads)
         update = self.blueprint.update
         self.updater = Updater(
-            layout, self._held.arenas, self.blueprint.rule, self.ledger, config.accumulate,
+            layout, self._held.arenas, self.blueprint.rules, self.ledger, config.accumulate,
             judges(config, update),
         )  # fmt: skip
         machine = Residency(layout)
@@ -201,7 +211,7 @@ class Engine:
     def _facts(self) -> dict[str, Any]:
         config = self.config
         return {
-            "optimizer": self.blueprint.rule.name,
+            "optimizer": self.blueprint.rules[0].name,
             "precision": config.precision, "master": config.master, "moments": config.moments,
             "names": None if config.units is None else list(config.units),
         }  # fmt: skip
@@ -267,8 +277,22 @@ class Engine:
             return None
         return found
 
+    def _refuse_unfrozen(self) -> None:
+        """Raises if a parameter of the optimizer was frozen when the model was wrapped, and is not
+        any more: it has no state, and would not be trained."""
+        thawed = [name for name, p in self._frozen if p.requires_grad]
+        if thawed:
+            more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
+            raise OffloadError(
+                f"{', '.join(thawed[:3])}{more} required no grad when the model was wrapped, so no "
+                "room was planned for its state; keep state = optimizer.state_dict(), "
+                "overspill.unwrap(model), wrap again, and optimizer.load_state_dict(state)"
+            )
+
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""
+        if torch.is_grad_enabled():
+            self._refuse_unfrozen()
         self.weights.settle()
         self.residences.refuse_edits()
         if self.committing is not None:
@@ -297,6 +321,7 @@ class Engine:
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         self.raise_if_unusable()
+        self._refuse_unfrozen()
         self.weights.settle()
         if self.committing is not None:
             self.committing.require_whole()

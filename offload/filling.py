@@ -16,12 +16,14 @@ from .schedule.partition import Unit
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
-    parts, config, rule = engine.parts, engine.config, engine.blueprint.rule
+    parts, config = engine.parts, engine.config
     files = None if config.weights is None else open_weights(config.weights)
     names = {} if files is None else match_files(files, model, parts)
     init = config.init or default_init(model)
     for index, p in enumerate(parts.parameters):
-        engine.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+        rule = engine.blueprint.rule_of(index)
+        if rule is not None:
+            engine.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
@@ -33,7 +35,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> 
                 return files.load(names[index])
             return made.get(index, parts.parameters[index].data)
 
-        values = values_of_unit(parts, unit.index, optimizer, rule, weight_of)
+        values = values_of_unit(engine.blueprint.rules, parts, optimizer, weight_of)
         engine.contents.fill(unit.index, values, first=True)
         free_unit(engine, unit)
     move_buffers(model, engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -203,19 +203,18 @@ def initialise(
 
 
 def values_of_unit(
-    parts: Partition, unit: int, optimizer: torch.optim.Optimizer, rule: Rule,
+    rules: Sequence[Rule], parts: Partition, optimizer: torch.optim.Optimizer,
     weight_of: Callable[[int], torch.Tensor],
 ) -> Callable[[ParamSpec], Values]:  # fmt: skip
     """What ``Contents.fill`` asks for: the weight (its master, where the optimizer has one), and
     the moments that the optimizer has, or those that a rule starts with."""
-    group_of = {spec.index: chunk.group for chunk, spec in parts.units[unit].params}
-
     def values(spec: ParamSpec) -> Values:
         p = parts.parameters[spec.index]
         tensors = {"weight": weight_of(spec.index).detach()}
-        group = group_of[spec.index]
+        group = parts.groups[spec.index]
         if group is None:
             return tensors
+        rule = rules[group]
         for name, value in rule.initial(optimizer.param_groups[group]).items():
             if value != 0.0:
                 tensors[name] = torch.full(spec.shape, value)

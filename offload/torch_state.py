@@ -41,18 +41,20 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
         ValueError: other groups or names, or tensors of other shapes; nothing was changed.
     """
     engine.raise_if_unusable()
-    given, loaded_groups = state_dict["state"], state_dict["param_groups"]
+    state, loaded_groups = state_dict["state"], state_dict["param_groups"]
     mine = [len(group["params"]) for group in groups]
     theirs = [len(group["params"]) for group in loaded_groups]
     if theirs != mine:
         raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
     by_id = {
-        id(p): given[number]
+        id(p): state[number]
         for group, loaded in zip(groups, loaded_groups, strict=True)
         for p, number in zip(group["params"], _numbers(engine.model, group, loaded), strict=True)
-        if number in given
+        if number in state
     }
     _check_shapes(engine, by_id)
+    for rule, group, loaded in zip(engine.blueprint.rules, groups, loaded_groups, strict=True):
+        rule.scalars({**group, **loaded}, 1)
     engine.weights.settle()
     with engine.editing():
         for unit in engine.parts.units:
@@ -63,7 +65,9 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
                 if any("master" in by_id.get(id(p), {}) for p in engine.residences.params_of(unit.index)):
                     engine.stepping.changed(unit.index)
         for index, p in enumerate(engine.parts.parameters):
-            engine.ledger.steps[index] = engine.blueprint.rule.steps_taken(by_id.get(id(p), {}))
+            rule = engine.blueprint.rule_of(index)
+            given = by_id.get(id(p), {})
+            engine.ledger.steps[index] = 0 if rule is None else rule.steps_taken(given)
         for group, loaded in zip(groups, loaded_groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
 
@@ -93,9 +97,11 @@ def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, An
 
 
 def _check_shapes(engine: Engine, by_id: Mapping[int, Mapping[str, Any]]) -> None:
-    known = {"step", "master", *engine.blueprint.rule.moments}
-    for p in engine.parts.parameters:
-        given = by_id.get(id(p), {})
+    for index, p in enumerate(engine.parts.parameters):
+        rule, given = engine.blueprint.rule_of(index), by_id.get(id(p), {})
+        if rule is None:  # it is not trained, and has no state here
+            continue
+        known = {"step", "master", *rule.moments}
         for name in given:
             if name not in known:
                 raise ValueError(f"the state has {name!r}; this optimizer's has {sorted(known)}")
@@ -111,13 +117,10 @@ def _values(
     engine: Engine, groups: Groups, by_id: Mapping[int, Mapping[str, Any]], unit: int
 ) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
     """What a unit's parameters are filled with: what was given, else how the rule starts."""
-    rule = engine.blueprint.rule
-    group_of = {spec.index: chunk.group for chunk, spec in engine.parts.units[unit].params}
-
     def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
         given = by_id.get(id(engine.parts.parameters[spec.index]), {})
-        group = group_of[spec.index]
-        if group is None:
+        group, rule = engine.parts.groups[spec.index], engine.blueprint.rule_of(spec.index)
+        if group is None or rule is None:
             return None
         starts = rule.initial(groups[group])
         master = {} if given.get("master") is None else {"weight": given["master"]}

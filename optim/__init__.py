@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
-from .choose import rule_for
+from .choose import rules_for
 from .compact import Noise
 from .formats import Field, Master, Moments, granule_of, join_halves, join_master, split_master
 from .kernels import native_isa, set_threads, threads
@@ -34,7 +34,7 @@ __all__ = [
     "moments_of",
     "native_isa",
     "read_moment",
-    "rule_for",
+    "rules_for",
     "set_threads",
     "split_master",
     "sum_of_squares",

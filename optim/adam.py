@@ -44,9 +44,14 @@ class AdamRule(KernelRule):
             super().__init__("amsgrad", (*moments, "max_exp_avg_sq"))
         else:
             super().__init__("adam", moments)
-        self._decoupled = decoupled
+        self._decoupled, self._amsgrad = decoupled, amsgrad
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        if bool(group.get("amsgrad")) != self._amsgrad:
+            raise ValueError(
+                f"amsgrad is {group.get('amsgrad')}, but the state was laid out with "
+                f"amsgrad={self._amsgrad}; set it before the optimizer is wrapped"
+            )
         lr = number(group, "lr")
         weight_decay = number(group, "weight_decay")
         beta1, beta2 = (float(beta) for beta in group["betas"])

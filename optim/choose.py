@@ -1,8 +1,9 @@
-"""From an optimizer to its rule."""
+"""From an optimizer to the rules of its param groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,39 +13,37 @@ from .lion import Lion, LionRule
 from .rule import Rule
 from .sgd import SGD, SgdRule
 
-
-def _any(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    return any(bool(group.get(key)) for group in optimizer.param_groups)
-
-
-def _adam(optimizer: torch.optim.Optimizer) -> Rule:
-    decoupled = isinstance(optimizer, (torch.optim.AdamW, AdamW))
-    return AdamRule(decoupled=decoupled, amsgrad=_any(optimizer, "amsgrad"))
+Group = Mapping[str, Any]
+Maker = Callable[[Group], Rule]
 
 
-def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
-    return SgdRule(momentum=_any(optimizer, "momentum"))
+def _adam(decoupled: bool) -> Maker:
+    return lambda group: AdamRule(decoupled=decoupled, amsgrad=bool(group.get("amsgrad")))
 
 
-MAKERS: dict[type[torch.optim.Optimizer], Callable[[torch.optim.Optimizer], Rule]] = {
-    torch.optim.AdamW: _adam,
-    torch.optim.Adam: _adam,
+def _sgd(group: Group) -> Rule:
+    return SgdRule(momentum=bool(group["momentum"]))
+
+
+MAKERS: dict[type[torch.optim.Optimizer], Maker] = {
+    torch.optim.AdamW: _adam(True),
+    torch.optim.Adam: _adam(False),
     torch.optim.SGD: _sgd,
     torch.optim.Adagrad: lambda _: AdagradRule(),
-    AdamW: _adam,
-    Adam: _adam,
+    AdamW: _adam(True),
+    Adam: _adam(False),
     SGD: _sgd,
     Adagrad: lambda _: AdagradRule(),
     Lion: lambda _: LionRule(),
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule that an optimizer follows, in all of its groups.
+def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
+    """The rule of each param group, by the options that the group has now.
 
     Raises:
-        TypeError: there is no rule for its class (subclasses may step differently, so they do not
-            count as their base), or it uses ``capturable`` or ``differentiable``.
+        TypeError: there is no rule for the optimizer's class (subclasses may step differently, so
+            they do not count as their base), or it uses ``capturable`` or ``differentiable``.
     """
     maker = MAKERS.get(type(optimizer))
     if maker is None:
@@ -54,6 +53,6 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
             "overspill.optim.{AdamW, Adam, SGD, Adagrad, Lion}"
         )
     for key in ("capturable", "differentiable"):
-        if _any(optimizer, key):
+        if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
-    return maker(optimizer)
+    return tuple(maker(group) for group in optimizer.param_groups)

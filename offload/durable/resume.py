@@ -104,7 +104,7 @@ def _engine_over(
 
 def _check_fits(store: FoundStore, blueprint: Blueprint, *, cuts: bool) -> None:
     """Whether the store is of this model and optimizer; ``cuts``: also of records cut alike."""
-    description, rule = store.layout.description, blueprint.rule.name
+    description, rule = store.layout.description, blueprint.rules[0].name
     assert blueprint.plan.layout is not None
     if rule != description["optimizer"]:
         found: str | None = f"it was trained with {description['optimizer']}, not {rule}"
@@ -196,6 +196,9 @@ def _optimizer_for(
         raise OffloadError(
             f"parameter {missing[0]!r} is in the store alone: it is that of another model"
         )
-    lists = [[params[name] for name in names] for names in members]
-    made: torch.optim.Optimizer = kind([{"params": listed} for listed in lists], lr=1e-3)
+    # With their options: some say what state there is (amsgrad, momentum).
+    made: torch.optim.Optimizer = kind(
+        [{**kept, "params": [params[name] for name in names]}
+         for kept, names in zip(groups, members, strict=True)], lr=1e-3,
+    )  # fmt: skip
     return made

@@ -108,7 +108,7 @@ class Executor:
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
-        self._pins = [0] * len(machine.layout.units)  # granted, and not released yet
+        self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False
@@ -138,8 +138,6 @@ class Executor:
 
     def release(self, unit: int, held: tuple[int, ...] = ()) -> None:
         """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
-        with self.lock:
-            self._pins[unit] -= 1
         self._queue.put(Release(unit, held))
 
     def reclaim(self, uses: Sequence[int]) -> None:
@@ -147,14 +145,22 @@ class Executor:
 
         ``uses``: by unit, whether compute uses it.
         """
-        with self.lock:
-            lost = [
-                unit
-                for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
-                for _ in range(pins - min(used, 1))
-            ]
+        if not any(self._pins):
+            return
+        self._catch_up()
+        lost = [
+            unit
+            for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
+            for _ in range(pins - min(used, 1))
+        ]
         for unit in lost:
             self.release(unit)
+
+    def _catch_up(self) -> None:
+        """Blocks until the machine has dealt with all that was told before."""
+        handled = threading.Event()
+        self._queue.put(handled)
+        handled.wait()
 
     def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Place | None:
         """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
@@ -195,8 +201,6 @@ class Executor:
         with self.lock:
             waiter.abandoned = True
             granted = waiter.event.is_set() and waiter.error is None
-            if granted and isinstance(waiter.signal, Need):
-                self._pins[waiter.signal.unit] -= 1
         if granted:
             self._take_back(waiter)
 
@@ -238,9 +242,7 @@ class Executor:
     def settle_down(self) -> None:
         """Blocks until nothing moves and nothing waits."""
         while not self.failed:
-            handled = threading.Event()
-            self._queue.put(handled)
-            handled.wait()
+            self._catch_up()
             with self.lock:
                 if self.machine.idle:
                     return
@@ -259,6 +261,8 @@ class Executor:
                 try:
                     if isinstance(signal, Step) and signal.counts and not self.machine.failed:
                         self._take_step()
+                    elif isinstance(signal, Release):
+                        self._pins[signal.unit] -= 1
                     instructions = self.machine.handle(signal)
                     if self._check and not self.machine.failed:
                         validate(self.machine)
@@ -284,10 +288,10 @@ class Executor:
         waiter.place, waiter.error = place, error
         waiter.lane = self._lane or waiter.lane
         if error is None:
+            if isinstance(waiter.signal, Need):
+                self._pins[waiter.signal.unit] += 1
             if waiter.abandoned:
                 self._take_back(waiter)
-            elif isinstance(waiter.signal, Need):
-                self._pins[waiter.signal.unit] += 1
         waiter.event.set()
 
     def _carry_out(self, instruction: Instruction) -> None:

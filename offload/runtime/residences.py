@@ -163,8 +163,11 @@ class Residences:
     def outdate(self, unit: int) -> None:
         """A unit's weights change: graphs that have saved its parameters themselves must not be run
         backward any more."""
-        for p in self._params[unit]:
-            torch.autograd.graph.increment_version(p)
+        if self.fixed[unit]:  # of the others no graph has saved more than a handle
+            for p in self._params[unit]:
+                torch.autograd.graph.increment_version(p)
+            if self._seen[unit]:
+                self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """The unit's own parameters."""

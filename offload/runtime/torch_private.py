@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]
@@ -78,6 +79,11 @@ def without_overrides() -> AbstractContextManager[object]:
     """Inside, classes of tensors do not take part in what happens to them."""
     guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return guard
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own: a shard, or something that stands for others."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -73,11 +73,11 @@ class Updater:
     let it measure gradients that are gathered where they are kept."""
 
     def __init__(
-        self, layout: Layout, arenas: Arenas, rule: Rule, ledger: Ledger, accumulated: int,
-        measures: bool,
+        self, layout: Layout, arenas: Arenas, rules: Sequence[Rule], ledger: Ledger,
+        accumulated: int, measures: bool,
     ) -> None:  # fmt: skip
-        """``measures``: norms are taken as gradients arrive."""
-        self.layout, self.arenas, self.rule, self.ledger = layout, arenas, rule, ledger
+        """``rules``: by param group; ``measures``: norms are taken as gradients arrive."""
+        self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
         self.grads = GradLayout(layout.units, accumulated)
         self.measures = measures
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
@@ -95,7 +95,13 @@ class Updater:
             self._arrived.setdefault(unit, []).append(arrival)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the hyper-parameters, before the first update of a step."""
+        """Takes the hyper-parameters, before the first update of a step.
+
+        Raises:
+            ValueError: one of them makes no sense, or not with the state that there is.
+        """
+        for rule, group in zip(self.rules, groups, strict=True):
+            rule.scalars(group, 1)
         self._scalars.clear()
         self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
 
@@ -205,7 +211,7 @@ class Updater:
         assert chunk.group is not None
         for run in self._runs(task.unit, chunk, subgroup):
             inside = (run.start - subgroup.start, run.stop - subgroup.start)
-            finite = self.rule.update(
+            finite = self.rules[chunk.group].update(
                 grads[slice(*inside)],
                 weights[slice(*inside)],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
@@ -243,7 +249,7 @@ class Updater:
         scalars = self._scalars.get((group, step, scale))
         if scalars is None:
             assert self._snapshot is not None
-            scalars = self.rule.scalars(self._snapshot[group], step, scale)
+            scalars = self.rules[group].scalars(self._snapshot[group], step, scale)
             self._scalars[group, step, scale] = scalars
         return scalars
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -110,6 +111,12 @@ class Partition:
     @property
     def weight_bytes(self) -> int:
         return sum(unit.weight_bytes for unit in self.units)
+
+    @cached_property
+    def groups(self) -> tuple[int | None, ...]:
+        """By parameter index, the param group; ``None`` for one that is never updated."""
+        found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
+        return tuple(found[index] for index in range(len(self.parameters)))
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -15,7 +15,7 @@ from overspill.observe.drift import STEPS, Drift
 from overspill.observe.rates import Rates, UpdateRate
 from overspill.observe.stats import LaneStats, Stats
 from overspill.observe.trace import LANES
-from overspill.optim import rule_for
+from overspill.optim import rules_for
 from overspill.optim.bench import Case, case_of
 
 ADAMW = Case("adamw", torch.bfloat16, "split", "fp32")
@@ -158,7 +158,7 @@ def test_optimizers_are_measured_as_what_they_are() -> None:
         (torch.optim.SGD(weight, momentum=0.9), "momentum"),
         (torch.optim.Adagrad(weight), "adagrad"),
     ):
-        found = case_of(rule_for(optimizer), torch.bfloat16, "split", "fp32")
+        found = case_of(rules_for(optimizer)[0], torch.bfloat16, "split", "fp32")
         assert found == Case(name, torch.bfloat16, "split", "fp32")
 
 

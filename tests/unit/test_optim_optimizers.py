@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import overspill.optim as ours
-from overspill.optim import rule_for
+from overspill.optim import rules_for
 
 CLASSES = [ours.AdamW, ours.Adam, ours.SGD, ours.Adagrad, ours.Lion]
 TORCH_CLASSES = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad]
@@ -218,9 +218,9 @@ def test_failed_group_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [*TORCH_CLASSES, *CLASSES])
-def test_rule_for(kind: type) -> None:
+def test_rules_for(kind: type) -> None:
     optimizer = kind(parameters(), **options(kind))
-    rule = rule_for(optimizer)
+    (rule,) = rules_for(optimizer)
     assert rule.name.startswith(kind.__name__.lower().removesuffix("w"))
     assert rule.state_fields(torch.bfloat16, "split", "int8")
     scalars = rule.scalars(optimizer.param_groups[0], 1, 1.0)
@@ -231,22 +231,28 @@ def test_rule_for(kind: type) -> None:
         rule.scalars({**optimizer.param_groups[0], "lr": float("nan")}, 1, 1.0)
 
 
-def test_rule_for_refuses() -> None:
+def test_rules_for_refuses() -> None:
     class Mine(torch.optim.AdamW):
         pass
 
     for optimizer in (torch.optim.RMSprop(parameters()), Mine(parameters())):
         with pytest.raises(TypeError, match=r"accepted are .*AdamW.*Lion"):
-            rule_for(optimizer)
+            rules_for(optimizer)
     with pytest.raises(TypeError, match="capturable"):
-        rule_for(torch.optim.AdamW(parameters(), capturable=True))
+        rules_for(torch.optim.AdamW(parameters(), capturable=True))
 
 
-def test_rule_follows_groups() -> None:
+def test_every_group_has_its_rule() -> None:
     params = parameters()
     mixed = torch.optim.SGD([{"params": params[:2], "momentum": 0.9}, {"params": params[2:]}], lr=1)
-    assert rule_for(mixed).moments == ("momentum_buffer",)
-    assert rule_for(torch.optim.SGD(params, lr=1)).moments == ()
-    assert rule_for(torch.optim.Adam(params, amsgrad=True)).moments[-1] == "max_exp_avg_sq"
-    with pytest.raises(ValueError, match="momentum"):
-        rule_for(torch.optim.SGD(params, lr=1)).scalars({**mixed.param_groups[0]}, 1)
+    with_buffer, without = rules_for(mixed)
+    assert (with_buffer.moments, without.moments) == (("momentum_buffer",), ())
+    adam = torch.optim.Adam([{"params": params[:2], "amsgrad": True}, {"params": params[2:]}])
+    assert [rule.moments[-1] for rule in rules_for(adam)] == ["max_exp_avg_sq", "exp_avg_sq"]
+    with pytest.raises(ValueError, match="momentum is 0.9"):
+        without.scalars({**mixed.param_groups[0]}, 1)
+    with pytest.raises(ValueError, match="momentum is 0, but"):
+        with_buffer.scalars({**mixed.param_groups[1]}, 1)
+    for rule, group in zip(rules_for(adam), reversed(adam.param_groups), strict=True):
+        with pytest.raises(ValueError, match="amsgrad"):
+            rule.scalars(group, 1)
