@@ -72,16 +72,18 @@ class ModuleHooks:
         self._handles.append(model.register_forward_hook(_root_after(me)))
 
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
+        own = id(module)  # a copy of the module has its hooks, and stands alone
+
         @torch_private.not_compiled
-        def before(_module: nn.Module, _args: Any) -> None:
+        def before(called: nn.Module, _args: Any) -> None:
             hooks = me()
-            if hooks is not None:
+            if hooks is not None and id(called) == own:
                 hooks.before_forward(unit)
 
         @torch_private.not_compiled
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        def after(called: nn.Module, _args: Any, output: Any) -> None:
             hooks = me()
-            if hooks is not None:
+            if hooks is not None and id(called) == own:
                 hooks.after_forward(unit, output)
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -105,7 +107,9 @@ class ModuleHooks:
             resident = tuple(sorted(u for u in units if self._residences.fixed[u]))
             if resident:
                 self._handles.append(
-                    module.register_forward_pre_hook(_reader(catch_up, resident), prepend=True)
+                    module.register_forward_pre_hook(
+                        _reader(catch_up, id(module), resident), prepend=True
+                    )
                 )
 
     # -- units ----------------------------------------------------------------------------------
@@ -169,11 +173,12 @@ class ModuleHooks:
             self._handles.pop().remove()
 
 
-def _reader(catch_up: Callable[[int], None], units: Sequence[int]) -> Callable[..., None]:
+def _reader(catch_up: Callable[[int], None], own: int, units: Sequence[int]) -> Callable[..., None]:
     @torch_private.not_compiled
-    def before(_module: nn.Module, _args: Any) -> None:
-        for unit in units:
-            catch_up(unit)
+    def before(called: nn.Module, _args: Any) -> None:
+        if id(called) == own:
+            for unit in units:
+                catch_up(unit)
 
     return before
 

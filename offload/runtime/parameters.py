@@ -182,7 +182,7 @@ class Hidden:
             weights = known.access.read(known.index)
         except OffloadError as error:
             return f"Parameter of shape {tuple(self.shape)}: {error}"  # type: ignore[attr-defined]
-        return f"Parameter containing:\n{weights!r}"
+        return f"Parameter containing:\n{weights.requires_grad_(self.requires_grad)!r}"  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_function__(

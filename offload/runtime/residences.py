@@ -189,7 +189,7 @@ class Residences:
 
     def _note_edits(self, unit: int) -> None:
         """Notes which parameters of a unit were changed in place while they showed."""
-        specs = self.parts.units[unit].params
+        specs = list(self.parts.units[unit].params)
         for p, (_, spec), seen in zip(self._params[unit], specs, self._seen[unit], strict=False):
             if torch_private.version_of(p) != seen:
                 self._edited.append(spec.name)
