@@ -20,7 +20,7 @@ from .optim import Master, Rule, granule_of, moments_of, rules_for
 from .optim.bench import case_of
 from .runtime import torch_private
 from .runtime.accelerator import Accelerator, make_accelerator
-from .runtime.parameters import is_managed
+from .runtime.parameters import managed
 from .runtime.profiling import profile_step
 from .schedule.bounds import (
     Bound,
@@ -66,7 +66,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise OffloadError(f"{kind} is not supported: overspill trains on one device")
         if getattr(module, "max_norm", None) is not None:
             raise OffloadError(
-                f"module {name!r} changes its weight in forward (max_norm), where it would be lost; "
+                f"module {name!r} changes its weight in forward (max_norm), which would be lost; "
                 "set max_norm=None, and renormalise between step() and the next forward"
             )
     for name, p in model.named_parameters():
@@ -82,7 +82,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:
-    if is_managed(p):
+    if managed(p) is not None:
         raise OffloadError(
             f"parameter {name!r} belongs to another wrapped model; unwrap that one first"
         )

@@ -29,9 +29,9 @@ from .runtime.backward import Backward
 from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
+from .runtime.facts import random_states
 from .runtime.gradient_tensor import OffloadedGradient
 from .runtime.gradients import GradientCollector
-from .runtime.facts import random_states
 from .runtime.hooks import ModuleHooks
 from .runtime.ledger import Ledger
 from .runtime.modelled_compute import ModelledCompute
@@ -229,7 +229,9 @@ class Engine:
 
     def install(self) -> None:
         """Hooks up the model, once all homes are filled."""
-        self.weights = Weights(self)
+        self.weights = Weights(
+            self.parts, self.executor, self.residences, self.stepping, self.contents, self.editing
+        )
         self.residences.install(self.weights)
         self.stepping.hide_all()
         _live.add(self)
@@ -343,8 +345,8 @@ class Engine:
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Inside, nothing moves, and weights and state may be edited.  What is edited belongs to the
-        state after the last step."""
+        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
+        after the last step."""
         self.executor.raise_failure()
         self.stepping.land()
         self.direct.settle()

@@ -208,6 +208,7 @@ def values_of_unit(
 ) -> Callable[[ParamSpec], Values]:  # fmt: skip
     """What ``Contents.fill`` asks for: the weight (its master, where the optimizer has one), and
     the moments that the optimizer has, or those that a rule starts with."""
+
     def values(spec: ParamSpec) -> Values:
         p = parts.parameters[spec.index]
         tensors = {"weight": weight_of(spec.index).detach()}

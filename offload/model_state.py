@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .errors import OffloadError
-from .runtime.parameters import release
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -101,8 +100,7 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
     weights, params = engine.weights, engine.parts.parameters
     full = [weights.read(index) for index in range(len(params))]
     engine.materialized = True
-    for p, value in zip(params, full, strict=True):
-        release(p, value)
+    engine.residences.give_away(full)
     try:
         yield model
     finally:

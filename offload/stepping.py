@@ -40,8 +40,9 @@ class Stepping:
     """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
     gradients are there) and ``next_forward`` (behind the next forward, unit by unit).
 
-    Between steps no resident weight shows: it is *late* until compute catches up with its update.  A unit that backward has updated is late at once, so that a forward before
-    ``step()`` sees the same weights whether they are streamed or resident: the updated ones.
+    Between steps no resident weight shows: it is *late* until compute catches up with its update.
+    A unit that backward has updated is late at once, so that a forward before ``step()`` sees the
+    same weights whether they are streamed or resident: the updated ones.
     """
 
     collector: GradientCollector  # set when the model is hooked up
@@ -191,9 +192,7 @@ class Stepping:
         self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commits))
 
     def _refuse_changed_groups(self) -> None:
-        changed = (
-            self._updater.changed_since_begin(self._groups) if self._ledger.early else None
-        )
+        changed = self._updater.changed_since_begin(self._groups) if self._ledger.early else None
         if changed is not None:
             raise OffloadError(
                 f"{changed!r} was changed after update='backward' had begun to apply it; change "

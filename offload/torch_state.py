@@ -62,12 +62,15 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
                 engine.contents.fill(
                     unit.index, _values(engine, groups, by_id, unit.index), first=False
                 )
-                if any("master" in by_id.get(id(p), {}) for p in engine.residences.params_of(unit.index)):
+                if any(
+                    "master" in by_id.get(id(p), {})
+                    for p in engine.residences.params_of(unit.index)
+                ):
                     engine.stepping.changed(unit.index)
         for index, p in enumerate(engine.parts.parameters):
-            rule = engine.blueprint.rule_of(index)
+            own = engine.blueprint.rule_of(index)
             given = by_id.get(id(p), {})
-            engine.ledger.steps[index] = 0 if rule is None else rule.steps_taken(given)
+            engine.ledger.steps[index] = 0 if own is None else own.steps_taken(given)
         for group, loaded in zip(groups, loaded_groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
 
@@ -117,6 +120,7 @@ def _values(
     engine: Engine, groups: Groups, by_id: Mapping[int, Mapping[str, Any]], unit: int
 ) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
     """What a unit's parameters are filled with: what was given, else how the rule starts."""
+
     def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
         given = by_id.get(id(engine.parts.parameters[spec.index]), {})
         group, rule = engine.parts.groups[spec.index], engine.blueprint.rule_of(spec.index)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import OffloadError
 from .runtime import parameters, torch_private
-from .runtime.contents import Values
-from .schedule.partition import ParamSpec
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .runtime.contents import Contents, Values
+from .runtime.executor import Executor
+from .runtime.residences import Residences
+from .schedule.partition import ParamSpec, Partition
+from .stepping import Stepping
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,36 +29,29 @@ class _Loan:
 class Weights:
     """See ``parameters.WeightAccess``; ``settle`` makes true what was done to copies meanwhile."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._reference = weakref.ref(engine)
+    def __init__(
+        self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
+        contents: Contents, editing: Callable[[], AbstractContextManager[object]],
+    ) -> None:  # fmt: skip
+        """``editing``: inside of what it gives, nothing moves."""
+        self._parts, self._executor, self._residences = parts, executor, residences
+        self._stepping, self._contents, self._editing = stepping, contents, editing
         self._loans: list[_Loan] = []
-
-    @property
-    def _engine(self) -> Engine:
-        engine = self._reference()
-        if engine is None or engine.closed:
-            raise OffloadError(
-                "the engine is closed, so the model's weights are gone; call "
-                "overspill.unwrap(model) before close()"
-            )
-        return engine
 
     def name(self, index: int) -> str:
         """The parameter's name in the model."""
-        engine = self._engine
-        unit = engine.parts.units[engine.parts.unit_of[index]]
+        unit = self._parts.units[self._parts.unit_of[index]]
         return next(spec.name for _, spec in unit.params if spec.index == index)
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of a parameter's current weight, on its device, in its own strides."""
-        engine = self._engine
-        engine.executor.raise_failure()  # after a failed update memory may hold two steps
+        self._executor.raise_failure()  # after a failed update memory may hold two steps
         self.settle()
-        unit = engine.parts.unit_of[index]
-        with torch.inference_mode(False), torch.no_grad(), engine.stepping.reading(unit):
-            return engine.residences.weight(index).clone()
+        unit = self._parts.unit_of[index]
+        with torch.inference_mode(False), torch.no_grad(), self._stepping.reading(unit):
+            return self._residences.weight(index).clone()
 
     def lend(self, index: int, copy: torch.Tensor) -> None:
         """Somebody has a tensor over ``copy``, which was read, and may change it."""
@@ -79,7 +71,7 @@ class Weights:
 
     def watch(self, index: int, alias: torch.Tensor) -> None:
         """Somebody has a tensor over the weights in their place."""
-        self._engine.residences.watch(index, alias)
+        self._residences.watch(index, alias)
 
     def settle(self) -> None:
         """Writes what was changed in copies that were lent, and forgets those that nobody has any
@@ -109,17 +101,16 @@ class Weights:
         Raises:
             OffloadError: a unit among them runs.
         """
-        engine = self._engine
-        engine.executor.raise_failure()
-        units = sorted({engine.parts.unit_of[index] for index in values})
+        self._executor.raise_failure()
+        units = sorted({self._parts.unit_of[index] for index in values})
         for unit in units:
-            if engine.residences.uses[unit]:
-                name = engine.parts.units[unit].name
+            if self._residences.uses[unit]:
+                name = self._parts.units[unit].name
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
-        with torch.inference_mode(False), torch.no_grad(), engine.editing():
+        with torch.inference_mode(False), torch.no_grad(), self._editing():
             for unit in units:
-                engine.contents.fill(unit, _given(values), first=False)
-                engine.stepping.changed(unit)
+                self._contents.fill(unit, _given(values), first=False)
+                self._stepping.changed(unit)
 
 
 def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:

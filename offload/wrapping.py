@@ -19,7 +19,7 @@ from .loading import match_files
 from .model_state import StateHooks
 from .observe.machine import Machine
 from .optimizer import OffloadedOptimizer
-from .runtime import parameters, torch_private
+from .runtime import torch_private
 from .runtime.accelerator import make_accelerator
 from .schedule.plan import Plan
 
@@ -149,9 +149,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise OffloadError("the model is not wrapped by overspill")
     engine.settle()
     values = [engine.weights.read(index) for index in range(len(engine.parts.parameters))]
-    for p, value in zip(engine.parts.parameters, values, strict=True):
+    for p in engine.parts.parameters:
         p.grad = None
-        parameters.release(p, value)
+    engine.residences.give_away(values)
     engine.hooks.remove()
     engine.state_hooks.remove()
     engine.close()

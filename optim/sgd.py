@@ -61,8 +61,8 @@ class SgdRule(KernelRule):
             return step_scalars(step, SgdCoefficients(scale, l2, lr))
         if momentum == 0.0:
             raise ValueError(
-                "momentum is 0, but the state was laid out with a momentum buffer, which would stop "
-                "to follow the gradients; keep momentum above 0, or wrap with 0 in that group"
+                "momentum is 0, but the state was laid out with a momentum buffer, which would not "
+                "follow the gradients any more; keep momentum above 0, or wrap with 0 in that group"
             )
         # The first gradient is taken whole: torch's buffer starts as a copy of it.
         first = step == 1

@@ -153,6 +153,30 @@ class Ring {
     return 0;
   }
 
+  // Takes back what is prepared and was never submitted: its user_data, each to `take`.
+  template <class Take>
+  void withdraw(Take take) {
+    unsigned* tail = sq_.at<unsigned>(params_.sq_off.tail);
+    const unsigned head = __atomic_load_n(sq_.at<unsigned>(params_.sq_off.head), __ATOMIC_ACQUIRE);
+    for (unsigned k = head; k != *tail + prepared_; ++k) {
+      take(sqes_.at<io_uring_sqe>(0)[k & (entries() - 1)].user_data);
+    }
+    __atomic_store_n(tail, head, __ATOMIC_RELEASE);
+    prepared_ = unsubmitted_ = 0;
+  }
+
+  // Has the kernel hand over results (a ring that defers them does so in no other call), and waits
+  // `timeout_ns` at most for one. Returns 0 or the errno.
+  int wait_for_result(std::int64_t timeout_ns) {
+    __kernel_timespec limit{};
+    limit.tv_sec = timeout_ns / 1'000'000'000;
+    limit.tv_nsec = timeout_ns % 1'000'000'000;
+    io_uring_getevents_arg arg{};
+    arg.ts = reinterpret_cast<std::uint64_t>(&limit);
+    const unsigned flags = IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG;
+    return enter(fd_.get(), 0, 1, flags, &arg, sizeof arg) < 0 ? errno : 0;
+  }
+
   // The next result, if there is one.
   bool pop(io_uring_cqe* out) {
     unsigned* head = cq_.at<unsigned>(params_.cq_off.head);

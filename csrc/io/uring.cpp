@@ -24,6 +24,7 @@ namespace {
 // How many blocks are taken between two looks at the results: checksums are taken there, and the
 // disk should not run dry meanwhile.
 constexpr unsigned kBatch = 4;
+constexpr std::int64_t kPatienceNs = 10'000'000;
 
 class UringThread {
  public:
@@ -118,12 +119,21 @@ class UringThread {
     }
   }
 
-  // The ring is of no more use: what it has in flight ends first, the rest fails.
+  // The ring is of no more use: what it has in flight ends first, for the kernel may still write to
+  // its memory; the rest fails, what was prepared and never submitted among it.
   void fail_all(int error) {
+    ring_.withdraw([this, error](std::uint64_t data) {
+      if (data == 0) return;
+      --in_flight_;
+      lane_->finish(reinterpret_cast<Block*>(data), -error);
+    });
     io_uring_cqe result;
     while (in_flight_ > 0) {
       if (!ring_.pop(&result)) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        const int refused = ring_.wait_for_result(kPatienceNs);
+        if (refused != 0 && refused != ETIME && refused != EINTR) {
+          std::this_thread::sleep_for(std::chrono::nanoseconds(kPatienceNs));
+        }
         continue;
       }
       if (result.user_data == 0) continue;

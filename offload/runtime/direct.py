@@ -55,7 +55,7 @@ class DirectAccess:
         if fixed is not None:
             return fixed
         with self._executor.lock:
-            place = self._executor.machine.scratch(item.kind, nbytes)
+            place: Place | None = self._executor.machine.scratch(item.kind, nbytes)
         if place is None:
             raise OffloadError(
                 f"no room in host memory to bring {item.kind.value} {item.number} to: graphs of "

@@ -219,7 +219,10 @@ class Executor:
                 "threads nor its files; use the model in the parent, or wrap one here"
             )
         if self._closed:
-            raise OffloadError("the engine is closed; wrap the model again to train on")
+            raise OffloadError(
+                "the engine is closed, and the weights with it; call overspill.unwrap(model) "
+                "before close() to keep them, or wrap the model again"
+            )
         if self._error is not None:
             self._raise(self._error)
 

@@ -230,9 +230,7 @@ class GradientCollector:
             with torch.inference_mode(False), torch.no_grad():
                 on_slot, settled = self._hand_over(unit, pending, merge)
             if not on_slot and (merge or self.executor.machine.layout.converts[unit]):
-                self._updater.arrived(
-                    unit, Arrived(tuple(pending.fresh), tuple(pending.added))
-                )
+                self._updater.arrived(unit, Arrived(tuple(pending.fresh), tuple(pending.added)))
             self._told[unit] += 1
             self.executor.tell(GradReady(unit, merge, update, settled))
         except BaseException:
@@ -256,8 +254,11 @@ class GradientCollector:
         return None
 
     def _hand_over(self, unit: int, pending: _Pending, merge: bool) -> tuple[bool, bool]:
-        """Gathers into the place where the gradients are wanted.  Returns whether that is where they
-        are kept, and whether nothing is left to be done with them there."""
+        """Gathers into the place where the gradients are wanted.
+
+        Returns:
+            Whether that is where they are kept, and whether nothing is left to be done there.
+        """
         place = self.executor.gradient_home(unit, self._told[unit])
         if place is None:
             place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))

@@ -55,9 +55,14 @@ class ModuleHooks:
         catch_up: Callable[[int], None],
         forward_over: Callable[[], None],
     ) -> None:
-        """``alive``: raises where the engine cannot be used; ``before_root`` and ``forward_over``: called when a forward of the whole model begins
-        (outside of any backward) and when it has ended; ``catch_up``: before a module runs that
-        reads weights of a resident unit."""
+        """Installs the hooks.
+
+        Args:
+            alive: raises where the engine cannot be used.
+            before_root: called when a forward of the whole model begins, outside of any backward.
+            catch_up: called with a resident unit before a module runs that reads its weights.
+            forward_over: called when a forward of the whole model has ended.
+        """
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trace, self._alive, self._before_root = trace, alive, before_root
         self._catch_up, self._forward_over = catch_up, forward_over

@@ -10,12 +10,14 @@ read is joined to the parameter in the graph, so that its gradient arrives as al
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import OffloadError
 from . import torch_private
@@ -43,18 +45,18 @@ class WeightAccess(Protocol):
     def name(self, index: int) -> str: ...
 
 
-class _Known:
-    """What is known of a managed parameter; found by its identity, as it may hold nothing itself:
-    copies and pickles of it are ordinary parameters."""
+class Managed:
+    """What is known of a managed parameter; found by its identity, as the parameter itself may hold
+    nothing: copies and pickles of it are ordinary parameters."""
 
-    __slots__ = ("_access", "hidden", "index", "plain", "reference", "shown")
+    __slots__ = ("_access", "_hidden", "_shown", "index", "plain")
 
     def __init__(self, p: nn.Parameter, index: int, access: WeightAccess) -> None:
+        """Makes the parameter a managed one; what it shows stays as it is."""
         self.index, self.plain = index, type(p)
-        self.shown, self.hidden = _mixed(self.plain, Shown), _mixed(self.plain, Hidden)
+        self._shown, self._hidden = _mixed(self.plain, Shown), _mixed(self.plain, Hidden)
         self._access = weakref.ref(access)
-        key = id(p)
-        self.reference = weakref.ref(p, lambda _: _known.pop(key, None))
+        _MANAGED[p] = self
 
     @property
     def access(self) -> WeightAccess:
@@ -66,55 +68,44 @@ class _Known:
             )
         return access
 
+    def show(self, p: nn.Parameter, weights: torch.Tensor) -> None:
+        """The parameter's weights are in place."""
+        p.__class__ = self._shown
+        _set_data(p, weights)
 
-_known: dict[int, _Known] = {}
+    def hide(self, p: nn.Parameter, stub: torch.Tensor) -> None:
+        """The parameter's weights are elsewhere; ``stub`` has its shape."""
+        p.__class__ = self.plain  # whose data can be set
+        _set_data(p, stub)
+        p.__class__ = self._hidden
+
+    def release(self, p: nn.Parameter, weights: torch.Tensor) -> None:
+        """The parameter is an ordinary one again."""
+        del _MANAGED[p]
+        p.__class__ = self.plain
+        _set_data(p, weights)
+
+
+_MANAGED = WeakTensorKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-# -- for the engine ------------------------------------------------------------------------------
+def managed(p: Any) -> Managed | None:
+    """What is known of a parameter that an engine manages, or has until it was closed."""
+    found: Managed | None = _MANAGED.get(p)
+    return found
 
 
-def manage(p: nn.Parameter, index: int, access: WeightAccess) -> None:
-    """Makes the parameter a managed one; what it shows stays as it is."""
-    _known[id(p)] = _Known(p, index, access)
+def _known(p: Any) -> Managed:
+    found = managed(p)
+    assert found is not None, "a class that only managed parameters have"
+    return found
 
 
-def show(p: nn.Parameter, weights: torch.Tensor) -> None:
-    """The parameter's weights are in place."""
-    known = _known.get(id(p))
-    if known is not None:
-        _become(p, known.shown)
-    _set_data(p, weights)
-
-
-def hide(p: nn.Parameter, stub: torch.Tensor) -> None:
-    """The parameter's weights are elsewhere; ``stub`` has its shape."""
-    known = _known.get(id(p))
-    if known is None:
-        _set_data(p, stub)
-        return
-    _become(p, known.plain)  # whose data can be set
-    _set_data(p, stub)
-    _become(p, known.hidden)
-
-
-def is_managed(p: torch.Tensor) -> bool:
-    """Whether an engine manages the parameter, or has until it was closed."""
-    return id(p) in _known
-
-
-def release(p: nn.Parameter, weights: torch.Tensor) -> None:
-    """The parameter is an ordinary one again."""
-    known = _known.pop(id(p), None)
-    if known is not None:
-        _become(p, known.plain)
-    _set_data(p, weights)
-
-
-def _become(p: nn.Parameter, kind: type) -> None:
-    if type(p) is not kind:
-        p.__class__ = kind
+@functools.cache
+def _mixed(kind: type, what: type) -> type:
+    return type(kind)(kind.__name__, (what, kind), {})
 
 
 # -- the classes ---------------------------------------------------------------------------------
@@ -126,14 +117,13 @@ class Shown:
     @property
     def data(self) -> torch.Tensor:
         plain: torch.Tensor = _get_data(self)
-        known = _known.get(id(self))
-        if known is not None:
-            known.access.watch(known.index, plain)
+        known = _known(self)
+        known.access.watch(known.index, plain)
         return plain
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        known = _known[id(self)]
+        known = _known(self)
         if not _is_same(_get_data(self), value):
             raise OffloadError(
                 f"the data of parameter {known.access.name(known.index)!r} was replaced while it "
@@ -151,14 +141,14 @@ class Hidden:
 
     @property
     def data(self) -> torch.Tensor:
-        known = _known[id(self)]
+        known = _known(self)
         copy = known.access.read(known.index)
         known.access.lend(known.index, copy)
         return copy
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        known = _known[id(self)]
+    def data(self, value: Any) -> None:
+        known = _known(self)
         with torch_private.without_overrides():
             stub = _get_data(self)
             if value is self or _is_same(stub, value):
@@ -177,7 +167,7 @@ class Hidden:
         return _plain_copy(self, memo)
 
     def __repr__(self) -> str:
-        known = _known[id(self)]
+        known = _known(self)
         try:
             weights = known.access.read(known.index)
         except OffloadError as error:
@@ -201,16 +191,6 @@ class Hidden:
         return _Operation().run(func, args, kwargs)
 
 
-_made: dict[tuple[type, type], type] = {}
-
-
-def _mixed(kind: type, what: type) -> type:
-    made = _made.get((kind, what))
-    if made is None:
-        made = _made[kind, what] = type(kind)(kind.__name__, (what, kind), {})
-    return made
-
-
 def _is_same(present: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether ``value`` is the very memory that shows already."""
     return (
@@ -224,7 +204,7 @@ def _is_same(present: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
     if id(p) not in memo:
-        known = _known[id(p)]
+        known = _known(p)
         values = known.access.read(known.index)
         memo[id(p)] = known.plain(values, requires_grad=p.requires_grad)
     copied: nn.Parameter = memo[id(p)]
@@ -285,12 +265,12 @@ class _Operation:
     """One operation with hidden parameters among its arguments, run on copies of their weights."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Any, _Known, torch.Tensor, int]] = {}
+        self._copies: dict[int, tuple[Any, Managed, torch.Tensor, int]] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
-        for p, known, copy, version in self._copies.values():
+        for _, known, copy, version in self._copies.values():
             if torch_private.version_of(copy) != version:
                 if copy.requires_grad:
                     raise RuntimeError(
@@ -306,24 +286,25 @@ class _Operation:
         if not isinstance(value, Hidden):
             return value
         if id(value) not in self._copies:
-            known = _known[id(value)]
+            known = _known(value)
             copy = self._read(value, known)
             self._copies[id(value)] = (value, known, copy, torch_private.version_of(copy))
         return self._copies[id(value)][2]
 
     @staticmethod
-    def _read(p: Any, known: _Known) -> torch.Tensor:
+    def _read(p: Any, known: Managed) -> torch.Tensor:
         if torch.is_grad_enabled() and p.requires_grad:
             joined: torch.Tensor = _Joined.apply(p, lambda: known.access.read(known.index))
             return joined
         return known.access.read(known.index)
 
     @staticmethod
-    def _lend(known: _Known, copy: torch.Tensor, result: Any) -> None:
+    def _lend(known: Managed, copy: torch.Tensor, result: Any) -> None:
         """A result over the copy's memory, outside of any graph, may be written to later."""
         key = torch_private.storage_key(copy)
         for leaf in torch_private.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf is not copy and not leaf.requires_grad:
-                if leaf.layout is torch.strided and torch_private.storage_key(leaf) == key:
-                    known.access.lend(known.index, copy.detach())
-                    return
+            if not isinstance(leaf, torch.Tensor) or leaf is copy or leaf.requires_grad:
+                continue
+            if leaf.layout is torch.strided and torch_private.storage_key(leaf) == key:
+                known.access.lend(known.index, copy.detach())
+                return

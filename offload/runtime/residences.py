@@ -17,10 +17,10 @@ from ..errors import OffloadError
 from ..schedule.arena import Place
 from ..schedule.messages import Freed, Need
 from ..schedule.partition import Partition, Unit
-from . import parameters, torch_private
+from . import torch_private
 from .accelerators.base import Accelerator
 from .executor import Executor
-from .parameters import WeightAccess
+from .parameters import Managed, WeightAccess
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Residences:
         self._params: list[tuple[nn.Parameter, ...]] = [
             tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
         ]
+        self._managed: list[tuple[Managed, ...]] = [()] * count
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
@@ -105,16 +106,27 @@ class Residences:
             )
             if self.fixed[unit.index]:
                 self.current[unit.index] = self._residence(unit.index)
-            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
-                parameters.manage(p, spec.index, access)
+            self._manage(unit, access)
             self._to_stubs(unit.index)
+
+    def _manage(self, unit: Unit, access: WeightAccess) -> None:
+        self._managed[unit.index] = tuple(
+            Managed(p, spec.index, access)
+            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True)
+        )
+
+    def give_away(self, values: Sequence[torch.Tensor]) -> None:
+        """All parameters are ordinary ones again, with these weights, by their index."""
+        for unit, params in enumerate(self._params):
+            for p, known in zip(params, self._managed[unit], strict=True):
+                known.release(p, values[known.index])
+            self._managed[unit] = ()
 
     def take_back(self, access: WeightAccess, hidden: Container[int]) -> None:
         """Parameters that were given away show what they did before; ``hidden``: fixed units that
         show a stub."""
         for unit in self.parts.units:
-            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
-                parameters.manage(p, spec.index, access)
+            self._manage(unit, access)
             if self.current[unit.index] is None or unit.index in hidden:
                 self._to_stubs(unit.index)
             else:
@@ -125,9 +137,8 @@ class Residences:
         engine that may still be in use."""
         watches = [held.watch for held in self._held]
         for unit, residence in enumerate(self.current):
-            for p, stub in zip(self._params[unit], self._stubs[unit], strict=False):
-                if parameters.is_managed(p):  # and was not given back
-                    parameters.hide(p, stub)
+            if self._managed[unit]:  # and not given away
+                self._to_stubs(unit)
             if residence is not None:
                 watches.append(torch_private.StorageWatch(residence.storage))
         self._aliases.clear()
@@ -141,14 +152,16 @@ class Residences:
         return Residence(unit, storage, make_views(self.parts.units[unit], storage))
 
     def _to_stubs(self, unit: int) -> None:
-        for p, stub in zip(self._params[unit], self._stubs[unit], strict=True):
-            parameters.hide(p, stub)
+        params = zip(self._params[unit], self._managed[unit], self._stubs[unit], strict=True)
+        for p, known, stub in params:
+            known.hide(p, stub)
 
     def _to_views(self, unit: int) -> None:
         residence = self.current[unit]
         assert residence is not None
-        for p, view in zip(self._params[unit], residence.views, strict=True):
-            parameters.show(p, view)
+        params = zip(self._params[unit], self._managed[unit], residence.views, strict=True)
+        for p, known, view in params:
+            known.show(p, view)
         self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
 
     def suspend(self, unit: int) -> None:

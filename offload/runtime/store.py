@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import OffloadConfig
-from ..io_engine import Extent, OwnedStore, IoEngine, Lease, Manifest
+from ..io_engine import Extent, IoEngine, Lease, Manifest, OwnedStore
 from ..observe.rates import Rates
 from ..observe.trace import Trace
 from ..schedule.commits import Commits

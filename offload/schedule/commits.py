@@ -149,8 +149,8 @@ class Commits:
     # -- back -----------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """The cut that is under way is not made: what it holds is about to be edited, and will be in
-        another.  Its facts are not known, and nothing moves."""
+        """The cut that is under way is not made: what it holds is about to be edited, and will be
+        in another.  Its facts are not known, and nothing moves."""
         assert self.sealed is None and not self._saving, "the cut is being written"
         self.dirty.update(self._unsaved)
         self._unsaved.clear()

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import replace
 
 from ..config import Tier
+from .arena import Place
 from .commits import Commits
 from .gradients import Gradients
 from .layout import Layout

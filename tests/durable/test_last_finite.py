@@ -86,7 +86,7 @@ def test_an_update_that_overflows_is_never_committed(
             told += 1
             optimizer.zero_grad()
     if way == "commit":
-        with pytest.raises(OffloadError, match="not finite|partly|part of the model"):
+        with pytest.raises(OffloadError, match=r"not finite|part of the model"):
             optimizer.commit()
         told += 1
     assert told or way == "close"

@@ -1,4 +1,4 @@
-"""Who may take a store over: never a stranger, never a part of one, never through a planted link."""
+"""Who may take a store over: no stranger, no part of one, nobody through a planted link."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_store_behind_links_is_refused(tmp_path: Path, name: str) -> None:
     (place / name).symlink_to(tmp_path / name)
     before = (tmp_path / name).read_bytes()
     model = build()
-    with pytest.raises(overspill.IoError, match="symbolic link|store file has"):
+    with pytest.raises(overspill.IoError, match=r"symbolic link|store file has"):
         overspill.resume(model, place, adamw(model), **resumable())
     assert (tmp_path / name).read_bytes() == before
 
@@ -323,4 +323,3 @@ while True:
     finally:
         child.kill()
         child.wait()
-

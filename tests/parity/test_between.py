@@ -57,7 +57,9 @@ def test_a_gradient_that_was_applied_cannot_be_dropped(place: str, tmp_path: Pat
             train(model, optimizer, 2)
             model(*batch(7)).backward()
             optimizer.zero_grad(set_to_none=to_none)
-            with pytest.raises(OffloadError, match=r"updated .* already in this step.*rollback\(\)"):
+            with pytest.raises(
+                OffloadError, match=r"updated .* already in this step.*rollback\(\)"
+            ):
                 model(*batch(8)).backward()
             optimizer.rollback()
             assert optimizer.step_count == 2
@@ -116,7 +118,9 @@ def test_parameters_that_are_unfrozen_later() -> None:
         train(plain, theirs, 2)
         for m in (model, plain):
             m.blocks[0].requires_grad_(True)
-        with pytest.raises(OffloadError, match=r"blocks\.0\.norm\.weight, .* and 3 more required no"):
+        with pytest.raises(
+            OffloadError, match=r"blocks\.0\.norm\.weight, .* and 3 more required no"
+        ):
             model(*batch(0))
         with pytest.raises(OffloadError, match="wrap again"):
             ours.step()
@@ -153,7 +157,7 @@ def test_a_parameter_of_two_models_is_refused() -> None:
     model = make()
     other = nn.Sequential(model.head)
     with overspill.wrap(model, adamw(model), device="cpu") as ours:
-        with pytest.raises(OffloadError, match="parameter '0.weight' belongs to another wrapped"):
+        with pytest.raises(OffloadError, match=r"parameter '0\.weight' belongs to another wrapped"):
             overspill.wrap(other, torch.optim.AdamW(other.parameters()), device="cpu")
         train(model, ours, 1)
 

@@ -81,7 +81,10 @@ class Tripwire:
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(3)]
+        *[
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU())
+            for _ in range(3)
+        ]
     )
 
 

@@ -16,6 +16,7 @@ import resource
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ EXT4_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2  # of ext4's ioctl
 # Numbers of system calls on x86-64.
 READS = (17, 295, 327)  # pread64, preadv, preadv2
 WRITES = (18, 296, 328, 285)  # pwrite64, pwritev, pwritev2, fallocate
+IO_URING_ENTER = 426
+ALLOW, FAIL = 0x7FFF0000, 0x00050000  # what a filter gives
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -70,8 +73,26 @@ def refuse_calls(numbers: Iterable[int], code: int) -> None:
     steps = [struct.pack("HBBI", load, 0, 0, 0)]
     for index, number in enumerate(numbers):
         steps.append(struct.pack("HBBI", equal, len(numbers) - index, 0, number))
-    steps.append(struct.pack("HBBI", give, 0, 0, 0x7FFF0000))
-    steps.append(struct.pack("HBBI", give, 0, 0, 0x00050000 | code))
+    steps.append(struct.pack("HBBI", give, 0, 0, ALLOW))
+    steps.append(struct.pack("HBBI", give, 0, 0, FAIL | code))
+    install(steps)
+
+
+def refuse_submissions(code: int) -> None:
+    """From now on io_uring takes no new entries: calls that only wait for results still work."""
+    load, equal, give = 0x20, 0x15, 0x06
+    install([
+        struct.pack("HBBI", load, 0, 0, 0),
+        struct.pack("HBBI", equal, 0, 3, IO_URING_ENTER),
+        struct.pack("HBBI", load, 0, 0, 24),  # its second argument: entries to submit
+        struct.pack("HBBI", equal, 1, 0, 0),
+        struct.pack("HBBI", give, 0, 0, FAIL | code),
+        struct.pack("HBBI", give, 0, 0, ALLOW),
+    ])  # fmt: skip
+
+
+def install(steps: list[bytes]) -> None:
+    """Has the kernel run a filter on every system call of the process."""
     program = ctypes.create_string_buffer(b"".join(steps))
     filtered = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
     assert libc.prctl(38, 1, 0, 0, 0) == 0, "no_new_privs"
@@ -168,6 +189,25 @@ def refused(directory: Path, backend: str, code: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def stuck(directory: Path, backend: str, code: str) -> dict[str, Any]:
+    """io_uring refuses everything new while much is on its way, and more is asked for."""
+    engine, extents = opened(directory, backend, 16 * MIB)
+    buffers = [engine.buffer(MIB) for _ in extents]
+    before = [round_trip(engine, e, b, 3) for e, b in zip(extents[:2], buffers, strict=False)]
+    tickets = [engine.write(e, b) for e, b in zip(extents, buffers, strict=True)]
+    refuse_submissions(getattr(errno, code))
+    tickets += [engine.write(e, b) for e, b in zip(extents, buffers, strict=True)]
+    ended = sorted(set(ends(tickets)))
+    started = time.monotonic()
+    engine.close()
+    took_s = time.monotonic() - started
+    for buffer in buffers:
+        buffer.release()
+    return {
+        "before": before, "ended": ended, "closed_s": took_s, "left": os.listdir(directory)
+    }  # fmt: skip
+
+
 def limited(directory: Path, backend: str) -> dict[str, Any]:
     """The process may no longer write beyond 2 MiB of a file."""
     engine, extents = opened(directory, backend)
@@ -217,7 +257,9 @@ def shut(directory: Path, backend: str) -> dict[str, Any]:
     return {"said": said, "left": os.listdir(directory)}
 
 
-CASES = {case.__name__: case for case in (full, gone, unmounted, refused, limited, deleted, shut)}
+CASES = {
+    case.__name__: case for case in (full, gone, unmounted, refused, stuck, limited, deleted, shut)
+}
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")

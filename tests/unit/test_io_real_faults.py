@@ -123,6 +123,22 @@ def test_calls_that_the_kernel_refuses(by: str, code: str, tmp_path: Path) -> No
     assert found["left"] == []
 
 
+@pytest.mark.skipif(not X86, reason="numbers of system calls are those of x86-64")
+@pytest.mark.parametrize("code", ["EPERM", "EINVAL"])
+def test_a_ring_that_takes_nothing_more(code: str, tmp_path: Path) -> None:
+    """What was submitted ends, what was only prepared fails, and nobody waits for ever."""
+    try:
+        choose("uring")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    place = tmp_path / "place"
+    place.mkdir()
+    found, _ = case("stuck", place, "uring", code)
+    assert found["before"] == [True] * 2
+    assert code in found["ended"] and set(found["ended"]) <= {code, "done"}
+    assert found["closed_s"] < 5 and found["left"] == []
+
+
 def test_a_file_size_limit(backend: str, tmp_path: Path) -> None:
     place = tmp_path / "place"
     place.mkdir()

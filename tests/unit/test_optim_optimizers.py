@@ -249,7 +249,7 @@ def test_every_group_has_its_rule() -> None:
     assert (with_buffer.moments, without.moments) == (("momentum_buffer",), ())
     adam = torch.optim.Adam([{"params": params[:2], "amsgrad": True}, {"params": params[2:]}])
     assert [rule.moments[-1] for rule in rules_for(adam)] == ["max_exp_avg_sq", "exp_avg_sq"]
-    with pytest.raises(ValueError, match="momentum is 0.9"):
+    with pytest.raises(ValueError, match=r"momentum is 0\.9"):
         without.scalars({**mixed.param_groups[0]}, 1)
     with pytest.raises(ValueError, match="momentum is 0, but"):
         with_buffer.scalars({**mixed.param_groups[1]}, 1)
