@@ -22,12 +22,13 @@ from .contents import Contents, Fill
 from .dispatch import Dispatcher, Flight
 from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Item, Manifest, StoreLayout
+from .native import crc32
 from .opening import open_backend
 from .probe import measured_rates
 from .settings import directory_list, settle
 from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
-from .transfer import Buffer, block_count, plan_transfer
+from .transfer import Buffer, block_count, cut, plan_transfer, runs_of
 from .types import Direction, Extent, IoStats, LaneStats, Ticket, round_up
 
 log = logging.getLogger("overspill.io_engine")
@@ -356,6 +357,24 @@ class IoEngine:
         with self._lock:
             kept = self._contents_of(extent).checksums
         return None if kept is None else kept.copy()
+
+    def holds(self, extent: Extent, array: NDArray[np.uint8]) -> bool:
+        """Whether an array is what was last written to an extent, by its checksums; True where
+        checking is off.
+
+        Args:
+            array: flat, of the extent's length in whole sectors.
+        """
+        sums = self.checksums(extent)
+        if sums is None:
+            return True
+        blocks = (part for run in runs_of(extent) for part in cut(run[2], self.tuning.block_bytes))
+        at = 0
+        for nbytes, expected in zip(blocks, sums, strict=True):
+            if crc32(array[at : at + nbytes]) != expected:
+                return False
+            at += nbytes
+        return True
 
     def wait_all(self) -> None:
         """Waits until nothing is on its way.

@@ -36,6 +36,11 @@ def block_count(extent: Extent, block_bytes: int) -> int:
     return sum(-(-nbytes // block_bytes) for _, _, nbytes in runs_of(extent))
 
 
+def cut(nbytes: int, block_bytes: int) -> list[int]:
+    """The lengths of a run's blocks."""
+    return [min(block_bytes, nbytes - at) for at in range(0, nbytes, block_bytes)]
+
+
 def plan_transfer(
     kind: Direction,
     extent: Extent,

@@ -7,14 +7,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OffloadError
 from ..io_engine import IoEngine, Manifest
 from ..observe.trace import Trace
-from ..schedule.messages import Commit, Item
+from ..schedule.messages import Commit, Item, Write
 from .extents import Extents
 
 Table = Sequence[tuple[Item, int]]
-OnCommitted = Callable[[BaseException | None], None]
+Done = Callable[[BaseException | None], None]
 
 
 class CommitWriter:
@@ -25,9 +30,7 @@ class CommitWriter:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
-        self._jobs: queue.SimpleQueue[tuple[Commit, Table, OnCommitted] | None] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Done] | None] = queue.SimpleQueue()
         self.last: bytes | None = None  # the facts of the last commit
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
@@ -42,19 +45,25 @@ class CommitWriter:
             self._facts[number] = step, facts, kept
             return number
 
-    def put(self, work: Commit, table: Table, done: OnCommitted) -> None:
+    def put(self, work: Commit, table: Table, done: Done) -> None:
         """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
-        self._jobs.put((work, table, done))
+        self._jobs.put((partial(self._commit, work.number, table), done))
+
+    def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Done) -> None:
+        """Queues a look whether weights that a commit has saved are still what was written: while
+        they show, anybody may change them, and what the disk got may be neither old nor new."""
+        self._jobs.put((partial(self._compare, work, memory, name), done))
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, table, done = job
+        while (queued := self._jobs.get()) is not None:
+            job, done = queued
             try:
-                self._commit(work.number, table)
+                job()
             except BaseException as error:
                 done(error)
             else:
                 done(None)
+            del job, done, queued
 
     def _commit(self, number: int, table: Table) -> None:
         started = time.perf_counter_ns()
@@ -71,6 +80,14 @@ class CommitWriter:
         self._manifest.commit(step, roles, sums, facts, kept=kept)
         self.last = facts
         self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
+
+    def _compare(self, work: Write, memory: NDArray[np.uint8], name: str) -> None:
+        if not self._io.holds(self._extents.of(work.item, work.role), memory):
+            raise OffloadError(
+                f"weights of {name!r} were changed in place, in forward or between forward and "
+                "step(), while a commit saved them; change them between step() and the next "
+                "forward, or inside `with overspill.materialized(model, writeback=True)`"
+            )
 
     def close(self) -> None:
         """Ends the thread after what is queued, and closes the manifest."""

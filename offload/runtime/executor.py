@@ -30,6 +30,8 @@ from ..schedule.messages import (
     GradRoom,
     Grant,
     Instruction,
+    Item,
+    Kind,
     Need,
     Read,
     Refuse,
@@ -48,7 +50,7 @@ from .commits import CommitWriter
 from .disk import Disk
 from .events import RangeEvents
 from .extents import Extents
-from .moves import Mover
+from .moves import Move, Mover
 from .pools import Arenas
 from .update_worker import Task, UpdateWorker
 from .visits import Parts, Visits
@@ -116,7 +118,7 @@ class Executor:
         self._lane: str | None = None
         self._events = RangeEvents()
         self._mover = Mover(
-            machine.layout, arenas, accelerator, disk, extents, self._events, trace, self._finished
+            machine.layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
         )
         self._worker = UpdateWorker(
             machine.layout, arenas, accelerator, self._events, trace, work_on,
@@ -338,6 +340,21 @@ class Executor:
         except BaseException as raised:
             error = raised
         self._finished(task, error)
+
+    def _moved(self, work: Move, error: BaseException | None) -> None:
+        """The mover is through with a move."""
+        if error is None and isinstance(work, Write) and self._may_be_changed(work.item):
+            assert self._commits is not None
+            name = self.machine.layout.units[work.item.number].name
+            memory = self.arenas.bytes_of(work.place).numpy()
+            self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
+        else:
+            self._finished(work, error)
+
+    def _may_be_changed(self, item: Item) -> bool:
+        """Whether a commit saves the item from memory that the user may see."""
+        seen = not self.machine.layout.has_device and item.kind is Kind.WEIGHTS
+        return seen and self._commits is not None and item in self.machine.commits.places
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:

@@ -241,6 +241,7 @@ class PowerCut:
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, seed: int) -> None:
         self.folder, self.rng = folder, random.Random(seed)
         self.pictures: list[dict[str, bytes]] = []
+        self.seals = 0  # pictures in which a seal is lost
         self._real = os.fdatasync
         self._flushed: dict[str, bytes] = {}
         patch.setattr(os, "fdatasync", self)
@@ -257,6 +258,22 @@ class PowerCut:
         if not (self.folder / MANIFEST_NAME).exists():
             return  # the store is being made
         self._flushed.setdefault(MANIFEST_NAME, (self.folder / MANIFEST_NAME).read_bytes())
+        self._draw(self.rng.choice([0.0, 0.5, 1.0]))
+        self._lose_seal()
+
+    def _lose_seal(self) -> None:
+        """Of what was written since the last flush, the first sector alone is lost: the seal."""
+        now = (self.folder / MANIFEST_NAME).read_bytes()
+        at = len(self._flushed[MANIFEST_NAME])
+        if len(now) > at + 4096:
+            torn = now[:at] + bytes(4096) + now[at + 4096 :]
+            self.pictures.append({MANIFEST_NAME: torn, STORE_NAME: self._read(STORE_NAME)})
+            self.seals += 1
+
+    def _read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def _draw(self, share: float) -> None:
         picture = {}
         for name in (STORE_NAME, MANIFEST_NAME):
             now = np.frombuffer((self.folder / name).read_bytes(), np.uint8)
@@ -264,7 +281,6 @@ class PowerCut:
             before = np.zeros_like(now)
             before[: len(old)] = np.frombuffer(old, np.uint8)[: now.size]
             sectors, kept = now.reshape(-1, 4096).copy(), before.reshape(-1, 4096)
-            share = self.rng.choice([0.0, 0.5, 1.0])
             lost = [n for n in range(len(sectors)) if self.rng.random() < share]
             sectors[lost] = kept[lost]
             picture[name] = sectors.tobytes()
@@ -279,6 +295,7 @@ def test_what_was_not_flushed_is_lost_or_torn(
     with monkeypatch.context() as patch:
         cut = PowerCut(patch, tmp_path, number)
         finish(tmp_path, MODES[number])
+    assert cut.seals > 2
     steps = set()
     for picture in cut.pictures:
         for name, data in picture.items():

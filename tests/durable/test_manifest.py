@@ -142,6 +142,61 @@ def test_every_torn_end_leaves_the_commit_before(tmp_path: Path) -> None:
     manifest.close()
 
 
+@pytest.mark.parametrize("torn_before", [False, True])
+def test_any_of_the_sectors_that_were_not_flushed_may_be_lost(
+    tmp_path: Path, torn_before: bool
+) -> None:
+    """The seal of a commit is flushed with the record of the next: every subset of these sectors is
+    a legal end, and opens at the commit before, or at the new one if its record is whole; whatever
+    an unfinished record has left where they go."""
+    store = Store([tmp_path])
+    store.commit(1)
+    store.commit(2)
+    path = tmp_path / MANIFEST_NAME
+    if torn_before:  # a longer record that was never flushed, and is dropped when it is opened
+        store.manifest.commit(3, store.roles, store.sums(), bytes(range(256)) * 80)
+        store.close()
+        data = bytearray(path.read_bytes())
+        at = len(data) - 4096 - 3 * 4096  # within the record
+        data[at : at + 4096] = bytes(4096)
+        path.write_bytes(data[:-4096])
+        manifest = Manifest.reopen(find_store(tmp_path).manifests)
+        assert manifest.last == 2
+    else:
+        manifest = store.manifest
+    flushed = path.read_bytes()
+    if not torn_before:
+        flushed = flushed[:-4096]  # commit 2 without its seal, which was not flushed
+    manifest.commit(3, store.roles, store.sums(), b"x" * 9000)
+    manifest.close()
+    now = path.read_bytes()[:-4096]  # the new seal is written after the flush
+    begin = len(flushed) // 4096
+    changed = len(now) // 4096 - begin
+    assert changed == (3 if torn_before else 4)
+    seen = set()
+    for kept in range(1 << changed):
+        image = bytearray(flushed) + bytes(changed * 4096)
+        for n in range(changed):
+            if kept >> n & 1:
+                at = (begin + n) * 4096
+                image[at : at + 4096] = now[at : at + 4096]
+        whole = kept >> (changed - 3) == 0b111
+        last_kept = max((n for n in range(changed) if kept >> n & 1), default=-1)
+        for length in {len(now), (begin + last_kept + 1) * 4096}:  # the size, too, may be old
+            path.write_bytes(image[:length])
+            assert not find_store(tmp_path).damage, (kept, length)
+            assert find_store(tmp_path).last().step == (3 if whole else 2), (kept, length)
+            again = Manifest.reopen(find_store(tmp_path).manifests)
+            again.commit(4, store.roles, store.sums(), b"meta 4")
+            again.close()
+            assert find_store(tmp_path).last().step == 4
+            seen.add(whole)
+    assert seen == {True, False}
+    if not torn_before:
+        store.io.close()
+        store.lease.release()
+
+
 def test_flips_are_found_and_the_last_whole_commit_is_offered(tmp_path: Path) -> None:
     """A single wrong bit anywhere in the manifest is found, but in a seal that ends the log, which
     says nothing that the commit before it does not."""

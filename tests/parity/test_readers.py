@@ -360,3 +360,34 @@ def test_encoder_decoders_with_tied_embeddings(family: str, memory: str, tmp_pat
                     losses.append(m(input_ids=ids, labels=ids).loss)
             assert torch.equal(*losses)
         same(model, plain)
+
+
+def test_a_commit_of_weights_that_change_under_it_is_not_made(tmp_path: Path) -> None:
+    """Whoever changes weights past every watch, while a commit saves them, ends the run with an
+    error: the commit before it is whole, and every byte of it can be read."""
+    from overspill.durable.inspect import inspect_store
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = overspill.wrap(
+        model, inner, device="cpu", host_memory="1GiB", nvme=tmp_path, rates=overspill.Rates()
+    )
+    x = torch.randn(2, 1024)
+    told = ""
+    try:
+        for _ in range(50):
+            loss = model(x).square().mean()
+            memory = model[3].weight.detach().numpy()  # no version tells what is done to this
+            for _ in range(20):
+                memory += 1e-3
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del memory
+    except OffloadError as error:
+        told = str(error)
+    optimizer.close()
+    assert "weights of '3' were changed in place" in told and "while a commit saved them" in told
+    found = inspect_store(tmp_path)
+    assert found.wrong == () and found.commits
