@@ -57,8 +57,9 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
         host_free = _size_of(machine.host_memory, "host_memory")
     host = parse_size(config.host_memory, "host_memory")
     device = nvme = None
+    compute = host_free
     if machine.device_memory is not None:
-        free = _size_of(machine.device_memory, "device_memory")
+        compute = free = _size_of(machine.device_memory, "device_memory")
         asked = parse_size(config.device_memory, "device_memory")
         device = asked.resolve(free, int(free * DEVICE_MARGIN))
     elif config.device_memory != "auto":
@@ -69,7 +70,7 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
         nvme = asked.resolve(free, int(free * DISK_MARGIN))
     elif asked.nbytes is not None:
         nvme = asked.nbytes
-    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme)
+    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)
 
 
 def _size_of(text: str, name: str) -> int:
@@ -88,10 +89,11 @@ def resolve_budgets(config: OffloadConfig, accelerator: Accelerator) -> Budgets:
     host_free = free_host_bytes()
     host = parse_size(config.host_memory, "host_memory")
     device: int | None = None
+    compute = host_free  # also with "sim", whose activations are in host memory
     if accelerator.has_device_memory:
         asked = parse_size(config.device_memory, "device_memory")
         if accelerator.kind == "cuda":
-            free = int(torch.cuda.mem_get_info(accelerator.device)[0])
+            compute = free = int(torch.cuda.mem_get_info(accelerator.device)[0])
             device = asked.resolve(free, int(free * DEVICE_MARGIN))
         else:
             device = asked.resolve(SIM_DEVICE_BYTES, 0)
@@ -107,4 +109,4 @@ def resolve_budgets(config: OffloadConfig, accelerator: Accelerator) -> Budgets:
         free = free_disk_bytes(config.nvme)
         asked = parse_size(config.nvme_memory, "nvme_memory")
         nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free)
-    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme)
+    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)

@@ -100,8 +100,11 @@ def plan(
         show_plan(made, total, gains, machine, endurance, every_unit=every_unit)
     if not made.fits:
         raise typer.Exit(REFUSED)
+    if made.activations_fit is False:
+        raise typer.Exit(TOO_MANY_ACTIVATIONS)
 
 
+TOO_MANY_ACTIVATIONS = 3  # all else fits
 HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
 Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 

@@ -82,6 +82,7 @@ def plan_json(
         "device_update_worth": plan.device_update_worth,
         "resident_share": _resident_share(plan),
         "activation_bytes": plan.activation_bytes,
+        "activations_fit": plan.activations_fit,
         "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
         "prefetch_depth": None if plan.layout is None else plan.layout.prefetch_depth,
         "step_s_with": dict(gains),
@@ -115,15 +116,27 @@ def show_plan(
     if plan.link_bytes:
         moved = ", ".join(f"{lane} {format_bytes(n)}" for lane, n in plan.link_bytes.items())
         console.print(f"a step moves: {moved}", highlight=False, soft_wrap=True)
-    if plan.activation_bytes:
-        kept = format_bytes(plan.activation_bytes)
-        console.print(f"autograd keeps about {kept} of activations beside these", highlight=False)
     for line in _times(plan, tokens, gains, endurance):
         console.print(line, highlight=False, soft_wrap=True)
     for shortfall in plan.shortfalls:
         console.print(f"does not fit: {shortfall}", soft_wrap=True)
     if plan.fits:
-        console.print("fits")
+        console.print(verdict(plan, tokens), highlight=False, soft_wrap=True)
+
+
+def verdict(plan: Plan, tokens: int) -> str:
+    """Whether it fits, and what that does not count, in one line."""
+    if plan.activations_fit is not False:
+        more = "" if tokens else " (--tokens tells how much they take)"
+        return f"fits, {plan.not_counted}{more}"
+    alone = plan.budgets is not None and (plan.activation_bytes or 0) > (
+        plan.budgets.compute_bytes or 0
+    )
+    why = "more than there is in all" if alone else "more than is left"
+    return (
+        f"weights, gradients and state fit, the activations do not: {plan.not_counted}, {why}; "
+        "give fewer --tokens, recompute them in backward, or lower the engine's budgets"
+    )
 
 
 def _units(plan: Plan) -> Table:

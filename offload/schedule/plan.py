@@ -39,11 +39,16 @@ class Shortfall:
 @dataclass(frozen=True)
 class Budgets:
     """Bytes per tier that the engine may hold; ``device`` is ``None`` where there is no such tier,
-    ``nvme`` is ``None`` where no directory was given."""
+    ``nvme`` is ``None`` where no directory was given.
+
+    ``compute_bytes``: what is there, for the engine and all else, of the memory that compute uses;
+    ``None`` where that is not known.
+    """
 
     device: int | None
     host: int
     nvme: int | None
+    compute_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,13 +146,41 @@ class Plan:
     budgets: Budgets | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)
 
+    @property
+    def left_bytes(self) -> int | None:
+        """Memory that compute uses and the engine does not hold: activations must fit there."""
+        if self.budgets is None or self.budgets.compute_bytes is None:
+            return None
+        tier = Tier.HOST if self.budgets.device is None else Tier.DEVICE
+        return max(0, self.budgets.compute_bytes - self.tier_bytes.get(tier, 0))
+
+    @property
+    def activations_fit(self) -> bool | None:
+        """Whether there is room for the activations beside what the engine holds; ``None`` where
+        one of the two is not known."""
+        if self.activation_bytes is None or self.left_bytes is None:
+            return None
+        return self.activation_bytes <= self.left_bytes
+
+    @property
+    def not_counted(self) -> str:
+        """What ``fits`` does not count, in words."""
+        if self.activation_bytes is None:
+            return "activations not counted"
+        kept = f"about {format_bytes(self.activation_bytes)} of activations not counted"
+        if self.left_bytes is None:
+            return kept
+        there = f"{format_bytes(self.left_bytes)} left for them"
+        return f"{kept}, {there}" if self.activations_fit else f"{kept}, and only {there}"
+
     def __str__(self) -> str:
         tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)
         moved = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.link_bytes.items() if v)
         if not self.fits:
             return "does not fit: " + "; ".join(map(str, self.shortfalls))
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
-        return f"holds {tiers or 'nothing'}; moves {moved or 'nothing'} a step{bound}"
+        held = f"holds {tiers or 'nothing'}, {self.not_counted}"
+        return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 
 def host_grad_dtype(weight: torch.dtype, accumulate: int) -> torch.dtype:

@@ -122,6 +122,22 @@ def test_plan_of_what_does_not_fit() -> None:
     assert "does not fit" in result.output and "raise device_memory" in result.output
 
 
+def test_a_plan_says_what_it_does_not_count(tmp_path: Path) -> None:
+    """In the line that says "fits"; and ends otherwise when that alone is more than there is."""
+    machine = Path(__file__).parents[2] / "examples" / "machines" / "rtx4090.toml"
+    common = ["plan", "--model", "llama-1b", "--precision", "bf16", "--rates", machine]
+    said = {}
+    for tokens, code in ((0, 0), (2048, 0), (32768, 3)):
+        result = call(*common, "--tokens", tokens)
+        assert result.exit_code == code, result.output
+        said[tokens] = next(line for line in result.output.splitlines() if "activations" in line)
+    assert said[0].startswith("fits, activations not counted")
+    assert said[2048].startswith("fits, about ") and "GiB left for them" in said[2048]
+    assert "the activations do not" in said[32768] and "more than there is" in said[32768]
+    figures = json.loads(call(*common, "--tokens", 32768, "--json").output)
+    assert figures["fits"] is True and figures["activations_fit"] is False
+
+
 def test_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "overspill", "--version"], capture_output=True, text=True, check=True
