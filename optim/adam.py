@@ -47,9 +47,9 @@ class AdamRule(KernelRule):
         self._decoupled, self._amsgrad = decoupled, amsgrad
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
-        if bool(group.get("amsgrad")) != self._amsgrad:
+        if bool(group.get("amsgrad", self._amsgrad)) != self._amsgrad:
             raise ValueError(
-                f"amsgrad is {group.get('amsgrad')}, but the state was laid out with "
+                f"amsgrad is {group['amsgrad']}, but the state was laid out with "
                 f"amsgrad={self._amsgrad}; set it before the optimizer is wrapped"
             )
         lr = number(group, "lr")

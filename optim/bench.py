@@ -142,9 +142,7 @@ class Update:
     def __init__(self, case: Case, numel: int, device: torch.device = CPU) -> None:
         self.device = device
         self.rule = RULES[case.rule]()
-        group = {**GROUP, "amsgrad": case.rule == "amsgrad"}
-        if case.rule == "sgd":
-            group["momentum"] = 0.0
+        group = dict(GROUP, momentum=0.0) if case.rule == "sgd" else GROUP
         fields = self.rule.state_fields(case.weights, case.master, case.moments)
         self.state = {
             f.name: torch.zeros(f.elements(numel), dtype=f.dtype, device=device) for f in fields

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -106,6 +108,78 @@ def test_a_child_may_not_use_the_engine_and_harms_nothing(tmp_path: Path) -> Non
     assert optimizer.step_count == 12
     optimizer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+MEMORY = """
+import os, sys, time
+import torch, overspill
+from torch import nn
+place, folder = sys.argv[1:]
+more = {"device_memory": "128MiB"} if place == "sim" else {}
+model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
+optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=place,
+                           host_memory="256MiB", nvme=folder, durable=False, **more)
+x = torch.randn(4, 1024)
+
+def step():
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def pss(pids):
+    lines = (line for pid in pids for line in open(f"/proc/{pid}/smaps_rollup"))
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+step()
+before = pss([os.getpid()])
+children = []
+for _ in range(4):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    children.append(pid)
+try:
+    for _ in range(3):
+        step()
+    print(pss([os.getpid(), *children]) - before)
+finally:
+    for pid in children:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.parametrize("place", ["cpu", "sim"])
+def test_children_cost_no_memory_of_the_engine(place: str, tmp_path: Path) -> None:
+    """What the parent writes while they live is not kept twice: 256 MiB would be."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, place, str(tmp_path)], capture_output=True, text=True,
+        timeout=100, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 64, "MiB"
+
+
+def test_weights_that_show_are_not_a_childs() -> None:
+    """Between forward and step they lie in memory that a child does not have: reading them there
+    is an error, and the end of no process."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), device="cpu", host_memory="64MiB") as optimizer:
+        loss = model(*batch(0))
+
+        def look() -> None:
+            for read in (model.head.weight.sum, lambda: model.head.weight.data, model.state_dict):
+                with pytest.raises(OffloadError, match="fork"):
+                    read()
+            assert model.head.weight.shape == (500, 64)
+            assert "fork" in repr(model.head.weight)
+
+        assert child(look) == 0
+        loss.backward()
+        optimizer.step()
+        assert optimizer.step_count == 1
 
 
 def test_two_engines_side_by_side(tmp_path: Path) -> None:

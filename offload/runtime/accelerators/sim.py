@@ -20,8 +20,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ...errors import OffloadError
+from ...io_engine import allocate_host
 from ...observe.rates import Rates
-from .base import Event, OnDone, aligned_bytes, copied_bytes
+from .base import Event, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 from .ordering import Clock, Ordering, join
 
@@ -89,7 +90,8 @@ class SimAccelerator:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._refuse_closed()
-        arena = aligned_bytes(nbytes, self.device).fill_(POISON)
+        # As on a real device, forked children have nothing of it; it lives with its last view.
+        arena = torch.from_numpy(allocate_host(nbytes).array).fill_(POISON)
         self._arenas.append(arena)
         return arena
 
