@@ -105,6 +105,7 @@ class Executor:
         self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
         self._trace, self._check, self._commits = trace, check, commits
         self._take_step = take_step
+        self._collect: Callable[[], None] | None = None
         self.waited_ns = 0  # by compute, in all
         self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
@@ -137,6 +138,10 @@ class Executor:
         """Puts a signal into the queue and goes on."""
         self.raise_failure()
         self._queue.put(signal)
+
+    def before_waiting(self, collect: Callable[[], None]) -> None:
+        """Has ``collect`` tell of what became free, before anybody waits for room."""
+        self._collect = collect
 
     def release(self, unit: int, held: tuple[int, ...] = ()) -> None:
         """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
@@ -173,6 +178,8 @@ class Executor:
             OffloadError: the engine failed; its cause is attached.
         """
         self.raise_failure()
+        if self._collect is not None:
+            self._collect()
         ticket = next(self._tickets)
         waiter = _Waiter(make(ticket))
         self._waiters[ticket] = waiter

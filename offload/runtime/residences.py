@@ -96,6 +96,7 @@ class Residences:
         self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
         self._aliases: dict[int, list[tuple[int, torch.Tensor, int]]] = {}
         self._edited: list[str] = []
+        executor.before_waiting(self._collect_freed)
 
     def install(self, access: WeightAccess) -> None:
         """Takes the parameters over; all show a stub."""
@@ -240,7 +241,6 @@ class Residences:
         if not self.streamed[unit]:
             return
         if self.uses[unit] == 0:
-            self.collect_freed()
             with torch.inference_mode(False), torch.no_grad():
                 self._open(unit)
         self.uses[unit] += 1
@@ -313,7 +313,7 @@ class Residences:
         self._held.append(_Held(unit, place, watch))
         return True
 
-    def collect_freed(self) -> None:
+    def _collect_freed(self) -> None:
         """Tells the machine of slots that graphs have let go since."""
         if self._held:
             freed = [held for held in self._held if held.watch.expired]
@@ -322,7 +322,7 @@ class Residences:
                 if self.accelerator.has_device_memory:
                     # Kernels that read it through the graph may still run.
                     self.executor.mark_device_use(held.place, self.accelerator.record())
-                self.executor.tell(Freed(held.unit))
+                self.executor.tell(Freed(held.unit, held.place))
 
     def reset(self) -> None:
         """No forward and no backward runs: closes what an exception has left open."""

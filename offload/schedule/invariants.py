@@ -33,7 +33,9 @@ def _owners(machine: Residency) -> None:
     for item in weights.units:
         host_w += [item.host.place] if item.host and not item.host.fixed else []
         device_w += [item.device.place] if item.device and not item.device.fixed else []
-        (device_w if machine.layout.has_device else host_w).extend(item.orphans)
+        copy = item.device if machine.layout.has_device else item.host
+        forgotten = [place for place in item.kept if copy is None or copy.place != place]
+        (device_w if machine.layout.has_device else host_w).extend(forgotten)
     for unit, home in zip(grads.units, machine.layout.homes, strict=True):
         if unit.slot is not None and home.grad_place is None:
             host_g.append(unit.slot)
@@ -59,7 +61,8 @@ def _currency(machine: Residency) -> None:
         current = item.stored or home.weights is Tier.DEVICE
         current = current or (item.host is not None and item.host.valid)
         assert current, f"unit {number} has no current copy"
-        assert item.pins >= 0 and item.held >= 0, f"unit {number} was released too often"
+        assert item.pins >= 0, f"unit {number} was released too often"
+        assert all(n > 0 for n in item.kept.values()), f"unit {number} keeps what was let go"
         for tier, copy in ((Tier.HOST, item.host), (Tier.DEVICE, item.device)):
             assert copy is None or copy.holds >= 0, f"unit {number} was let go too often"
             moved = copy is not None and not copy.fixed

@@ -154,6 +154,7 @@ class Freed:
     """The last reference into a slot of ``unit`` that was held by a graph is gone."""
 
     unit: int
+    place: Place
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,9 @@ class Residency:
                 assert item.pins > 0, f"unit {unit} was released more often than needed"
                 item.pins -= 1
             for unit in signal.held:
-                self.weights.units[unit].held += 1
+                self.weights.keep(unit)
         elif isinstance(signal, Freed):
-            self.weights.freed(signal.unit)
+            self.weights.freed(signal.unit, signal.place)
         elif isinstance(signal, GradRoom):
             self.gradients.want_room(signal)
         elif isinstance(signal, GradReady):
@@ -303,7 +303,7 @@ class Residency:
         """Nothing moves, and an update finds no room: graphs that are kept have it.  Whoever waits
         is told; what is queued goes on when they are gone."""
         unit = self.updates.blocked_at()
-        assert unit is not None and any(u.held for u in self.weights.units), (
+        assert unit is not None and any(u.kept for u in self.weights.units), (
             "someone waits and nothing moves"
         )
         for ticket in self._tickets():
@@ -370,8 +370,9 @@ class Residency:
                 if self.weights.evictable(unit, tier) is not None:
                     self.weights.drop(unit, tier)
         for unit, item in enumerate(self.weights.units):
-            if item.held:  # a graph may keep its slot; the next forward must not
-                self.weights.orphan(unit)
+            copy = self.weights.compute_copy(unit)
+            if copy is not None and copy.place in item.kept:
+                self.weights.orphan(unit)  # a graph may keep its slot; the next forward must not
         self.updates.drop_cached()
 
     def scratch(self, kind: Kind, nbytes: int) -> Place | None:

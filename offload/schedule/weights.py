@@ -53,22 +53,23 @@ class Copy:
 class _Unit:
     """The copies of one unit's weights.
 
-    ``pins`` counts compute's uses of the compute-tier copy and ``held`` the dead storages that a
-    graph keeps over it; ``orphans`` are slots for compute that only such storages still use.
+    ``pins`` counts compute's uses of the compute-tier copy.  ``kept`` counts, for each slot, the
+    storages that graphs keep over it after compute let go: the copy's own slot, and those of copies
+    that are forgotten, which only such storages still use.
     ``stored`` says that the newest extent is current, ``updating`` that an update is queued: until
     it is done nobody computes with the unit.
     """
 
     __slots__ = (
-        "device", "held", "host", "nbytes", "orphans", "pins", "roles", "stored", "turn", "updating"
+        "device", "host", "kept", "nbytes", "pins", "roles", "stored", "turn", "updating"
     )  # fmt: skip
 
     def __init__(self, nbytes: int, pair: bool) -> None:
         self.nbytes = nbytes
         self.host: Copy | None = None
         self.device: Copy | None = None
-        self.orphans: list[Place] = []
-        self.pins = self.held = self.turn = 0
+        self.kept: dict[Place, int] = {}
+        self.pins = self.turn = 0
         self.stored = self.updating = False
         self.roles = Roles(pair)
 
@@ -185,7 +186,7 @@ class Weights:
         copy = item.device if tier is Tier.DEVICE else item.host
         if copy is None or copy.fixed or not copy.valid or copy.holds:
             return None
-        if tier is self.layout.compute_tier and (item.pins or item.held):
+        if tier is self.layout.compute_tier and (item.pins or copy.place in item.kept):
             return None
         if tier is Tier.HOST and not item.stored:
             return None
@@ -270,7 +271,7 @@ class Weights:
         item = self.units[unit]
         if item.device is None or item.device.fixed or item.device.holds:
             return
-        if item.held:
+        if item.device.place in item.kept:
             self.orphan(unit)
         else:
             self.drop(unit, Tier.DEVICE)
@@ -281,7 +282,7 @@ class Weights:
         item, copy = self.units[unit], self.compute_copy(unit)
         if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
             return
-        item.orphans.append(copy.place)
+        assert copy.place in item.kept
         self.moved[copy.place.tier].discard(unit)
         if copy is item.device:
             item.device = None
@@ -293,15 +294,21 @@ class Weights:
         device = self.units[unit].device
         return device is None or device.holds == 0
 
-    def freed(self, unit: int) -> None:
-        """A graph let go of a dead storage."""
-        item = self.units[unit]
-        assert item.held > 0
-        item.held -= 1
-        if item.held == 0:
-            for place in item.orphans:
+    def keep(self, unit: int) -> None:
+        """Compute let go of the unit, and a graph still has a storage over its slot."""
+        copy = self.compute_copy(unit)
+        assert copy is not None
+        kept = self.units[unit].kept
+        kept[copy.place] = kept.get(copy.place, 0) + 1
+
+    def freed(self, unit: int, place: Place) -> None:
+        """A graph let go of a storage over this slot of the unit."""
+        kept, copy = self.units[unit].kept, self.compute_copy(unit)
+        kept[place] -= 1
+        if not kept[place]:
+            del kept[place]
+            if copy is None or copy.place != place:
                 self.compute_arena.free(place)
-            item.orphans.clear()
 
     def hold_host(self, unit: int) -> None:
         """The update is about to use the host copy."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from overspill.config import Tier
+from overspill.schedule.arena import Place
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
     Clear,
@@ -61,7 +62,7 @@ class Chaos:
         self.tickets = 0
         self.signals = 0
         self.facts = 0
-        self.held: list[int] = []  # units of slots that a graph keeps
+        self.held: list[tuple[int, Place]] = []  # slots of units that a graph keeps
         self.shadow = Shadow(machine)
         self.open, self.cut = machine.layout.durable, False  # as in ``Committing``
 
@@ -194,7 +195,7 @@ class Chaos:
     def free(self) -> None:
         """The graphs that kept slots are gone."""
         while self.held:
-            self.send(Freed(self.held.pop()))
+            self.send(Freed(*self.held.pop(self.rng.randrange(len(self.held)))))
 
     def use(self, unit: int, order: Sequence[int]) -> None:
         self.free()
@@ -206,7 +207,10 @@ class Chaos:
         self.request(Need, unit)
         streamed = [m for m in group if not layout.homes[m].resident]
         kept = tuple(streamed) if self.rng.random() < 0.1 else ()
-        self.held.extend(kept)
+        for member in kept:
+            copy = self.machine.weights.compute_copy(member)
+            assert copy is not None
+            self.held.append((member, copy.place))
         self.send(Release(unit, kept))
 
 

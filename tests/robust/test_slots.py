@@ -1,0 +1,134 @@
+"""Slots that somebody still points into: handed on only after the last kernel that may read them,
+never seen again after a rollback, never used as scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from tests.models import TinyLM, adamw, batch, train, weights
+
+PLACES: dict[str, dict[str, Any]] = {
+    "streamed": {"device": "cpu", "host_memory": "1800KiB", "prefetch_depth": 4},
+    "streamed in": {"device": "sim", "device_memory": "800KiB", "host_memory": "2MiB"},
+}
+
+
+class Keeper:
+    """Keeps a tensor over a unit's weights from inside its forward, as ``ctx.w = weight`` does."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._handle = layer.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: Any, *_: Any) -> None:
+        self.kept.append(module.weight.detach())
+
+    def stop(self) -> None:
+        self._handle.remove()
+
+
+def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> None:
+    """A graph reads a view of old weights after the unit was let go; then the view goes, and the
+    slot is given to another unit: the copy into it comes after that read."""
+    torch.manual_seed(0)
+    model = TinyLM(depth=6)
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed in"]
+    ) as optimizer:
+        train(model, optimizer, 2)
+        keeper = Keeper(model.blocks[1].up)
+        with torch.no_grad():
+            model(*batch(0))
+        keeper.stop()
+        accelerator = optimizer._engine.accelerator
+        accelerator.used(keeper.kept[0].view(torch.uint8).flatten())  # a kernel, now
+        keeper.kept.clear()
+        train(model, optimizer, 3)  # a missing wait raises in the background
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["rollback", "load", "edit"])
+def test_weights_that_were_replaced_are_not_seen_again(
+    place: str, how: str, tmp_path: Path
+) -> None:
+    """Whoever keeps a slot of old weights keeps them, and nobody else sees them any more."""
+    torch.manual_seed(0)
+    model, plain = TinyLM(depth=8), TinyLM(depth=8)
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, commit_every=100, rates=overspill.Rates(),
+        **PLACES[place],
+    ) as optimizer:  # fmt: skip
+        train(model, optimizer, 1)
+        optimizer.commit()
+        committed = weights(model)
+        train(model, optimizer, 2)
+        homes = optimizer.plan.placement
+        streamed = [b for n, b in enumerate(model.blocks) if not homes[f"blocks.{n}"].resident]
+        assert streamed
+        keepers = [Keeper(streamed[0].up)]
+        with torch.no_grad():
+            model(*batch(5))
+        for keeper in keepers:
+            keeper.stop()
+        before = [keeper.kept[0].clone() for keeper in keepers]
+        if how == "rollback":
+            optimizer.rollback()
+        elif how == "load":
+            model.load_state_dict(committed)
+        else:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(committed[name])
+        optimizer.state_dict()  # brings records to host memory, beside what is kept
+        plain.load_state_dict(committed)
+        with torch.no_grad():
+            assert torch.equal(model(*batch(6)), plain(*batch(6)))
+        for keeper, value in zip(keepers, before, strict=True):
+            assert torch.equal(keeper.kept[0], value), "a slot was used again"
+        for name, value in committed.items():
+            assert torch.equal(weights(model)[name], value), name
+        del keepers, keeper
+        train(model, optimizer, 2)
+
+
+def test_graphs_that_keep_all_room_end_in_a_clear_error(tmp_path: Path) -> None:
+    """Updates find no room; when the graphs are gone, they go on, and nothing is lost."""
+    model, roomy = TinyLM(depth=8), TinyLM(depth=8)
+    roomy.load_state_dict(model.state_dict())
+    options: dict[str, Any] = {"update": "step", "rates": overspill.Rates()}
+    with (
+        overspill.wrap(roomy, adamw(roomy), device="cpu", host_memory="64MiB", **options) as other,
+        overspill.wrap(
+            model, adamw(model), nvme=tmp_path, **PLACES["streamed"], **options
+        ) as optimizer,
+    ):
+        homes = optimizer.plan.placement
+        assert not homes["blocks.7"].resident and not homes["head"].resident
+        train(roomy, other, 1)
+        train(model, optimizer, 1)
+        model(*batch(1)).backward()
+        keepers = [Keeper(model.blocks[7].up), Keeper(model.head)]  # two slots, which is all
+        with torch.no_grad():
+            model(*batch(2))
+        with pytest.raises(overspill.BudgetError, match="free graphs that still hold weights"):
+            optimizer.step()
+        for keeper in keepers:
+            keeper.stop()
+            keeper.kept.clear()
+        optimizer.zero_grad()
+        roomy(*batch(1)).backward()
+        other.step()
+        other.zero_grad()
+        assert optimizer.step_count == other.step_count
+        train(model, optimizer, 2)
+        train(roomy, other, 2)
+        assert optimizer.step_count == other.step_count
+        expected = weights(roomy)
+        for name, value in weights(model).items():
+            assert torch.equal(value, expected[name]), name
