@@ -111,6 +111,7 @@ class Executor:
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
         self.lock = threading.Lock()
+        self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
         self._error: BaseException | None = None
         self._raised = False
@@ -270,6 +271,7 @@ class Executor:
                 continue
             with self.lock:
                 self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
+                self._started -= isinstance(signal, (Done, Failed))
                 try:
                     if isinstance(signal, Step) and signal.counts and not self.machine.failed:
                         self._take_step()
@@ -312,6 +314,7 @@ class Executor:
         elif isinstance(instruction, Refuse):
             self._grant(instruction.ticket, None, self._refusal(instruction))
         else:
+            self._started += 1
             try:
                 self._start(instruction)
             except BaseException as error:
@@ -407,7 +410,7 @@ class Executor:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with self.lock:
-                if self._queue.empty() and not self.machine.in_flight:
+                if self._queue.empty() and not self._started:
                     break
             time.sleep(0.0005)
         self._closed = True

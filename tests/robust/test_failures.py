@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import overspill
 from overspill.errors import IoError, OffloadError
 from overspill.runtime.updates import Updater
+from overspill.schedule.messages import GradRoom, Landed, Need, Settled, Step
 from tests.models import TinyLM, adamw, batch, train
 
 UPDATES = ["step", "backward", "next_forward"]
@@ -86,6 +88,60 @@ def test_an_update_that_fails(
     monkeypatch.setattr(Updater, "_update", failing)
     error = fails_once(model, optimizer, OffloadError)
     assert isinstance(error.__cause__, ArithmeticError) and "no such kernel" in str(error)
+
+
+def within(seconds: float, call: Callable[[], None]) -> None:
+    """Runs ``call`` in a thread of its own, which must end in time; raises what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it waits for ever"
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_machine_that_fails_wakes_whoever_waits(
+    update: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It raises before it has taken a signal, or after, when nothing that it said is carried
+    out: of the one that waits it then knows nothing, or it has forgotten him."""
+    rng = random.Random(f"{update} {device}")
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        model, optimizer = wrapped(folder, update, device)
+        train(model, optimizer, 1)
+        machine = optimizer._engine.executor.machine
+        inner, asks = machine.handle, (Need, GradRoom, Landed, Settled, Step)
+        kinds, left = (asks, rng.randint(1, 6)) if number % 2 else ((object,), rng.randint(1, 200))
+
+        def failing(
+            signal: Any, inner: Any = inner, kinds: Any = kinds, left: list[int] = [left],  # noqa: B006
+            late: bool = number < 3,
+        ) -> Any:  # fmt: skip
+            left[0] -= isinstance(signal, kinds)
+            if left[0] == 0 and not late:
+                raise AssertionError("a decision that cannot be")
+            instructions = inner(signal)
+            if left[0] <= 0 and instructions:
+                raise AssertionError("a decision that cannot be")
+            return instructions
+
+        with monkeypatch.context() as patched:
+            patched.setattr(machine, "handle", failing)
+            error: list[OffloadError] = []
+            within(60, lambda m=model, o=optimizer, e=error: e.append(fails_once(m, o, OffloadError)))
+        assert "a decision that cannot be" in str(error[0])
 
 
 @pytest.mark.parametrize("update", UPDATES)
