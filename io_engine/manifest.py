@@ -34,9 +34,8 @@ from .transfer import block_count
 from .types import Extent, Piece
 
 MANIFEST_NAME = "overspill.manifest"
-FORMAT = (
-    3  # 1: commits did not name the members of param groups; 2: stripes did not know of commits
-)
+# 1: commits did not name the members of param groups; 2: stripes did not know of commits.
+FORMAT = 3
 LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written anew
 
 Sums = NDArray[np.uint32]

@@ -113,7 +113,7 @@ def _draft_of(out: Path) -> Iterator[Path]:
     fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without: then nobody removes it
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX)  # waits for one that looks whether it is abandoned
         yield draft
     finally:
         if draft.exists():
@@ -123,7 +123,8 @@ def _draft_of(out: Path) -> Iterator[Path]:
 
 def _remove_abandoned(out: Path) -> None:
     """Removes what exports to ``out`` have left that were killed: folders under such a name, with
-    nothing in them but what an export writes, which nobody has locked."""
+    nothing in them but what an export writes, which nobody has locked.  One that is empty may have
+    been made just now."""
     if not out.parent.is_dir():
         return
     named = re.compile(re.escape(out.name) + r"\.[0-9a-f]{32}\.part")
@@ -134,7 +135,8 @@ def _remove_abandoned(out: Path) -> None:
             continue  # a link, or no folder: not ours
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if all(map(is_of_an_export, os.listdir(fd))):
+            names = os.listdir(fd)
+            if names and all(map(is_of_an_export, names)):
                 shutil.rmtree(draft, ignore_errors=True)
         except OSError:
             continue  # it is being written

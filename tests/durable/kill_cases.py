@@ -1,20 +1,24 @@
-"""Kills a training process at random instants, again and again; run as a program.
+"""Ends a training process at random instants, again and again; run as a program.
 
 ``python kill_cases.py FOLDER CASES SEED``: every case is a process forked from this one, which has
-everything imported.  It is killed with SIGKILL; another one resumes from what is there, and must
-end with the weights of a run that nobody killed, bit for bit.  In every other case the power goes
-with the process: of what was written since the last flush, each sector is there or is not.
-The log is written anew as often as it may be, so that this is killed too.
+everything imported.  It is ended by SIGKILL, by Ctrl-C or by a SIGTERM whose handler raises, some
+of them twice; another one resumes from what is there, and must end with the weights of a run that
+nobody ended, bit for bit.  Whoever may close its store must leave all steps it has taken in it; a
+kill may cost the last few.  In every other case the power goes with the process: of what was
+written since the last flush, each sector is there or is not.  The log is written anew as often as
+it may be, so that this is interrupted too.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,15 @@ from overspill.io_engine import manifest
 STEPS, WIDTH = 24, 96
 SECTOR = 4096
 FILES = ("overspill.store", "overspill.manifest")
+UPDATES = ("step", "backward", "next_forward")
 MODES: list[dict[str, Any]] = [
-    {"update": "step"},
-    {"update": "next_forward", "commit_every": 2},
-    {"update": "backward"},
-    {"update": "next_forward", "stripes": 2},
-    {"update": "next_forward", "host_memory": "64MiB", "precision": "bf16"},
-]
+    {"update": update, "commit_every": every, "stripes": stripes}
+    for update, every, stripes in itertools.product(UPDATES, (1, 3), (1, 2))
+] + [{"update": "next_forward", "host_memory": "64MiB", "precision": "bf16"}]
+ENDS = (
+    (signal.SIGKILL,), (signal.SIGKILL,), (signal.SIGINT,), (signal.SIGTERM,),
+    (signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM),
+)  # fmt: skip
 
 
 def build() -> nn.Module:
@@ -51,7 +57,8 @@ def folders(folder: Path, stripes: int) -> list[Path]:
 
 
 def work(folder: Path, mode: dict[str, Any], out: Path, told: int) -> None:
-    """Trains to the end, from the last commit if there is one; writes a byte a step to ``told``."""
+    """Trains to the end, from the last commit if there is one; writes to ``told``, a byte each, at
+    which step it begins and which it has taken."""
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"device": "cpu", "host_memory": "600KiB", "rates": overspill.Rates(), **mode}
@@ -59,7 +66,6 @@ def work(folder: Path, mode: dict[str, Any], out: Path, told: int) -> None:
     manifest.LARGEST_LOG_BYTES = 0  # written anew after eight commits
     try:
         optimizer, _ = overspill.resume(model, places, inner, **options)
-        print(f"resumed at step {optimizer.step_count}", flush=True)
     except overspill.CorruptionError:
         raise
     except overspill.IoError as error:
@@ -68,13 +74,14 @@ def work(folder: Path, mode: dict[str, Any], out: Path, told: int) -> None:
         torch.manual_seed(5)  # before wrap: the first commit has the random states of then
         optimizer = overspill.wrap(model, inner, nvme=places, **options)
     with optimizer:
+        os.write(told, bytes([optimizer.step_count]))
         while optimizer.step_count < STEPS:
             draw = torch.Generator().manual_seed(optimizer.step_count)
             batch = torch.randn(4, WIDTH, generator=draw).to(next(model.parameters()).dtype)
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            os.write(told, b".")
+            os.write(told, bytes([optimizer.step_count]))
         torch.save({n: v.clone() for n, v in model.state_dict().items()}, out)
 
 
@@ -126,14 +133,21 @@ def cut_power(folder: Path, rng: random.Random) -> int:
     return lost
 
 
-def forked(*arguments: Any, flushed: bool = False) -> tuple[int, int]:
-    """The process, and where it tells of its steps."""
+def terminate(*_: Any) -> None:
+    """What many scripts do at SIGTERM."""
+    raise SystemExit(143)
+
+
+def forked(*arguments: Any, flushed: bool = False) -> Child:
+    """Begins a process that does ``work``."""
     told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.close(told)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, terminate)
             if flushed:
                 os.fdatasync = disk = Flushed()
                 os.fsync = disk.sync
@@ -145,57 +159,105 @@ def forked(*arguments: Any, flushed: bool = False) -> tuple[int, int]:
         finally:
             os._exit(code)
     os.close(tell)
-    return pid, told
+    return Child(pid, told)
 
 
-def killed(child: tuple[int, int], rng: random.Random) -> None:
-    """Ends it at some instant of some step; of the start, if that is step 0."""
-    pid, told = child
-    for _ in range(rng.randrange(STEPS)):
-        if not os.read(told, 1):
-            break  # it has ended, for a run that was resumed has fewer steps
-    time.sleep(rng.uniform(0, 0.03))
-    os.kill(pid, signal.SIGKILL)
-    ended(child)
+class Child:
+    """A process that trains: at which step it began, and which it told of last."""
+
+    def __init__(self, pid: int, told: int) -> None:
+        self._pid, self._told = pid, told
+        self.first = self.last = -1
+        self.code = 0
+
+    def hear(self) -> bool:
+        """Waits for one more step; whether there was one."""
+        said = os.read(self._told, 1)
+        if said:
+            self.last = said[0]
+            self.first = self.last if self.first < 0 else self.first
+        return bool(said)
+
+    def end(self, signals: Sequence[int], rng: random.Random) -> None:
+        """Sends it signals at some instant of some step; of the start, if that is step 0."""
+        for _ in range(rng.randrange(STEPS)):
+            if not self.hear():
+                break  # it has ended, for a run that was resumed has fewer steps
+        for number in signals:
+            time.sleep(rng.choice([0.001, 0.03]) * rng.random())
+            os.kill(self._pid, number)
+        self.wait()
+
+    def wait(self) -> int:
+        """Its exit status."""
+        while self.hear():
+            pass
+        os.close(self._told)
+        self.code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self.code
 
 
-def ended(child: tuple[int, int]) -> int:
-    pid, told = child
-    while os.read(told, 64):
-        pass
-    os.close(told)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def least(child: Child, signals: Sequence[int], mode: dict[str, Any]) -> int:
+    """The step at which a run must be found again."""
+    every = mode.get("commit_every", 1)
+    closes = len(signals) == 1 and signals[0] != signal.SIGKILL and child.last < STEPS
+    # Amid a backward that updates, there is no step to commit but those that were.
+    if child.code == 0 or (closes and (every == 1 or mode["update"] != "backward")):
+        return child.last
+    # Steps since the last wanted commit, and those for which that one and the one before may run.
+    return max(0, child.last - 3 * every)
+
+
+def reference(folder: Path, mode: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a run that nobody ends."""
+    place = folder / "whole"
+    place.mkdir()
+    assert forked(place, mode, folder / "out").wait() == 0
+    shutil.rmtree(place)
+    found: dict[str, torch.Tensor] = torch.load(folder / "out")
+    return found
+
+
+def play(folder: Path, mode: dict[str, Any], power: bool, rng: random.Random) -> tuple[int, int]:
+    """One case: ends runs, and lets one come to its end.  Sectors lost, and steps."""
+    lost = cost = begin = 0
+    for _ in range(rng.randint(1, 2)):  # a run that was resumed is ended too
+        signals = rng.choice(ENDS)
+        child = forked(folder, mode, folder / "out", flushed=power)
+        child.end(signals, rng)
+        assert child.first < 0 or child.first >= begin, (child.first, begin, mode)
+        if power:
+            stripes = folders(folder, mode.get("stripes", 1))
+            lost += sum(cut_power(each, rng) for each in stripes)
+        if child.last >= 0:
+            begin = least(child, signals, mode)
+            cost = child.last
+    child = forked(folder, mode, folder / "out")
+    assert child.wait() == 0
+    assert child.first >= begin, (child.first, begin, signals, mode)
+    return lost, max(0, cost - child.first)
 
 
 def main(folder: Path, cases: int, seed: int) -> None:
     rng = random.Random(seed)
-    references: list[dict[str, torch.Tensor]] = []
-    for number, mode in enumerate(MODES[:cases]):
-        place = folder / f"whole{number}"
-        place.mkdir()
-        assert ended(forked(place, mode, folder / "out")) == 0
-        references.append(torch.load(folder / "out"))
-        shutil.rmtree(place)
-    lost = 0
+    references: dict[str, dict[str, torch.Tensor]] = {}
+    modes = rng.sample(MODES, len(MODES))
+    lost = cost = 0
     for case in range(cases):
-        number = case % len(MODES)
-        wanted = references[number]
+        mode = modes[case % len(modes)]
+        precision = mode.get("precision", "fp32")  # no other option changes a bit
+        if precision not in references:
+            references[precision] = reference(folder, mode)
         place = folder / f"case{case}"
         place.mkdir()
-        for _ in range(rng.randint(1, 2)):  # a run that was resumed is killed too
-            power = case % 2 == 1
-            killed(forked(place, MODES[number], folder / "out", flushed=power), rng)
-            if power:
-                stripes = folders(place, MODES[number].get("stripes", 1))
-                lost += sum(cut_power(each, rng) for each in stripes)
-        (folder / "out").unlink(missing_ok=True)
-        assert ended(forked(place, MODES[number], folder / "out")) == 0, (seed, case)
-        found = torch.load(folder / "out")
-        for name, value in wanted.items():
-            assert torch.equal(found[name], value), (seed, case, name)
+        dropped, again = play(place, mode, case % 2 == 1, rng)
+        lost, cost = lost + dropped, cost + again
+        found = torch.load(place / "out")
+        for name, value in references[precision].items():
+            assert torch.equal(found[name], value), (seed, case, name, mode)
         shutil.rmtree(place)
     assert lost or cases < 20, "no power cut has dropped anything"
-    print(f"{cases} cases passed, {lost} sectors dropped", flush=True)
+    print(f"{cases} cases passed, {lost} sectors dropped, {cost} steps taken again", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A run that is killed at any instant opens at a committed step, and ends with the same bits."""
+"""A run that is ended at any instant opens at a committed step, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
     assert f"{cases} cases passed" in done.stdout
 
 
+@pytest.mark.timeout(900)
 def test_killed_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    """SIGKILL at random instants, in every way to update, also with the last writes dropped or
-    torn by a power cut; a short form of the soak below."""
-    play(tmp_path, 4, 1, 55)
+    """SIGKILL, Ctrl-C and SIGTERM at random instants, in every way to update, also with the last
+    writes dropped or torn by a power cut; a short form of the soak below."""
+    play(tmp_path, 6, 1, 850)
 
 
 @pytest.mark.soak

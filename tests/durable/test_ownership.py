@@ -292,6 +292,7 @@ def test_a_store_that_trains_on_is_not_called_damaged(tmp_path: Path) -> None:
     """Inspecting and exporting beside training: well, or a word of what happened."""
     folders(tmp_path, "store")
     wait = """
+optimizer.commit()
 print("begun", flush=True)
 while True:
     train(model, optimizer, optimizer.step_count + 1)

@@ -140,7 +140,9 @@ def test_a_machine_that_fails_wakes_whoever_waits(
         with monkeypatch.context() as patched:
             patched.setattr(machine, "handle", failing)
             error: list[OffloadError] = []
-            within(60, lambda m=model, o=optimizer, e=error: e.append(fails_once(m, o, OffloadError)))
+            within(
+                60, lambda m=model, o=optimizer, e=error: e.append(fails_once(m, o, OffloadError))
+            )
         assert "a decision that cannot be" in str(error[0])
 
 
