@@ -4,8 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 STAMP := $(VENV)/.installed
+CONSTRAINTS := constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 OUT ?= runs
 DEMO := $(OUT)/demo
@@ -13,7 +14,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 FAST := not gpu and not soak
 
-.PHONY: demo test check bench gpu sanitize soak clean venv
+.PHONY: demo test check bench gpu sanitize soak versions clean venv
 
 venv: $(STAMP)
 
@@ -61,6 +62,15 @@ check: $(STAMP) build/typing/overspill
 # The I/O core under ThreadSanitizer, then AddressSanitizer and UBSan, with injected faults.
 sanitize: $(STAMP)
 	$(BIN)/python -m tests.sim.sanitize_io --seconds 1
+
+# The oldest and the newest release of torch that are claimed, each in an environment of its own.
+# Their wheels may be gigabytes: not for CI.
+TORCHES ?= 2.11.0 2.15.0
+versions:
+	for each in $(TORCHES); do mkdir -p build/torch-$$each && \
+	  sed "s/^torch==.*/torch==$$each/" constraints.txt > build/torch-$$each/constraints.txt && \
+	  $(MAKE) VENV=build/torch-$$each/venv CONSTRAINTS=build/torch-$$each/constraints.txt \
+	    OUT=runs/torch-$$each PYTEST_ARGS="tests/parity tests/unit" demo test || exit 1; done
 
 # What takes minutes and CI leaves out: 10,000 seeded disk faults among it.
 soak: $(STAMP)

@@ -24,6 +24,7 @@ from .observe.drift import Drift
 from .observe.stats import MemoryStats, Stats, step_stats
 from .observe.trace import TierBytes, Trace
 from .optim import Rule, set_threads
+from .roster import Roster
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
 from .runtime.contents import Contents
@@ -98,11 +99,7 @@ class Engine:
         )  # fmt: skip
         self.accelerator, self.trace = accelerator, Trace(ranges=ProfilerRanges())
         self.closed = self.materialized = False
-        mine = {id(p) for group in groups for p in group["params"]}
-        self._frozen = [
-            (name, p) for name, p in model.named_parameters()
-            if id(p) in mine and not p.requires_grad
-        ]  # fmt: skip
+        self.roster = Roster(model, groups)
         self._owner = os.getpid()
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
@@ -279,22 +276,10 @@ class Engine:
             return None
         return found
 
-    def _refuse_unfrozen(self) -> None:
-        """Raises if a parameter of the optimizer was frozen when the model was wrapped, and is not
-        any more: it has no state, and would not be trained."""
-        thawed = [name for name, p in self._frozen if p.requires_grad]
-        if thawed:
-            more = f" and {len(thawed) - 3} more" if len(thawed) > 3 else ""
-            raise OffloadError(
-                f"{', '.join(thawed[:3])}{more} required no grad when the model was wrapped, so no "
-                "room was planned for its state; keep state = optimizer.state_dict(), "
-                "overspill.unwrap(model), wrap again, and optimizer.load_state_dict(state)"
-            )
-
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""
         if torch.is_grad_enabled():
-            self._refuse_unfrozen()
+            self.roster.check()
         self.weights.settle()
         self.residences.refuse_edits()
         if self.committing is not None:
@@ -323,7 +308,7 @@ class Engine:
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         self.raise_if_unusable()
-        self._refuse_unfrozen()
+        self.roster.check()
         self.weights.settle()
         if self.committing is not None:
             self.committing.require_whole()

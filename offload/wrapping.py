@@ -112,6 +112,7 @@ def install(
     model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine
 ) -> OffloadedOptimizer:
     """Hooks up a model whose weights and state are in their homes, and hands out the optimizer."""
+    torch_private.tell_if_untried(torch.__version__)
     engine.install()
     engine.state_hooks = StateHooks(engine)
     log.info("overspill: %s", engine.blueprint.plan)

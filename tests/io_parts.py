@@ -6,13 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from overspill.io_engine import (
-    IoEngine,
-    Lease,
-)
+from overspill.io_engine import IoEngine, Lease
 
 MIB = 1 << 20
-WAIT_S = 30
 
 Open = Callable[..., IoEngine]
 

@@ -6,6 +6,7 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -18,11 +19,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]
 
-TRIED = ("2.13",)
+TRIED = ("2.11", "2.13", "2.15")
+
+log = logging.getLogger("overspill")
 
 F = TypeVar("F", bound=Callable[..., Any])
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+
+
+@functools.cache
+def tell_if_untried(version: str) -> None:
+    """Says once that nobody has tried this release of torch."""
+    if ".".join(version.split(".")[:2]) not in TRIED:
+        log.warning(
+            "overspill was tried with torch %s, and this is %s: compare the first losses with a "
+            "run in memory, or run its tests (pytest tests/parity tests/unit)",
+            ", ".join(TRIED), version,
+        )  # fmt: skip
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:

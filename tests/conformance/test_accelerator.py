@@ -15,6 +15,7 @@ import torch
 from overspill.errors import OffloadError
 from overspill.runtime.accelerator import Accelerator, CopyDone, Event, make_accelerator
 from overspill.runtime.accelerators.sim import SimAccelerator
+from tests.patience import WAIT_S
 
 MIB = 1 << 20
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -57,7 +58,7 @@ class Ends:
         self._queue.put((copy, threading.current_thread().name))
 
     def next(self) -> tuple[CopyDone, str]:
-        return self._queue.get(timeout=10)
+        return self._queue.get(timeout=WAIT_S)
 
     def empty(self) -> bool:
         return self._queue.empty()

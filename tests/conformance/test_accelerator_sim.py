@@ -13,6 +13,7 @@ import torch
 from overspill.observe.rates import Rates
 from overspill.runtime.accelerator import CopyDone, Event, OverlapError
 from overspill.runtime.accelerators.sim import SimAccelerator
+from tests.patience import WAIT_S, in_the_end
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -162,7 +163,7 @@ def test_what_another_thread_has_seen_orders_nothing(bench: Bench) -> None:
 
 def test_an_asked_event_that_has_not_passed_orders_nothing() -> None:
     hold = threading.Event()
-    sim = SimAccelerator(disturb=lambda lane, nbytes: hold.wait(10) and None)
+    sim = SimAccelerator(disturb=lambda lane, nbytes: hold.wait(WAIT_S) and None)
     try:
         arena, host = sim.allocate(4096), torch.zeros(4096, dtype=torch.uint8)
         copied = sim.copy_in(arena, host, after=[], on_done=ignore)
@@ -183,7 +184,7 @@ def test_on_done_may_start_the_next_copy(bench: Bench) -> None:
         over.set()
 
     bench.sim.copy_in(bench.arena[: 4 * KIB], bench.host[: 4 * KIB], after=[], on_done=then)
-    assert over.wait(10)
+    assert over.wait(WAIT_S)
     started[0].synchronize()
 
 
@@ -235,6 +236,10 @@ def test_the_arena_is_a_bound(bench: Bench) -> None:
 
 @pytest.mark.alone
 def test_copies_take_the_time_of_the_link() -> None:
+    in_the_end(copies_take_their_time)
+
+
+def copies_take_their_time() -> None:
     rates = Rates(h2d_bytes_s=200e6, d2h_bytes_s=100e6, link_latency_s=0.002)
     sim = SimAccelerator(rates)
     try:
@@ -258,6 +263,10 @@ def test_copies_take_the_time_of_the_link() -> None:
 
 @pytest.mark.alone
 def test_both_directions_run_at_once() -> None:
+    in_the_end(both_run_at_once)
+
+
+def both_run_at_once() -> None:
     sim = SimAccelerator(Rates(h2d_bytes_s=20e6, d2h_bytes_s=20e6))
     try:
         arena, host = sim.allocate(2 * MIB), torch.zeros(2 * MIB, dtype=torch.uint8)

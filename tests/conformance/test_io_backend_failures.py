@@ -17,7 +17,8 @@ from overspill.io_engine import (
     OffloadError,
     Ticket,
 )
-from tests.io_parts import MIB, WAIT_S, Open, fill
+from tests.io_parts import MIB, Open, fill
+from tests.patience import WAIT_S
 
 
 def test_an_error_in_on_done_is_reported(
@@ -181,7 +182,7 @@ def test_a_dropped_engine_is_closed(open_engine: Open, backend: object, tmp_path
         ticket = engine.write(extent, buffer)
         del engine
         ticket.wait(WAIT_S)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while os.listdir(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert os.listdir(tmp_path) == []

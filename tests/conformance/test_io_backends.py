@@ -15,7 +15,8 @@ from overspill.io_engine import (
     Ticket,
     allocate_host,
 )
-from tests.io_parts import MIB, WAIT_S, Open, fill
+from tests.io_parts import MIB, Open, fill
+from tests.patience import WAIT_S
 
 SIZES = [1, 4095, 4096, 4097, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, 300_000, MIB]
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import WAIT_S
+
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "csrc" / "cpu"
 SOURCES = [HERE / "kernels_agree.cpp", KERNELS / "isa_scalar.cpp", KERNELS / "isa_neon.cpp"]
@@ -23,13 +25,13 @@ def found(*names: str) -> str | None:
 
 def build(compiler: list[str], program: Path) -> Path:
     command = [*compiler, *FLAGS, *map(str, SOURCES), "-o", str(program)]
-    subprocess.run(command, check=True, timeout=280)
+    subprocess.run(command, check=True, timeout=WAIT_S)
     return program
 
 
 def run(*command: str) -> list[str]:
     """The instruction sets and the checksum."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout
     names, told = done.stdout.splitlines()
     return [*names.split(), told.split()[1]]

@@ -23,6 +23,7 @@ from overspill.io_engine import ownership
 from overspill.io_engine.manifest import MANIFEST_NAME
 from overspill.io_engine.ownership import LOCK_NAME
 from overspill.io_engine.store import STORE_NAME
+from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
 
 NAMES = (STORE_NAME, MANIFEST_NAME)
@@ -179,7 +180,7 @@ os._exit(9)
 def run(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True,
-        cwd=Path(__file__).parents[2], timeout=100, check=False, env=os.environ,
+        cwd=Path(__file__).parents[2], timeout=WAIT_S, check=False, env=os.environ,
     )  # fmt: skip
 
 

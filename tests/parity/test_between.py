@@ -15,6 +15,7 @@ import overspill
 from overspill.errors import OffloadError
 from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES, same
+from tests.patience import WAIT_S
 
 
 def make() -> TinyLM:
@@ -207,7 +208,7 @@ print("well")
 def test_weights_after_the_end(place: str, how: str) -> None:
     """Printing them ends no process; tensors that somebody holds over them stay as they are."""
     done = subprocess.run(
-        [sys.executable, "-c", END, place, how], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", END, place, how], capture_output=True, text=True, timeout=WAIT_S,
         cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stdout[-2000:], done.stderr[-2000:])

@@ -19,6 +19,7 @@ from overspill.schedule.choose import choose_plan
 from overspill.schedule.plan import Budgets, Preference
 from overspill.schedule.planner import make_layout
 from tests.models import TinyLM, adamw, train, weights
+from tests.patience import in_the_end
 from tests.sim.test_choice import RATES, draw
 
 
@@ -145,17 +146,21 @@ def test_a_run_is_faster_by_what_the_plan_says() -> None:
         h2d_bytes_s=4e8, d2h_bytes_s=4e8, update_params_s=1e6, device_update_params_s=1e9
     )
     options = {"device_memory": "2300KiB", "host_memory": "64MiB", "rates": rates}
-    measured, foretold = [], []
-    for share in (0.0, 0.5):
-        torch.manual_seed(0)
-        model = TinyLM(depth=16)
-        prefer = Preference(visiting=share)
-        with (
-            mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
-            overspill.wrap(model, adamw(model), device="sim", update="step", **options) as tuned,
-        ):
-            train(model, tuned, 6)
-            measured.append(tuned.stats.step_s)
-            foretold.append(tuned.plan.step_s)
-    assert foretold[1] < 0.6 * foretold[0]
-    assert measured[1] < 0.75 * measured[0], (measured, foretold)
+
+    def is_faster() -> None:
+        measured, foretold = [], []
+        for share in (0.0, 0.5):
+            torch.manual_seed(0)
+            model = TinyLM(depth=16)
+            prefer = Preference(visiting=share)
+            with (
+                mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+                overspill.wrap(model, adamw(model), device="sim", update="step", **options) as ours,
+            ):
+                train(model, ours, 6)
+                measured.append(ours.stats.step_s)
+                foretold.append(ours.plan.step_s)
+        assert foretold[1] < 0.6 * foretold[0]
+        assert measured[1] < 0.75 * measured[0], (measured, foretold)
+
+    in_the_end(is_faster)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from overspill.optim import kernels
+from tests.patience import WAIT_S
 
 STEP = """
 import sys, torch
 import overspill.optim as optim
 from pathlib import Path
+
 
 def memory(name):
     text = Path("/proc/self/status").read_text()
@@ -52,7 +54,7 @@ print(memory("VmHWM") - before)
 )
 def test_a_step_allocates_next_to_nothing(formats: tuple[str, ...]) -> None:
     told = subprocess.run(
-        [sys.executable, "-c", STEP, *formats], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", STEP, *formats], capture_output=True, text=True, timeout=WAIT_S,
         check=True,
     )  # fmt: skip
     peak_kib = int(told.stdout)

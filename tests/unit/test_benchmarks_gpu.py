@@ -17,6 +17,7 @@ from benchmarks import arms, gpu
 from benchmarks.gpu_cases import CASES, CUDA, SIM, Case, needs
 from benchmarks.machine import ROOT
 from benchmarks.runner import Row, Sample
+from tests.patience import WAIT_S
 
 OURS = [
     Case("1 B", "torch", batches=(8, 32)),
@@ -66,8 +67,8 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals
         time.sleep(0.1)
     started = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(how)
-    running.wait(30)
-    assert not psutil.wait_procs(started, timeout=10)[1], "an arm is left behind"
+    running.wait(WAIT_S)
+    assert not psutil.wait_procs(started, timeout=WAIT_S)[1], "an arm is left behind"
     rows = json.loads((tmp_path / "gpu.json").read_text())["comparisons"][0]["rows"]
     assert rows[0]["median_s"] > 0
     if how == signal.SIGTERM:

@@ -19,6 +19,7 @@ import pytest
 
 from overspill.io_engine.backend import choose
 from overspill.io_engine.errors import remedy_for
+from tests.patience import WAIT_S
 
 SCRIPT = Path(__file__).with_name("io_bad_disk.py")
 X86 = os.uname().machine == "x86_64"
@@ -35,7 +36,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def seen(command: list[str], cwd: Path) -> tuple[dict[str, Any], str]:
     """What a case saw, and what it logged."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=cwd
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -136,7 +139,8 @@ def test_a_ring_that_takes_nothing_more(code: str, tmp_path: Path) -> None:
     found, _ = case("stuck", place, "uring", code)
     assert found["before"] == [True] * 2
     assert code in found["ended"] and set(found["ended"]) <= {code, "done"}
-    assert found["closed_s"] < 5 and found["left"] == []
+    assert found["closed_s"] < 25, "it was given up after 30 s"
+    assert found["left"] == []
 
 
 def test_a_file_size_limit(backend: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from overspill.io_engine import IoEngine, allocate_host
 from overspill.io_engine.backend import NativeBackend, Tuning, choose
+from tests.patience import WAIT_S
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def _needs_uring() -> None:
 
 def until(condition: Callable[[], bool]) -> bool:
     """The ring's own thread makes changes: waits for that."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return condition()
@@ -60,8 +61,8 @@ def test_buffers_are_registered_as_long_as_they_live(
         extent = engine.allocate(2 * MIB)
         for half in (other.array[: 2 * MIB], other.array[2 * MIB :]):
             buffer.array[:] = 7
-            engine.write(extent, buffer).wait(20)
-            engine.read(extent, half).wait(20)
+            engine.write(extent, buffer).wait(WAIT_S)
+            engine.read(extent, half).wait(WAIT_S)
             assert (half == 7).all()
     assert mover.registered_bytes <= 2 * MIB, "forgotten once release() has returned"
     del buffer
@@ -78,9 +79,9 @@ def test_more_memory_than_there_are_places_works_all_the_same(
     assert mover.registered_bytes <= 64 * 65536
     for value, buffer in enumerate(buffers):
         buffer.array[:] = value
-        engine.write(extent, buffer).wait(20)
+        engine.write(extent, buffer).wait(WAIT_S)
         buffer.array[:] = 255
-        engine.read(extent, buffer).wait(20)
+        engine.read(extent, buffer).wait(WAIT_S)
         assert (buffer.array == value).all()
         buffer.release()
     assert mover.registered_bytes == 0
@@ -102,15 +103,15 @@ def test_a_limit_on_locked_memory_is_no_error() -> None:
             extent = engine.allocate(4 << 20)
             with engine.buffer(4 << 20) as buffer:
                 buffer.array[:] = 5
-                engine.write(extent, buffer).wait(20)
+                engine.write(extent, buffer).wait(WAIT_S)
                 buffer.array[:] = 0
-                engine.read(extent, buffer).wait(20)
+                engine.read(extent, buffer).wait(WAIT_S)
                 print(bool((buffer.array == 5).all()))
     """
     # Not tmp_path: when root runs this as somebody else, its parents must be open to all.
     with tempfile.TemporaryDirectory() as place:
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), place],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=WAIT_S, check=False,
         )  # fmt: skip
     assert done.stdout == "True\n", done.stderr

@@ -19,6 +19,7 @@ import pytest
 
 from overspill.io_engine import IoEngine, IoError
 from overspill.io_engine.native import NATIVE
+from tests.patience import WAIT_S
 
 MIB = 1 << 20
 
@@ -26,7 +27,7 @@ MIB = 1 << 20
 def run(code: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, check=False, **options,
+        capture_output=True, text=True, timeout=WAIT_S, check=False, **options,
     )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def in_namespace(script: str, tmp_path: Path) -> subprocess.CompletedProcess:
         pytest.skip("no user namespaces here")
     return subprocess.run(
         ["unshare", "-Urm", "sh", "-ec", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=tmp_path,
     )  # fmt: skip
 
 
@@ -103,9 +104,9 @@ for backend in sys.argv[2:]:
         with engine.buffer(300_000) as buffer:
             buffer.array[:] = np.arange(300_000) % 251
             want = buffer.array.copy()
-            engine.write(extent, buffer).wait(20)
+            engine.write(extent, buffer).wait(WAIT_S)
             buffer.array[:] = 0
-            engine.read(extent, buffer).wait(20)
+            engine.read(extent, buffer).wait(WAIT_S)
             engine.flush()
             print(backend, np.array_equal(buffer.array, want))
 """
@@ -204,7 +205,7 @@ def test_leftovers_of_a_killed_owner_are_named_and_never_reused(
         assert (tmp_path / "overspill.store").stat().st_size == MIB
         extent = engine.allocate(MIB)
         with engine.buffer(MIB) as buffer, pytest.raises(Exception, match="never been written"):
-            engine.read(extent, buffer).wait(20)
+            engine.read(extent, buffer).wait(WAIT_S)
     assert os.listdir(tmp_path) == []
 
 
@@ -270,7 +271,7 @@ def test_without_the_extension_it_runs_on_aiofiles(tmp_path: Path) -> None:
     environment = {**os.environ, "OVERSPILL_NATIVE": "0"}
     done = subprocess.run(
         [sys.executable, "code.py", str(tmp_path), "auto"],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60, check=False,
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert done.stdout == "auto True\n", done.stderr
     with IoEngine(tmp_path, MIB, ephemeral=True) as engine:
@@ -299,8 +300,8 @@ def test_a_container_that_forbids_io_uring(tmp_path: Path, call: int) -> None:
         with IoEngine(sys.argv[1], 1 << 20) as engine:
             extent = engine.allocate(4096)
             with engine.buffer(4096) as buffer:
-                engine.write(extent, buffer).wait(20)
-                engine.read(extent, buffer).wait(20)
+                engine.write(extent, buffer).wait(WAIT_S)
+                engine.read(extent, buffer).wait(WAIT_S)
             print(engine.backend)
         try:
             IoEngine(sys.argv[1], 1 << 20, backend="uring")

@@ -24,6 +24,7 @@ from overspill.optim import (
     threads,
 )
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
+from tests.patience import WAIT_S
 
 native = pytest.mark.skipif(kernels.NATIVE is None, reason="needs the native extension")
 
@@ -91,7 +92,7 @@ def test_fallback_runs_and_gives_the_same_bits(capsys: pytest.CaptureFixture[str
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=WAIT_S,
     )
     exec(FALLBACK, {})
     fast = ast.literal_eval(capsys.readouterr().out)

@@ -51,21 +51,20 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert trace.during("read", "weights h.0") is NO_RANGE
 
 
-@pytest.mark.alone
 def test_a_span_with_its_range_costs_little_while_no_profiler_runs() -> None:
     """At most 2 us a span, resume and pause of compute included."""
     trace = Trace(ranges=ProfilerRanges())
 
     def per_span_s() -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         for i in range(10_000):
             with trace.during("read", "weights transformer.h.3"):
                 trace.add("read", "weights transformer.h.3", i, i + 1, 4096)
             trace.compute_resume("h.3")
             trace.compute_pause()
-        return (time.perf_counter() - started) / 20_000
+        return (time.thread_time() - started) / 20_000
 
-    assert min(per_span_s() for _ in range(7)) < 2e-6
+    assert min(per_span_s() for _ in range(20)) < 2e-6
 
 
 def test_a_range_is_not_ended_by_another_thread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from overspill.observe import probes, rates
 from overspill.observe.calibration import Task, calibrate
 from overspill.observe.rates import Rates, measure
 from overspill.optim.bench import Case, device_update_rate
+from tests.patience import in_the_end
 
 
 def test_files_keep_every_rate(tmp_path: Path) -> None:
@@ -62,9 +64,13 @@ def test_nan_does_not_get_in_by_the_constructor() -> None:
 
 @pytest.mark.alone
 def test_measuring_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
-    started = time.perf_counter()
-    measured = measure([tmp_path], "cpu")
-    assert time.perf_counter() - started < 6.0
+    def bounded() -> Rates:
+        started = time.perf_counter()
+        measured = measure([tmp_path], "cpu")
+        assert time.perf_counter() - started < 6.0
+        return measured
+
+    measured = in_the_end(bounded)
     assert list(tmp_path.iterdir()) == []
     unknown = {name for name, value in asdict(measured).items() if value is None}
     assert unknown == {
@@ -113,13 +119,18 @@ class SlowDisk(IoEngine):
 def test_a_slow_disk_is_measured_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole calibration ends within 20 s, and tells the disk's rate."""
     monkeypatch.setattr(probes, "IoEngine", SlowDisk)
-    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
-    started = time.perf_counter()
     task = Task(Case("adamw", torch.bfloat16, "split", "fp32"), torch.bfloat16)
-    found = calibrate([tmp_path], "cpu", task).rates
-    assert time.perf_counter() - started < 20.0
-    assert found.disk_read_bytes_s == pytest.approx(5e5, rel=0.1)
-    assert found.disk_write_bytes_s == pytest.approx(5e5, rel=0.1)
+    caches = (tmp_path / f"cache{number}" for number in itertools.count())
+
+    def in_time() -> None:
+        monkeypatch.setenv("OVERSPILL_CACHE", str(next(caches)))
+        started = time.perf_counter()
+        found = calibrate([tmp_path], "cpu", task).rates
+        assert time.perf_counter() - started < 20.0
+        assert found.disk_read_bytes_s == pytest.approx(5e5, rel=0.1)
+        assert found.disk_write_bytes_s == pytest.approx(5e5, rel=0.1)
+
+    in_the_end(in_time, tries=4)
 
 
 def test_a_full_disk_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,5 +139,8 @@ def test_a_full_disk_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_best_of_some_runs_counts() -> None:
-    naps = iter([0.05, 0.03, 0.002, 0.02])
-    assert 0.002 <= probes.best_s(lambda: time.sleep(next(naps)), 0.09) < 0.02
+    def counts() -> None:
+        naps = iter([0.05, 0.03, 0.002, 0.02])
+        assert 0.002 <= probes.best_s(lambda: time.sleep(next(naps)), 0.09) < 0.02
+
+    in_the_end(counts)

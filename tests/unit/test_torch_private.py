@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
+import overspill
 from overspill.runtime import torch_private as private
 
 
-def test_this_version_was_tried_or_passes_all_the_same() -> None:
-    assert private.TRIED, "name the versions that were tried"
+def test_releases_that_nobody_has_tried_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    private.tell_if_untried.cache_clear()
+    for release in private.TRIED:
+        private.tell_if_untried(f"{release}.1+cu130")
+    assert not caplog.messages
+    for _ in range(2):
+        for version in ("2.10.0", "2.1", "3.0.0a0+git1234"):
+            private.tell_if_untried(version)
+    assert [m.split("this is ")[1].split(":")[0] for m in caplog.messages] == [
+        "2.10.0", "2.1", "3.0.0a0+git1234",
+    ]  # fmt: skip
+    private.tell_if_untried.cache_clear()
+
+
+def test_wrap_tells_of_an_untried_release(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "TRIED", ("1.0",))
+    private.tell_if_untried.cache_clear()
+    for _ in range(2):
+        model = torch.nn.Linear(4, 4)
+        overspill.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu").close()
+    private.tell_if_untried.cache_clear()
+    assert [torch.__version__ in message for message in caplog.messages].count(True) == 1
+
+
+def test_the_releases_tried_are_those_that_are_claimed() -> None:
+    """The oldest is that of pyproject.toml; ``make versions`` runs the oldest and the newest, CI
+    the one that constraints.txt pins."""
+    root = Path(__file__).parents[2]
+    oldest = re.search(r'"torch>=([\d.]+)"', (root / "pyproject.toml").read_text())
+    pinned = re.search(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
+    made = re.search(r"^TORCHES \?= (.*)$", (root / "Makefile").read_text(), re.M)
+    assert oldest and pinned and made
+    assert oldest[1] == private.TRIED[0] and pinned[1] in private.TRIED
+    run = {each.rsplit(".", 1)[0] for each in made[1].split()}
+    assert run == {private.TRIED[0], private.TRIED[-1]}
 
 
 def test_storage_over_memory_aliases_and_expires() -> None:

