@@ -4,9 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CONSTRAINTS := constraints.txt
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 STAMP := $(VENV)/.installed
-CONSTRAINTS := constraints.txt
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 OUT ?= runs
 DEMO := $(OUT)/demo

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .errors import OffloadError
+from .runtime.torch_private import own_parameters
 
 _AGAIN = (
     "keep state = optimizer.state_dict(), overspill.unwrap(model), wrap again, and "
@@ -27,9 +28,9 @@ class Roster:
             if id(p) in mine and not p.requires_grad
         ]  # fmt: skip
         self._places = [
-            (f"{path}.{name}" if path else name, module._parameters, name, p)
+            (f"{path}.{name}" if path else name, own_parameters(module), name, p)
             for path, module in model.named_modules()
-            for name, p in module._parameters.items()
+            for name, p in own_parameters(module).items()
         ]
 
     def _present(self) -> list[list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -37,6 +37,11 @@ def tell_if_untried(version: str) -> None:
             "run in memory, or run its tests (pytest tests/parity tests/unit)",
             ", ".join(TRIED), version,
         )  # fmt: skip
+
+
+def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
+    """The parameters that a module holds itself, by their names there; it follows changes."""
+    return module._parameters
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:

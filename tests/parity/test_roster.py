@@ -1,4 +1,4 @@
-"""What is trained is what ``wrap`` saw: a loop that changes that is told before it loses anything."""
+"""What is trained is what ``wrap`` saw: whoever changes that is told before anything is lost."""
 
 from __future__ import annotations
 

@@ -19,7 +19,12 @@ LEVELS = [
     {"overspill.filling", "overspill.model_state", "overspill.torch_state"},
     {"overspill.decide"},
     {"overspill.engine"},
-    {"overspill.held_gradients", "overspill.committing", "overspill.weight_access"},
+    {
+        "overspill.held_gradients",
+        "overspill.committing",
+        "overspill.weight_access",
+        "overspill.roster",
+    },
     {"overspill.stepping"},
     {"overspill.importing"},
     {"overspill.distributed"},
