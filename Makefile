@@ -24,7 +24,7 @@ $(VENV)/bin/python:
 # torch first and pinned: a plain `torch` would bring gigabytes of CUDA libraries along.
 $(STAMP): $(SOURCES) | $(VENV)/bin/python
 	$(PIP) torch
-	$(PIP) setuptools wheel nanobind
+	$(PIP) "setuptools>=77,<81" wheel nanobind
 	$(PIP) --no-build-isolation -e ".[hf,plot,test,dev]"
 	touch $@
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -73,6 +74,9 @@ class _Mapping:
             _unmap(base, self.address - base)
         if base + whole > self.address + nbytes:
             _unmap(self.address + nbytes, base + whole - self.address - nbytes)
+        self._lock = threading.Lock()
+        self._transfers = 0  # on their way
+        self._released = False
         self.before_end: list[Callable[[], None]] = []
         self.close = weakref.finalize(self, _end, self.address, nbytes, self.before_end, on_release)
         self.close.atexit = False  # the process's end frees it, and threads may still be using it
@@ -94,6 +98,26 @@ class _Mapping:
             "data": (self.address, False),
         }
 
+    def begin_transfer(self) -> None:
+        """From now on the memory is needed until ``end_transfer``."""
+        with self._lock:
+            self._transfers += 1
+
+    def end_transfer(self) -> None:
+        with self._lock:
+            self._transfers -= 1
+            over = self._released and not self._transfers
+        if over:
+            self.close()
+
+    def release(self) -> None:
+        """Unmaps it, as soon as no transfer is on its way."""
+        with self._lock:
+            self._released = True
+            over = not self._transfers
+        if over:
+            self.close()
+
     def populate(self) -> None:
         """Takes the pages now rather than in the first transfer."""
         if _libc.madvise(self.address, self.nbytes, _MADV_POPULATE_WRITE) == 0:
@@ -111,9 +135,10 @@ class _Mapping:
 class Lease:
     """Ownership of a piece of host memory, until ``release`` or the end of a ``with`` block.
 
-    ``release`` returns the pages to the system at once, whether views of ``array`` are alive or
-    not; touching such a view afterwards is an error that ends the process (a segmentation fault).
-    A lease that is simply dropped lives on until its last view is gone.
+    ``release`` returns the pages to the system at once, or after the last transfer that is on its
+    way, whether views of ``array`` are alive or not; touching such a view afterwards is an error
+    that ends the process (a segmentation fault).  A lease that is simply dropped lives on until its
+    last view is gone.
     """
 
     def __init__(self, mapping: _Mapping, nbytes: int) -> None:
@@ -159,7 +184,7 @@ class Lease:
         """Returns the memory.  A second call does nothing."""
         mapping, self._mapping, self._array = self._mapping, None, None
         if mapping is not None:
-            mapping.close()
+            mapping.release()
 
     def __enter__(self) -> Lease:
         return self
@@ -171,6 +196,30 @@ class Lease:
         traceback: TracebackType | None,
     ) -> None:
         self.release()
+
+
+class TransferMemory:
+    """What a transfer reads or fills, kept as long as this object lives: a lease that is released
+    meanwhile, as by an exception, is unmapped only then."""
+
+    __slots__ = ("_kept", "_mapping")
+
+    def __init__(self, array: NDArray[np.uint8], *others: object) -> None:
+        """``others`` are kept too."""
+        self._kept, self._mapping = (array, *others), _mapping_of(array)
+        if self._mapping is not None:
+            self._mapping.begin_transfer()
+
+    def __del__(self) -> None:
+        if self._mapping is not None:
+            self._mapping.end_transfer()
+
+
+def _mapping_of(array: NDArray[np.uint8]) -> _Mapping | None:
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, _Mapping) else None
 
 
 def allocate_host(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import Backend, Completion, Outcome, Segment
+from .buffers import TransferMemory
 from .contents import Contents, Fill
 from .errors import IoError, OffloadError
 from .types import Extent, Ticket
@@ -35,7 +36,7 @@ class Flight:
     contents: Contents
     segments: Sequence[Segment]
     urgent: bool
-    memory: object
+    memory: TransferMemory
     # A tail short of a whole sector goes through memory of our own: (ours, the caller's).
     tail: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None
     id: int = 0

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import Segment
-from .buffers import Lease
+from .buffers import Lease, TransferMemory
 from .types import SECTOR_BYTES, Direction, Extent
 
 Buffer = Lease | NDArray[np.uint8] | memoryview
@@ -47,7 +47,7 @@ def plan_transfer(
     buffer: Buffer,
     checksums: NDArray[np.uint32] | None,
     block_bytes: int,
-) -> tuple[Sequence[Segment], object, Tail | None]:
+) -> tuple[Sequence[Segment], TransferMemory, Tail | None]:
     """The segments to move; what must be kept alive meanwhile; and a tail that is moved apart.
 
     Raises:
@@ -81,7 +81,7 @@ def plan_transfer(
         done += nbytes
         if sums:
             sums += 4 * -(-nbytes // block_bytes)
-    return segments, (buffer, array, checksums), tail
+    return segments, TransferMemory(array, checksums), tail
 
 
 def _own_sector() -> NDArray[np.uint8]:

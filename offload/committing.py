@@ -10,7 +10,7 @@ drawn again after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,13 @@ class Committing:
         self._editing = False
         self._checked = False
         self._random: Mapping[str, Any] = {}
+        self._settle: Callable[[], None] = _nothing
+        self._renew: Callable[[], None] = _nothing
         ledger.when_taken(self._stepped)
+
+    def follow(self, settle: Callable[[], None], renew: Callable[[], None]) -> None:
+        """``settle`` makes edits through tensors over weights true, ``renew`` drops them."""
+        self._settle, self._renew = settle, renew
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -143,6 +149,7 @@ class Committing:
             OffloadError: a backward has already updated a part of the model, weights are not
                 finite, or an edit of them was interrupted.
         """
+        self._settle()
         self._stepping.land()
         if (reason := self._unfit()) is not None:
             raise OffloadError(reason)
@@ -248,6 +255,7 @@ class Committing:
         self._executor.tell(Cut(number))
         self._executor.request(Durable)
         self._editing = False
+        self._renew()
         log.warning("overspill: went back to the commit of step %d", facts["step"])
         return facts["extra"]
 
@@ -261,6 +269,10 @@ class Committing:
         self._ledger.restore(facts["step"], facts["steps"])
         restore_groups(self._groups, facts["groups"])
         restore_buffers(self._model, facts["buffers"])
+
+
+def _nothing() -> None:
+    """Nobody has a tensor over a weight."""
 
 
 _HALF = "an edit of weights or state was interrupted; make it again, or call rollback()"

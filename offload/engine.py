@@ -227,8 +227,11 @@ class Engine:
     def install(self) -> None:
         """Hooks up the model, once all homes are filled."""
         self.weights = Weights(
-            self.parts, self.executor, self.residences, self.stepping, self.contents, self.editing
-        )
+            self.parts, self.executor, self.residences, self.stepping, self.contents, self.ledger,
+            self.editing,
+        )  # fmt: skip
+        if self.committing is not None:
+            self.committing.follow(self.weights.settle, self.weights.renew)
         self.residences.install(self.weights)
         self.stepping.hide_all()
         _live.add(self)
@@ -253,7 +256,7 @@ class Engine:
         )  # fmt: skip
         self.hooks = ModuleHooks(
             self.model, self.residences, self.saved, self.backward, self.trace,
-            self.executor.raise_failure, self._before_forward, self.stepping.catch_up,
+            self.executor.raise_failure, self._before_forward, self._catch_up,
             self.stepping.forward_over,
         )  # fmt: skip
         if self.committing is not None:
@@ -275,6 +278,10 @@ class Engine:
         if found is None or not self.residences.streamed[found[0]]:
             return None
         return found
+
+    def _catch_up(self, unit: int) -> None:
+        self.weights.settle()
+        self.stepping.catch_up(unit)
 
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""
@@ -300,7 +307,10 @@ class Engine:
         if self.executor.failed or self.closed:
             return
         self.collector.deliver_all()
-        self.stepping.backward_over()
+        self.held.renew()
+        if self.collector.appeared_any:  # else it was an autograd.grad of something else
+            self.collector.appeared_any = False
+            self.stepping.backward_over()
         self.trace.compute_pause()
 
     # -- the step -------------------------------------------------------------------------------
@@ -313,7 +323,9 @@ class Engine:
         if self.committing is not None:
             self.committing.require_whole()
         self.trace.compute_pause()
+        self.held.settle()
         self.stepping.step()
+        self.weights.settle()  # whoever has a tensor over a weight sees what it is now
         self._measure()
 
     @property

@@ -10,6 +10,7 @@ import torch
 
 from .config import OffloadConfig
 from .optim import sum_of_squares
+from .runtime import torch_private
 from .runtime.accelerators.base import Accelerator
 from .runtime.direct import DirectAccess
 from .runtime.gradients import GradientCollector
@@ -21,6 +22,23 @@ from .schedule.partition import ParamSpec, Partition
 from .stepping import Stepping
 
 log = logging.getLogger("overspill")
+
+
+class _Loan:
+    """A copy of a gradient that somebody has a view of; ``taken`` says which gradient it was."""
+
+    def __init__(self, copy: torch.Tensor, taken: int) -> None:
+        self.copy, self.taken = copy, taken
+        self.become(copy)
+
+    def become(self, copy: torch.Tensor) -> None:
+        """The copy is what the gradient is."""
+        self._known = copy.clone()
+
+    @property
+    def edited(self) -> bool:
+        """By its bits: views that are made below autograd share no version."""
+        return not torch.equal(self.copy, self._known)
 
 
 class HeldGradients:
@@ -47,6 +65,7 @@ class HeldGradients:
         self._direct, self._arenas, self._updater = direct, arenas, updater
         self._collector, self._stepping = collector, stepping
         self._warned = False
+        self._loans: dict[int, _Loan] = {}
 
     def _refuse_lost(self, numbers: Sequence[int]) -> None:
         """Raises when one of the gradients is not there any more, or not whole."""
@@ -57,6 +76,7 @@ class HeldGradients:
 
     def add(self, number: int, grad: torch.Tensor) -> None:
         """Autograd adds to a gradient of an earlier backward."""
+        self.settle()
         self._refuse_lost([number])
         if number in self._ledger.scales:
             self.write(number, self.read(number))
@@ -73,8 +93,14 @@ class HeldGradients:
     def zero(self, number: int) -> None:
         """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
         self._collector.zero(number)
+        if (loan := self._loans.get(number)) is not None:
+            loan.become(loan.copy.zero_())
 
     def read(self, number: int) -> torch.Tensor:
+        self.settle()
+        return self._read(number)
+
+    def _read(self, number: int) -> torch.Tensor:
         if number in self._collector.zeroed:
             return torch.zeros_like(self._parts.parameters[number])
         flat, spec = self._flat(number)
@@ -84,6 +110,13 @@ class HeldGradients:
         return copy if scale == 1.0 else copy.mul_(scale)
 
     def write(self, number: int, value: torch.Tensor) -> None:
+        self._write(number, value)
+        if (loan := self._loans.get(number)) is not None:
+            if not torch_private.same_memory(loan.copy, value):
+                loan.copy.copy_(value)
+            loan.become(loan.copy)
+
+    def _write(self, number: int, value: torch.Tensor) -> None:
         if number in self._collector.zeroed:
             self._collector.replace(number, value)
             return
@@ -112,6 +145,40 @@ class HeldGradients:
                     return whole[spec.offset : spec.offset + spec.numel], spec
         raise KeyError(number)
 
+    # -- views that others have -----------------------------------------------------------------
+
+    def borrow(self, number: int) -> torch.Tensor:
+        """A copy as of ``read``; but if somebody has a view of one, that one."""
+        self.settle()
+        loan = self._loans.get(number)
+        return self._read(number) if loan is None else loan.copy.detach()
+
+    def lend(self, number: int, copy: torch.Tensor) -> None:
+        """Somebody has a view of ``copy``, which was borrowed, and may write to it."""
+        if number not in self._loans:
+            taken = self._collector.taken.get(number, 0)
+            self._loans[number] = _Loan(copy.detach(), taken)
+
+    def settle(self) -> None:
+        """What was written to views of gradients is written to the gradients; views of gradients
+        that others have taken the place of, or that nobody has any more, are forgotten."""
+        for number, loan in list(self._loans.items()):
+            current = loan.taken == self._collector.taken.get(number, 0)
+            if not (current and self._collector.live(number)):
+                del self._loans[number]
+                continue
+            if loan.edited:
+                self._write(number, loan.copy)
+                loan.become(loan.copy)
+            if torch_private.is_alone(loan.copy):
+                del self._loans[number]
+
+    def renew(self) -> None:
+        """Views become what the gradients are after another backward."""
+        self.settle()
+        for number, loan in self._loans.items():
+            loan.become(loan.copy.copy_(self._read(number)))
+
     # -- norms and scales -----------------------------------------------------------------------
 
     def norms(self, numbers: Sequence[int]) -> list[float]:
@@ -119,6 +186,7 @@ class HeldGradients:
 
         The first call reads the gradients; from then on norms are taken as gradients arrive.
         """
+        self.settle()
         self._refuse_lost(numbers)
         self._updater.measures = True
         self._collector.deliver_all()
@@ -136,9 +204,12 @@ class HeldGradients:
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
         """Multiplies gradients by ``factor`` when the update reads them."""
+        self.settle()
         self._refuse_lost(numbers)
         self._collector.deliver_all()
         for number in numbers:
+            if (loan := self._loans.get(number)) is not None:
+                loan.become(loan.copy.mul_(factor))
             if factor != 1.0 and number not in self._collector.zeroed:
                 before = self._ledger.scales.get(number, 1.0)
                 self._ledger.scales[number] = before * factor

@@ -59,9 +59,10 @@ class StateHooks:
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         """torch has read parameters that are hidden; those that show are no copies yet."""
         engine = self._alive()
+        engine.weights.settle()
         for name, index in self._owned(module):
             found = state.get(prefix + name)
-            if found is None:
+            if found is None or isinstance(found, nn.Parameter):  # keep_vars: as it is
                 continue
             version = engine.ledger.versions[engine.parts.unit_of[index]]
             if self._memo.get(index, (-1,))[0] != version:
@@ -76,6 +77,7 @@ class StateHooks:
         engine = self._alive()
         if meta.get("assign_to_params_buffers", False):
             raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
+        engine.stepping.hide_all()  # torch then copies to no weight that shows
         for name, index in self._owned(module):
             value, p = state.get(prefix + name), engine.parts.parameters[index]
             if isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p:

@@ -68,6 +68,7 @@ class Stepping:
         self._place_of, self._random_states = place_of, random_states
         self.background = update != "step"
         self._late: set[int] = set()  # resident units that do not show
+        self._updated: set[int] = set()  # whose updates may run, by the last step or a backward
         self._graphs = False  # whether graphs may have saved weights that show
         self._final: bool | None = None
 
@@ -81,7 +82,8 @@ class Stepping:
             final = self._ledger.micro_steps == self._config.accumulate - 1
         if self.update != "backward" or not final:
             return False
-        return over or not (self._saved.live[unit] or self._residences.uses[unit])
+        users = self._residences.users[unit]  # itself, and those that share its weights
+        return over or not any(self._saved.live[u] or self._residences.uses[u] for u in users)
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
         """Backward is about to have a unit updated, whose ``params`` have a gradient."""
@@ -101,6 +103,15 @@ class Stepping:
                 "update='backward' has applied this gradient already; for several backward() per "
                 "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
                 "update='next_forward' to use gradients between backward and step"
+            )
+
+    def refuse_edit(self, unit: int) -> None:
+        """Raises when weights are to be changed that this step's backward has updated already."""
+        if unit in self._ledger.early:
+            name = self._residences.parts.units[unit].name
+            raise OffloadError(
+                f"weights of {name!r} cannot be changed now: update='backward' has updated them in "
+                "a step that is not taken yet; change them between step() and the next backward()"
             )
 
     def refuse_updated(self, unit: int) -> None:
@@ -171,6 +182,7 @@ class Stepping:
         if scale is None:
             return
         self._take(units, scale)
+        self.hide_all()  # until its next use, whoever reads or changes a weight is seen
         if not self.background:
             self.land()
 
@@ -211,6 +223,7 @@ class Stepping:
         if self._ledger.landing:
             self._executor.request(Landed)
             self._ledger.landed()
+            self._updated.clear()
 
     def name_of(self, unit: int) -> str:
         """The unit's name."""
@@ -233,6 +246,7 @@ class Stepping:
             self._executor.request(lambda ticket: Step((), ticket, counts=False))
         self._executor.request(Landed)
         self._ledger.give_up()
+        self._updated.clear()
         self._updater.nonfinite.clear()
         self.collector.drop()
         self._ledger.forget_gradients()
@@ -293,6 +307,7 @@ class Stepping:
 
     def _end_graphs(self, units: Sequence[int]) -> None:
         """Units are about to be updated."""
+        self._updated.update(units)
         self._hide(units)
         for unit in units:
             self._residences.outdate(unit)
@@ -311,7 +326,7 @@ class Stepping:
     def _show(self, unit: int) -> None:
         for member in self._residences.groups[unit]:
             if member in self._late:
-                if self._ledger.landing or self._ledger.early:
+                if member in self._updated:
                     name = self._residences.parts.units[member].name
                     self._executor.request(partial(Need, member), name)
                     self._executor.release(member)

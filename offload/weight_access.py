@@ -12,31 +12,37 @@ from .errors import OffloadError
 from .runtime import parameters, torch_private
 from .runtime.contents import Contents, Values
 from .runtime.executor import Executor
+from .runtime.ledger import Ledger
 from .runtime.residences import Residences
 from .schedule.partition import ParamSpec, Partition
 from .stepping import Stepping
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Loan:
-    """A copy of a weight that somebody else has a tensor over."""
+    """The copy of a weight that all tensors lie over which others have made of the parameter.
 
-    index: int
+    ``version`` is the copy's, and ``weights`` the unit's, when both were last the same.
+    """
+
     copy: torch.Tensor
     version: int
+    weights: int
 
 
 class Weights:
-    """See ``parameters.WeightAccess``; ``settle`` makes true what was done to copies meanwhile."""
+    """See ``parameters.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
+    and changes them, as in plain PyTorch: ``settle`` makes both true."""
 
     def __init__(
         self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
-        contents: Contents, editing: Callable[[], AbstractContextManager[object]],
+        contents: Contents, ledger: Ledger, editing: Callable[[], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
         """``editing``: inside of what it gives, nothing moves."""
         self._parts, self._executor, self._residences = parts, executor, residences
-        self._stepping, self._contents, self._editing = stepping, contents, editing
-        self._loans: list[_Loan] = []
+        self._stepping, self._contents, self._ledger = stepping, contents, ledger
+        self._editing = editing
+        self._loans: dict[int, _Loan] = {}
 
     def name(self, index: int) -> str:
         """The parameter's name in the model."""
@@ -47,47 +53,98 @@ class Weights:
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of a parameter's current weight, on its device, in its own strides."""
-        self._executor.raise_failure()  # after a failed update memory may hold two steps
         self.settle()
+        return self._read(index)
+
+    def _read(self, index: int) -> torch.Tensor:
+        self._executor.raise_failure()  # after a failed update memory may hold two steps
         unit = self._parts.unit_of[index]
         with torch.inference_mode(False), torch.no_grad(), self._stepping.reading(unit):
             return self._residences.weight(index).clone()
 
+    def borrow(self, index: int) -> torch.Tensor:
+        """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
+        self.settle()
+        loan = self._loans.get(index)
+        return self._read(index) if loan is None else loan.copy.detach()
+
     def lend(self, index: int, copy: torch.Tensor) -> None:
-        """Somebody has a tensor over ``copy``, which was read, and may change it."""
-        alias = copy.detach()
-        self._loans.append(_Loan(index, alias, torch_private.version_of(alias)))
+        """Somebody has a tensor over ``copy``, which was borrowed, and may change it."""
+        if index not in self._loans:
+            alias = copy.detach()
+            self._loans[index] = _Loan(alias, torch_private.version_of(alias), self._now(index))
 
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
         """What torch has put into a state dict, as a copy: what is done to it is not done to the
         weights."""
         if isinstance(found, parameters.Hidden):
             return self.read(index)
-        key = torch_private.storage_key(found)
-        lent = [loan for loan in self._loans if torch_private.storage_key(loan.copy) == key]
-        for loan in lent:
-            self._loans.remove(loan)
-        return found if lent else found.detach().clone()
+        self.settle()
+        loan = self._loans.get(index)
+        if (
+            loan is not None
+            and torch_private.is_alone(loan.copy, 1)
+            and torch_private.storage_key(loan.copy) == torch_private.storage_key(found)
+        ):
+            del self._loans[index]  # made for this, and nobody else has it
+            return found
+        return found.detach().clone()
 
     def watch(self, index: int, alias: torch.Tensor) -> None:
         """Somebody has a tensor over the weights in their place."""
         self._residences.watch(index, alias)
 
+    # -- loans ----------------------------------------------------------------------------------
+
+    def _now(self, index: int) -> int:
+        return self._ledger.versions[self._parts.unit_of[index]]
+
     def settle(self) -> None:
-        """Writes what was changed in copies that were lent, and forgets those that nobody has any
-        more."""
+        """What was changed in copies that were lent is changed in the weights; what the weights are
+        by now, the copies are; copies that nobody has any more are forgotten.
+
+        Raises:
+            OffloadError: a copy was changed after an update had changed the weights.
+        """
         if not self._loans:
             return
-        loans, self._loans = self._loans, []
-        changed: dict[int, torch.Tensor] = {}
-        for loan in loans:
-            version = torch_private.version_of(loan.copy)
-            if version != loan.version:
-                changed[loan.index] = loan.copy
-            if not torch_private.is_alone(loan.copy):
-                self._loans.append(_Loan(loan.index, loan.copy, version))
-        if changed:
-            self.write_all(changed)
+        edited = {
+            index: loan
+            for index, loan in self._loans.items()
+            if torch_private.version_of(loan.copy) != loan.version
+        }
+        late = [index for index, loan in edited.items() if loan.weights != self._now(index)]
+        if late:
+            self.renew()
+            raise OffloadError(
+                f"a tensor over the weights of {', '.join(map(self.name, late))} was changed in "
+                "place after update='backward' had changed the weights, and the change is lost; "
+                "change weights between step() and the next backward()"
+            )
+        if edited:
+            self._write({index: loan.copy for index, loan in edited.items()})
+        for index in list(self._loans):
+            loan = self._loans[index]
+            if torch_private.is_alone(loan.copy):
+                del self._loans[index]
+            elif loan.weights != self._now(index):
+                self._renew(index, loan)
+
+    def renew(self) -> None:
+        """The copies that others have become what the weights are, whatever was done to them."""
+        for index, loan in list(self._loans.items()):
+            if torch_private.is_alone(loan.copy):
+                del self._loans[index]
+            else:
+                self._renew(index, loan)
+
+    def _renew(self, index: int, loan: _Loan) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            loan.copy.copy_(self._read(index))
+        self._same(index, loan)
+
+    def _same(self, index: int, loan: _Loan) -> None:
+        loan.version, loan.weights = torch_private.version_of(loan.copy), self._now(index)
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -99,23 +156,43 @@ class Weights:
         """Writes weights (and their masters, exactly) by parameter index.
 
         Raises:
-            OffloadError: a unit among them runs.
+            OffloadError: a unit among them runs, or this step's backward has updated it already.
         """
+        self.settle()
+        others = {i: value for i, value in values.items() if not self._is_lent(i, value)}
+        if others:  # those that are lent are written now
+            self._write(others)
+
+    def _is_lent(self, index: int, value: torch.Tensor) -> bool:
+        loan = self._loans.get(index)
+        return loan is not None and torch_private.same_memory(loan.copy, value)
+
+    def _write(self, values: Mapping[int, torch.Tensor]) -> None:
         self._executor.raise_failure()
         units = sorted({self._parts.unit_of[index] for index in values})
         for unit in units:
             if self._residences.uses[unit]:
                 name = self._parts.units[unit].name
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
+            self._stepping.refuse_edit(unit)
+        # What is read elsewhere is read before all else stands still.
+        given = {index: value.detach() for index, value in values.items()}
         with torch.inference_mode(False), torch.no_grad(), self._editing():
             for unit in units:
-                self._contents.fill(unit, _given(values), first=False)
+                self._contents.fill(unit, _given(given), first=False)
                 self._stepping.changed(unit)
+        for index, loan in self._loans.items():
+            if self._parts.unit_of[index] not in units:
+                continue
+            if index in given and not torch_private.same_memory(loan.copy, given[index]):
+                with torch.inference_mode(False), torch.no_grad():
+                    loan.copy.copy_(given[index])
+            self._same(index, loan)
 
 
 def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:
     def value_of(spec: ParamSpec) -> Values | None:
         value = values.get(spec.index)
-        return None if value is None else {"weight": value.detach()}
+        return None if value is None else {"weight": value}
 
     return value_of

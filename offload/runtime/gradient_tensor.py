@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from ..errors import OffloadError
 from . import torch_private
 
 
@@ -17,6 +18,8 @@ class GradientAccess(Protocol):
 
     def add(self, number: int, grad: torch.Tensor) -> None: ...
     def read(self, number: int) -> torch.Tensor: ...
+    def borrow(self, number: int) -> torch.Tensor: ...
+    def lend(self, number: int, copy: torch.Tensor) -> None: ...
     def write(self, number: int, value: torch.Tensor) -> None: ...
     def zero(self, number: int) -> None: ...
     def norms(self, numbers: Sequence[int]) -> list[float]: ...
@@ -28,10 +31,14 @@ class OffloadedGradient(torch.Tensor):
 
     Adding to it (autograd's accumulation), its L2 norm, and multiplying it by a number go to the
     engine, so that ``clip_grad_norm_`` and ``GradScaler`` move no gradient.  Any other operation
-    reads the gradient, runs on the plain tensor, and writes back what it changed, one at a time.
+    reads the gradient, runs on the plain tensor, and writes back what it changed, one at a time; a
+    view of the gradient is one of a copy that is lent, and what is written there is the gradient's.
+
+    ``gone``: another backward has put a gradient of its own in the place of this one.
     """
 
     number: int
+    gone: bool
     access: Callable[[], GradientAccess]  # raises once the engine has ended
 
     @staticmethod
@@ -43,8 +50,36 @@ class OffloadedGradient(torch.Tensor):
         access: Callable[[], GradientAccess],
     ) -> OffloadedGradient:
         made = cast(OffloadedGradient, torch_private.make_wrapper(cls, like, dtype))
-        made.number, made.access = index, access
+        made.number, made.access, made.gone = index, access, False
         return made
+
+    def _plain(self) -> torch.Tensor:
+        _refuse_gone(self)
+        return self.access().read(self.number)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _refuse_gone(self)
+        if value is not self:
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy, as an array."""
+        return self._plain().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """The elements, as a list."""
+        return self._plain().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._plain()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -58,6 +93,9 @@ class OffloadedGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        for leaf in torch_private.tree_leaves((args, kwargs)):
+            if isinstance(leaf, OffloadedGradient):
+                _refuse_gone(leaf)
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.add_.Tensor and _is_plain_sum(args, kwargs):
@@ -75,10 +113,19 @@ class OffloadedGradient(torch.Tensor):
         return _on_plain(func, args, kwargs)
 
 
+def _refuse_gone(wrapper: OffloadedGradient) -> None:
+    if wrapper.gone:
+        raise OffloadError(
+            "this gradient was kept after p.grad had let it go, and another backward has taken its "
+            "place; keep p.grad.clone()"
+        )
+
+
 def _is_plain_sum(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     wrapped, other = args[0], args[1]
     return (
         isinstance(wrapped, OffloadedGradient)
+        and isinstance(other, torch.Tensor)
         and not isinstance(other, OffloadedGradient)
         and other.shape == wrapped.shape
         and kwargs.get("alpha", 1) == 1
@@ -164,19 +211,37 @@ def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(value, OffloadedGradient):
             return value
         if value.number not in plain:
-            plain[value.number] = value.access().read(value.number)
+            plain[value.number] = value.access().borrow(value.number)
         return plain[value.number]
 
     result = func(*torch_private.tree_map(load, args), **torch_private.tree_map(load, dict(kwargs)))
     written: dict[int, OffloadedGradient] = {}
-    for value in torch_private.mutated_arguments(func, args):
+    for value in torch_private.mutated_arguments(func, args, kwargs):
         for leaf in torch_private.tree_leaves(value):
             if isinstance(leaf, OffloadedGradient):
                 written[leaf.number] = leaf
     for index, wrapper in written.items():
         wrapper.access().write(index, plain[index])
+    _lend(_wrappers_in((args, kwargs)), plain, result)
     back = {id(plain[index]): wrapper for index, wrapper in written.items()}
     return torch_private.tree_map(lambda r: back.get(id(r), r), result)
+
+
+def _wrappers_in(values: Any) -> dict[int, OffloadedGradient]:
+    leaves = torch_private.tree_leaves(values)
+    return {leaf.number: leaf for leaf in leaves if isinstance(leaf, OffloadedGradient)}
+
+
+def _lend(
+    wrappers: Mapping[int, OffloadedGradient], plain: Mapping[int, torch.Tensor], result: Any
+) -> None:
+    """A result over the memory of a copy may be written to later."""
+    numbers = {torch_private.storage_key(copy): number for number, copy in plain.items()}
+    for leaf in torch_private.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedGradient):
+            number = numbers.get(torch_private.storage_key(leaf))
+            if number is not None and leaf is not plain[number]:
+                wrappers[number].access().lend(number, plain[number])
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ user's is copied in.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -79,6 +80,8 @@ class GradientCollector:
         self.zeroed: set[int] = set()
         self.consumed: set[int] = set()
         self.torn: set[int] = set()
+        self.taken: dict[int, int] = {}  # how often a fresh gradient came
+        self.appeared_any = False  # since it was last set so
         self._told = [0] * len(parts.units)  # how often gradients were handed over
         self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
         self._handles: list[Any] = []
@@ -108,6 +111,7 @@ class GradientCollector:
         """Autograd has accumulated into ``p.grad``."""
         grad = p.grad
         self._backward.opened()
+        self.appeared_any = True
         if grad is None:
             return
         if not isinstance(grad, OffloadedGradient):
@@ -133,7 +137,12 @@ class GradientCollector:
         pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
         pending.fresh[index] = grad.detach()
         self._renew(index)
+        self.taken[index] = self.taken.get(index, 0) + 1
+        p.grad = None
         if index not in self._wrappers:
+            self._wrappers[index] = self._make_grad(index)
+        elif sys.getrefcount(self._wrappers[index]) > 2:  # somebody has kept the last one
+            self._wrappers[index].gone = True
             self._wrappers[index] = self._make_grad(index)
         p.grad = self._wrappers[index]
 
@@ -354,12 +363,21 @@ class GradientCollector:
         for indices in self.trained:
             for index in indices:
                 p: nn.Parameter = self.parts.parameters[index]
-                if p.grad is not None and not isinstance(p.grad, OffloadedGradient):
+                if isinstance(p.grad, OffloadedGradient):
+                    self._refuse_stranger(index, p.grad)
+                elif p.grad is not None:
                     self._take(index, p, p.grad)
         for index in self.zeroed:
             if self.live(index):
                 self.pending.setdefault(self.parts.unit_of[index], _Pending())
         self.deliver_all()
+
+    def _refuse_stranger(self, index: int, grad: OffloadedGradient) -> None:
+        if grad is not self._wrappers.get(index):
+            raise OffloadError(
+                f"the gradient in {self._name(index)!r} is that of another parameter, or one that "
+                "was kept from before; put a clone() of it there"
+            )
 
     def drop(self) -> None:
         """Forgets all gradients."""

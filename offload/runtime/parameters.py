@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,10 @@ class WeightAccess(Protocol):
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of the current weight."""
+        ...
+
+    def borrow(self, index: int) -> torch.Tensor:
+        """As ``read``, to be lent on: there is one copy at a time that others have tensors over."""
         ...
 
     def write(self, index: int, value: torch.Tensor) -> None:
@@ -111,7 +115,20 @@ def _mixed(kind: type, what: type) -> type:
 # -- the classes ---------------------------------------------------------------------------------
 
 
-class Shown:
+class _Fixed:
+    """What no managed parameter does; torch asks nobody before it does these."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        known = _known(self)
+        raise OffloadError(
+            f"set_ and resize_ would give parameter {known.access.name(known.index)!r} other "
+            "memory; use copy_, or overspill.unwrap(model) first"
+        )
+
+    set_ = resize_ = resize_as_ = _refuse
+
+
+class Shown(_Fixed):
     """Mixed into the class of a parameter whose weights are in place."""
 
     @property
@@ -124,7 +141,7 @@ class Shown:
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         known = _known(self)
-        if not _is_same(_get_data(self), value):
+        if not torch_private.same_memory(_get_data(self), value):
             raise OffloadError(
                 f"the data of parameter {known.access.name(known.index)!r} was replaced while it "
                 "is in use (in forward, between forward and step(), or by model.to, half and the "
@@ -136,13 +153,13 @@ class Shown:
         return _plain_copy(self, memo)
 
 
-class Hidden:
+class Hidden(_Fixed):
     """Mixed into the class of a parameter whose weights are elsewhere."""
 
     @property
     def data(self) -> torch.Tensor:
         known = _known(self)
-        copy = known.access.read(known.index)
+        copy = known.access.borrow(known.index)
         known.access.lend(known.index, copy)
         return copy
 
@@ -151,7 +168,7 @@ class Hidden:
         known = _known(self)
         with torch_private.without_overrides():
             stub = _get_data(self)
-            if value is self or _is_same(stub, value):
+            if value is self or torch_private.same_memory(stub, value):
                 return
             like = (stub.shape, stub.dtype, stub.device)
         if (value.shape, value.dtype, value.device) != like:
@@ -188,18 +205,10 @@ class Hidden:
             return same
         if name == "copy_" and args[0] is args[1]:
             return args[0]
+        if getattr(func, "__module__", "") == "torch.nn.init":  # of leaves, outside of any graph
+            with torch.no_grad():
+                return _Operation().run(func, args, kwargs)
         return _Operation().run(func, args, kwargs)
-
-
-def _is_same(present: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether ``value`` is the very memory that shows already."""
-    return (
-        torch_private.storage_key(present) == torch_private.storage_key(value)
-        and present.dtype == value.dtype
-        and present.shape == value.shape
-        and present.stride() == value.stride()
-        and present.storage_offset() == value.storage_offset()
-    )
 
 
 def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
@@ -217,14 +226,13 @@ def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
 _ABOUT = frozenset({
     "__format__", "__hash__", "__len__", "__reduce_ex__", "__setstate__", "_make_subclass",
     "_typed_storage", "backward", "can_cast", "data_ptr", "dim", "dim_order", "element_size",
-    "empty_like", "full_like", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj",
+    "empty_like", "full_like", "get_device", "grad", "has_names", "is_coalesced", "is_complex", "is_conj",
     "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg",
     "is_non_overlapping_and_dense", "is_pinned", "is_same_size", "is_set_to", "is_shared",
     "is_signed", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full",
-    "new_ones", "new_tensor", "new_zeros", "numel", "ones_like", "rand_like", "randint_like",
+    "new_ones", "new_zeros", "numel", "ones_like", "rand_like", "randint_like",
     "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-    "result_type", "retain_grad", "size", "storage", "storage_offset", "storage_type", "stride",
-    "untyped_storage", "zeros_like",
+    "result_type", "retain_grad", "size", "storage_offset", "storage_type", "stride", "zeros_like",
 })  # fmt: skip
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are tensors
 _CASTS = frozenset({
@@ -242,7 +250,7 @@ def _cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not isinstance(p, Hidden):
         return None
     with torch_private.without_overrides():
-        probe = torch.empty(0, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+        probe = torch.empty((0,) * p.dim(), dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
         made = func(probe, *args[1:], **kwargs)
     if made is probe:
         return p
@@ -294,16 +302,16 @@ class _Operation:
     @staticmethod
     def _read(p: Any, known: Managed) -> torch.Tensor:
         if torch.is_grad_enabled() and p.requires_grad:
-            joined: torch.Tensor = _Joined.apply(p, lambda: known.access.read(known.index))
+            joined: torch.Tensor = _Joined.apply(p, lambda: known.access.borrow(known.index))
             return joined
-        return known.access.read(known.index)
+        return known.access.borrow(known.index)
 
     @staticmethod
     def _lend(known: Managed, copy: torch.Tensor, result: Any) -> None:
-        """A result over the copy's memory, outside of any graph, may be written to later."""
+        """A result over the copy's memory may be written to later, itself or by its ``.data``."""
         key = torch_private.storage_key(copy)
         for leaf in torch_private.tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor) or leaf is copy or leaf.requires_grad:
+            if not isinstance(leaf, torch.Tensor) or leaf is copy:
                 continue
             if leaf.layout is torch.strided and torch_private.storage_key(leaf) == key:
                 known.access.lend(known.index, copy.detach())

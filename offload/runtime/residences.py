@@ -79,6 +79,10 @@ class Residences:
         homes = executor.machine.layout.homes
         self.fixed = [home.resident for home in homes]
         self.groups = [(u.index, *u.shares) for u in parts.units]
+        self.users = [
+            [u for u, group in enumerate(self.groups) if unit in group]
+            for unit in range(len(self.groups))
+        ]
         self.streamed = [not all(self.fixed[m] for m in group) for group in self.groups]
         self.uses = [0] * count  # of a unit as a whole
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
@@ -94,6 +98,7 @@ class Residences:
         }
         self._held: list[_Held] = []
         self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
+        self._hid: list[tuple[int, ...]] = [()] * count  # and when they went to their stubs
         self._aliases: dict[int, list[tuple[int, torch.Tensor, int]]] = {}
         self._edited: list[str] = []
         executor.before_waiting(self._collect_freed)
@@ -156,14 +161,19 @@ class Residences:
         params = zip(self._params[unit], self._managed[unit], self._stubs[unit], strict=True)
         for p, known, stub in params:
             known.hide(p, stub)
+        self._hid[unit] = self._versions(unit)
+
+    def _versions(self, unit: int) -> tuple[int, ...]:
+        return tuple(map(torch_private.version_of, self._params[unit]))
 
     def _to_views(self, unit: int) -> None:
+        self.note_late_edits(unit)
         residence = self.current[unit]
         assert residence is not None
         params = zip(self._params[unit], self._managed[unit], residence.views, strict=True)
         for p, known, view in params:
             known.show(p, view)
-        self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
+        self._seen[unit] = self._versions(unit)
 
     def suspend(self, unit: int) -> None:
         """Nobody may see a resident unit's weights before ``resume``."""
@@ -181,7 +191,9 @@ class Residences:
             for p in self._params[unit]:
                 torch.autograd.graph.increment_version(p)
             if self._seen[unit]:
-                self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
+                self._seen[unit] = self._versions(unit)
+            if self._hid[unit]:
+                self._hid[unit] = self._versions(unit)
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """The unit's own parameters."""
@@ -213,14 +225,24 @@ class Residences:
                 name = next(spec.name for _, spec in specs if spec.index == index)
                 self._edited.append(name)
 
+    def note_late_edits(self, unit: int) -> None:
+        """Notes which parameters were changed while they did not show, by a tensor over them that
+        was made when they did: it shares their version."""
+        before, self._hid[unit] = self._hid[unit], ()
+        if before and before != (now := self._versions(unit)):
+            names = (spec.name for _, spec in self.parts.units[unit].params)
+            found = zip(names, before, now, strict=True)
+            self._edited += [name for name, then, here in found if then != here]
+
     def refuse_edits(self) -> None:
         """Raises if weights were changed in place where that can be neither kept nor made whole."""
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
             raise OffloadError(
                 f"the weights of {names} were changed in place while they were in use (in forward, "
-                "or between forward and step()), which would be lost or half saved; change them "
-                "between step() and the next forward, or inside `with "
+                "or between forward and step()), or later by a tensor over them that was made then "
+                "(p.detach(), p[...]), which would be lost or half saved; change them between "
+                "step() and the next forward by tensors that are made there, or inside `with "
                 "overspill.materialized(model, writeback=True)`"
             )
 
@@ -228,10 +250,13 @@ class Residences:
         """Raises if a parameter that never moves was changed, or given other data, since it showed;
         ``hidden``: units that do not show now."""
         for unit, residence in enumerate(self.current):
+            if self._hid[unit]:
+                self.note_late_edits(unit)
+                self._hid[unit] = self._versions(unit)
             if self.fixed[unit] and residence is not None and unit not in hidden:
                 self._check(unit, residence.views)
                 self._note_edits(unit)
-                self._seen[unit] = tuple(map(torch_private.version_of, self._params[unit]))
+                self._seen[unit] = self._versions(unit)
         self.refuse_edits()
 
     # -- opening and closing --------------------------------------------------------------------

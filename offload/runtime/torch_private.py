@@ -105,10 +105,21 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor lies over the same memory."""
+def is_alone(tensor: torch.Tensor, others: int = 0) -> bool:
+    """Whether no more than ``others`` further tensors lie over the same memory."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return int(users) <= 2  # the tensor, and the object that was just asked
+    return int(users) <= 2 + others  # the tensor, and the object that was just asked
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    return (
+        storage_key(one) == storage_key(other)
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
@@ -121,9 +132,10 @@ def operation_name(func: Any) -> str:
     return str(func._schema.name)
 
 
-def mutated_arguments(func: Any, args: Sequence[Any]) -> list[Any]:
+def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a dispatched operation writes to."""
-    pairs = zip(func._schema.arguments, args, strict=False)
+    named = func._schema.arguments
+    pairs = [*zip(named, args, strict=False), *((s, kwargs.get(s.name)) for s in named)]
     return [a for s, a in pairs if s.alias_info is not None and s.alias_info.is_write]
 
 

@@ -75,6 +75,7 @@ class Residency:
         self._landed: list[Landed] = []
         self._durable: list[Durable] = []
         self._cut: Cut | None = None
+        self._resort = (-1, 0)  # the ticket that came to the last resort, and how often
         self._sealed: int | None = None  # the facts of the step that has not landed yet
         self.in_flight: dict[Work, int] = {}
         self.failed = False
@@ -288,8 +289,17 @@ class Residency:
     def _last_resort(self, need: Need) -> None:
         """Nothing moves, and the demand is not met: its own members may stand in each other's
         way, or small copies where large ones must lie side by side, so start over from nothing; if
-        that does not help either, refuse."""
+        that does not help either, refuse.  It can help more than once, host and device by member,
+        but not for ever: what waits for an update that has no room comes here again and again."""
         group = self._groups[need.unit]
+        ticket, times = self._resort
+        times = times + 1 if ticket == need.ticket else 1
+        self._resort = need.ticket, times
+        if times > 2 * len(group) + 2:
+            self._demands.popleft()
+            waits_for = self.updates.blocked_at()
+            self._refuse(need.ticket, need.unit if waits_for is None else waits_for, Tier.HOST)
+            return
         tier = self.layout.compute_tier
         for unit in range(len(self.layout.units)):
             if self.weights.evictable(unit, tier) is not None:

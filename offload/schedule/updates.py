@@ -165,13 +165,14 @@ class Updates:
         if task.complete:
             return True
         unit, home = task.unit, self.layout.homes[task.unit]
-        task.begun = True
         if not task.holds_weights and home.weights is not Tier.DEVICE:
             if not self.weights.toward_host(unit, number - 1):
-                return False
+                return False  # it holds nothing: one that compute waits for may go before it
+            task.begun = True
             if self.weights.host_valid(unit):
                 self.weights.hold_host(unit)
                 task.holds_weights = True
+        task.begun = True
         if self.gradients.stored(unit) and not self._fetch_gradients(unit, number):
             return False
         while task.staged < len(task.subgroups):

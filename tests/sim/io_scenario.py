@@ -16,7 +16,7 @@ MOST_BYTES = 6 * BLOCK_BYTES
 CAPACITY_BYTES = 40 * BLOCK_BYTES
 OPERATIONS = 16
 ARENA_BYTES = OPERATIONS * (MOST_BYTES + BLOCK_BYTES)
-WAIT_S = 20.0
+WAIT_S = 300.0
 
 KINDS = (
     "short_transfer", "again", "io_error", "no_space", "bit_flip", "torn_write", "lost_write",

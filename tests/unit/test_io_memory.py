@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from overspill.io_engine import IoEngine, OffloadError, allocate_host
+from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE, crc32
+from tests.patience import WAIT_S
 
 MIB = 1 << 20
 
@@ -45,6 +47,29 @@ def test_memory_is_taken_at_once_and_returned_at_release_despite_views() -> None
     assert view.shape == (64 * MIB - 5,)  # may be looked at, not into
     with pytest.raises(OffloadError, match="released"):
         _ = lease.array
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads", "aiofiles"])
+def test_memory_that_is_released_too_early_lasts_as_long_as_its_transfers(
+    backend: str, tmp_path: Path
+) -> None:
+    """As when an exception ends the block that has it."""
+    try:
+        choose(backend)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    before = resident_kib()
+    with IoEngine(tmp_path, 64 * MIB, backend=backend) as engine:
+        extent = engine.allocate(32 * MIB)
+        with pytest.raises(KeyError), engine.buffer(32 * MIB) as buffer:
+            buffer.array[:] = 7
+            ticket = engine.write(extent, buffer)
+            raise KeyError
+        ticket.wait(WAIT_S)
+        with engine.buffer(32 * MIB) as buffer:
+            engine.read(extent, buffer).wait(WAIT_S)
+            assert (buffer.array == 7).all()
+    assert resident_kib() - before <= 8 << 10
 
 
 def test_memory_is_seen_alike_by_numpy_memoryview_and_torch() -> None:

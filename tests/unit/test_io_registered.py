@@ -103,9 +103,9 @@ def test_a_limit_on_locked_memory_is_no_error() -> None:
             extent = engine.allocate(4 << 20)
             with engine.buffer(4 << 20) as buffer:
                 buffer.array[:] = 5
-                engine.write(extent, buffer).wait(WAIT_S)
+                engine.write(extent, buffer).wait(300)
                 buffer.array[:] = 0
-                engine.read(extent, buffer).wait(WAIT_S)
+                engine.read(extent, buffer).wait(300)
                 print(bool((buffer.array == 5).all()))
     """
     # Not tmp_path: when root runs this as somebody else, its parents must be open to all.

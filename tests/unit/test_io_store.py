@@ -104,9 +104,9 @@ for backend in sys.argv[2:]:
         with engine.buffer(300_000) as buffer:
             buffer.array[:] = np.arange(300_000) % 251
             want = buffer.array.copy()
-            engine.write(extent, buffer).wait(WAIT_S)
+            engine.write(extent, buffer).wait(300)
             buffer.array[:] = 0
-            engine.read(extent, buffer).wait(WAIT_S)
+            engine.read(extent, buffer).wait(300)
             engine.flush()
             print(backend, np.array_equal(buffer.array, want))
 """
@@ -300,8 +300,8 @@ def test_a_container_that_forbids_io_uring(tmp_path: Path, call: int) -> None:
         with IoEngine(sys.argv[1], 1 << 20) as engine:
             extent = engine.allocate(4096)
             with engine.buffer(4096) as buffer:
-                engine.write(extent, buffer).wait(WAIT_S)
-                engine.read(extent, buffer).wait(WAIT_S)
+                engine.write(extent, buffer).wait(300)
+                engine.read(extent, buffer).wait(300)
             print(engine.backend)
         try:
             IoEngine(sys.argv[1], 1 << 20, backend="uring")
