@@ -18,6 +18,7 @@ import contextlib
 import enum
 import json
 import os
+import stat
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -221,7 +222,10 @@ def read_manifest(directory: Path) -> Found | None:
     """
     path = directory / MANIFEST_NAME
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(path, flags), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise IoError(f"{path}: is no plain file; remove it", path=str(path))
             data = file.read()
     except FileNotFoundError:
         return None
@@ -280,7 +284,8 @@ def write_anew(path: Path, records: Sequence[tuple[int, int, bytes]]) -> os.stat
         temporary.replace(path)
         _sync_directory(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of that name, which stays
+            temporary.unlink(missing_ok=True)
         raise refused(path, "cannot write", error) from error
     return made
 

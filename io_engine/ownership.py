@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Sequence
@@ -63,8 +64,9 @@ class DirectoryLock:
     def _take(self, directory: Path) -> None:
         while True:
             try:
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 self._fd = os.open(self._path, flags, 0o600)
+                self._require_own_file()
             except OSError as error:
                 if error.errno == errno.ELOOP:
                     raise refused(self._path, "cannot lock", error) from error
@@ -85,6 +87,31 @@ class DirectoryLock:
             if self._is_current():
                 return
             self.let_go()  # its owner has just removed it
+
+    def _require_own_file(self) -> None:
+        """Raises if the lock is a pipe, a device, or somebody else's file under a second name."""
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            self.let_go()
+            raise IoError(
+                f"{self._path}: is no plain file of its own, and cannot be a lock; remove it, or "
+                "choose another directory",
+                path=str(self._path),
+            )
+
+    def require_current(self) -> None:
+        """Raises if the lock file was deleted or replaced: somebody else may own the directory.
+
+        Raises:
+            IoError: it was.
+        """
+        if self._fd >= 0 and not self._is_current():
+            raise IoError(
+                f"{self._path}: the lock has been deleted or replaced while in use, so another "
+                "process may write here too; end both, and resume one of them",
+                path=str(self._path),
+                errno=errno.ENOENT,
+            )
 
     def _is_current(self) -> bool:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import IoError, refused
-from .manifest import MANIFEST_NAME, read_manifest
+from .manifest import MANIFEST_NAME, Found, read_manifest
 from .ownership import DirectoryLock, Locks, remove_own
 from .types import SECTOR_BYTES
 
@@ -145,7 +145,8 @@ class StoreFile:
                 self._announce_buffered()
 
     def flush(self) -> None:
-        """Makes everything that has been written survive a power cut.
+        """Makes everything that has been written survive a power cut; the directory must still be
+        locked.
 
         Raises:
             IoError: the device refuses, or the file has been deleted meanwhile.
@@ -155,6 +156,8 @@ class StoreFile:
             links = os.fstat(self.fd).st_nlink
         except OSError as error:
             raise refused(self.path, "cannot flush", error) from error
+        if self._lock is not None:
+            self._lock.require_current()
         if links == 0 and not self.ephemeral:
             raise IoError(
                 f"{self.path}: the store file has been deleted while in use; its contents end with "
@@ -197,7 +200,7 @@ def create_files(
         return _open_files(directories, sizes, [None] * len(directories))
     with Locks(directories) as locks:
         for directory in directories:
-            _require_unkept(directory)
+            _require_unkept(directory, directories)
         owned = locks.hand_over()
     try:
         for lock in owned:
@@ -235,10 +238,16 @@ def _open_files(
     return files
 
 
-def _require_unkept(directory: Path) -> None:
-    """Raises if the directory holds a store, or a stripe of one, that has a commit to keep."""
+def _require_unkept(directory: Path, locked: Sequence[Path]) -> None:
+    """Raises if the directory holds a store, or a stripe of one, that has a commit to keep.
+
+    A stripe whose mark is there, but whose commit was never finished, has none, if the first one
+    can be asked: it is among those that are ``locked``.
+    """
     found = read_manifest(directory)
     if found is None or not (found.damage or found.kept):
+        return
+    if found.member and not found.damage and _was_never_committed(found, locked):
         return
     files = f"{STORE_NAME} and {found.path.name}"
     places = found.layout.directories
@@ -256,6 +265,18 @@ def _require_unkept(directory: Path) -> None:
         "choose another directory",
         path=str(directory),
         errno=errno.EEXIST,
+    )
+
+
+def _was_never_committed(stripe: Found, locked: Sequence[Path]) -> bool:
+    home = Path(stripe.layout.directories[0])
+    if not any(home == place.absolute() for place in locked):
+        return False
+    first = read_manifest(home)
+    return (
+        first is not None
+        and first.layout.store == stripe.layout.store
+        and not (first.damage or first.kept)
     )
 
 

@@ -10,7 +10,7 @@ drawn again after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,8 @@ from .runtime.contents import Contents
 from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
 from .runtime.facts import (
-    check_extra,
+    check_buffers,
+    check_readable,
     decode_facts,
     encode_facts,
     kept_buffers,
@@ -35,7 +36,7 @@ from .runtime.facts import (
     restore_random_states,
 )
 from .runtime.ledger import Ledger, Prepared
-from .schedule.messages import Cut, Durable, Kind, Seal, Sound
+from .schedule.messages import Cut, Durable, Kind, Seal, Sound, Spoiled
 from .stepping import Stepping
 
 log = logging.getLogger("overspill")
@@ -69,8 +70,7 @@ class Committing:
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
         self._facts: bytes | None = None  # of the present state, once they are known
-        self._editing = False
-        self._checked = False
+        self._half: set[int] = set()  # units of which an edit, or a rollback, has not ended
         self._random: Mapping[str, Any] = {}
         self._settle: Callable[[], None] = _nothing
         self._renew: Callable[[], None] = _nothing
@@ -88,8 +88,10 @@ class Committing:
 
     def adopt(self, data: bytes) -> None:
         """All is as a commit has it."""
+        facts = decode_facts(data)
+        check_buffers(self._model, facts["buffers"])
         self._open, self._writer.last = False, data
-        self._restore(decode_facts(data))
+        self._restore(facts)
 
     def restart(self) -> Any:
         """Training goes on from the last commit: sets random generators, returns ``extra``."""
@@ -126,9 +128,6 @@ class Committing:
 
     def _gather(self) -> bytes:
         extra = None if self._config.extra is None else self._config.extra()
-        if extra is not None and not self._checked:
-            check_extra(extra)
-            self._checked = True
         facts = {
             "step": self._ledger.count,
             "steps": list(self._ledger.steps),
@@ -138,6 +137,7 @@ class Committing:
             "buffers": kept_buffers(self._model),
             "extra": extra,
         }
+        check_readable({"groups": facts["groups"], "extra": extra})
         return encode_facts(facts)
 
     # -- for the user ---------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Committing:
                 "update='backward' has updated a part of the model; commit between step() and the "
                 "next backward()"
             )
-        if self._editing:
+        if self._half:
             return _HALF
         with self._executor.lock:
             spoiled = sorted(self._executor.machine.commits.spoiled)
@@ -204,23 +204,24 @@ class Committing:
         Raises:
             OffloadError: it was; what is there is half the old state and half another.
         """
-        if self._editing:
+        if self._half:
             raise OffloadError(_HALF)
 
     @contextmanager
-    def editing(self) -> Iterator[None]:
-        """Weights or state are edited inside, and nothing moves: they belong to the state after the
-        last step.  Nothing is committed until that has ended well."""
-        self._editing = True
+    def editing(self, units: Collection[int]) -> Iterator[None]:
+        """Weights or state of ``units`` are edited inside, as a whole, and nothing moves: they
+        belong to the state after the last step.  Nothing is committed until that has ended well."""
+        self._half.update(units)
         self._uncut()
         self._facts = None
         yield
-        with self._executor.lock:
-            spoiled = sorted(self._executor.machine.commits.spoiled)
-        sound = [unit for unit in spoiled if self._contents.is_finite(unit)]
-        for unit in sound:  # told last: the machine then moves again
-            self._executor.tell(Sound(unit))
-        self._editing = False
+        signals = [
+            Sound(unit) if self._contents.is_finite(unit) else Spoiled(unit)
+            for unit in sorted(units)
+        ]
+        for signal in signals:  # told last: the machine then moves again
+            self._executor.tell(signal)
+        self._half.difference_update(units)
 
     def _uncut(self) -> None:
         """Takes the last step's cut back, which is made anew when its facts are known; if they are
@@ -237,7 +238,10 @@ class Committing:
         """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
         if self._writer.last is None or (self._cut and not self._open):
             self._finish()
-        self._editing = True
+        assert self._writer.last is not None
+        facts = decode_facts(self._writer.last)
+        check_buffers(self._model, facts["buffers"])
+        self._half.update(range(len(self._ledger.versions)))
         self._stepping.give_up()
         self._open = self._cut = False
         self._facts = None
@@ -248,13 +252,13 @@ class Committing:
             self._direct.reload(item)
             if item.kind is Kind.WEIGHTS:
                 self._stepping.changed(item.number)
-        assert self._writer.last is not None
-        facts = decode_facts(self._writer.last)
+        with self._executor.lock:
+            self._executor.machine.commits.rolled_back()
         self._restore(facts)
         number = self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
         self._executor.tell(Cut(number))
         self._executor.request(Durable)
-        self._editing = False
+        self._half.clear()
         self._renew()
         log.warning("overspill: went back to the commit of step %d", facts["step"])
         return facts["extra"]

@@ -159,7 +159,7 @@ class OffloadConfig:
             listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
             if not listed:
                 raise ValueError("nvme: an empty list; give a directory or None")
-            values["nvme"] = tuple(Path(folder) for folder in listed)
+            values["nvme"] = tuple(Path(folder).absolute() for folder in listed)
         if values.get("units") is not None:
             if isinstance(values["units"], str):
                 raise TypeError("units must be a list of module names, got one text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
     for name, p in model.named_parameters():
         _check_parameter(name, p)
+    _refuse_overlaps(model)
     own = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
@@ -92,6 +94,26 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
             f"parameter {name!r} is no plain tensor ({kinds}): models that are sharded (FSDP2, "
             "DTensor) or quantised are not supported; wrap the plain model, on one device"
         )
+
+
+def _refuse_overlaps(model: nn.Module) -> None:
+    """Raises if two parameters lie over the same memory: they would be parted without a word."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, p in model.named_parameters():
+        if p.is_meta or not p.numel():
+            continue
+        start = int(p.storage_offset()) * p.element_size()
+        last = sum((n - 1) * int(step) for n, step in zip(p.shape, p.stride(), strict=True))
+        span = (start, start + (last + 1) * p.element_size(), name)
+        spans.setdefault(torch_private.storage_key(p), []).append(span)
+    for found in spans.values():
+        found.sort()
+        for (_, end, one), (start, _, other) in pairwise(found):
+            if start < end:
+                raise OffloadError(
+                    f"parameters {one!r} and {other!r} lie over the same memory (tied by .data); "
+                    "tie them as one parameter: module.weight = other.weight"
+                )
 
 
 def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -41,7 +42,7 @@ from .runtime.ranges import ProfilerRanges
 from .runtime.residences import Residences
 from .runtime.saved import SavedTensors
 from .runtime.store import Store
-from .runtime.torch_private import StorageWatch
+from .runtime.torch_private import StorageWatch, in_backward
 from .runtime.updates import Updater
 from .schedule.arena import Place
 from .schedule.bounds import lane_seconds
@@ -280,11 +281,17 @@ class Engine:
         return found
 
     def _catch_up(self, unit: int) -> None:
+        self.executor.claim()
+        self.direct.finish()
         self.weights.settle()
+        if self.committing is not None and torch.is_grad_enabled() and not in_backward():
+            self.committing.seal()  # where parts of the model are called, and not the whole
         self.stepping.catch_up(unit)
 
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""
+        self.executor.claim()
+        self.direct.finish()
         if torch.is_grad_enabled():
             self.roster.check()
         self.weights.settle()
@@ -317,7 +324,9 @@ class Engine:
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
+        self.executor.claim()
         self.raise_if_unusable()
+        self.direct.finish()
         self.roster.check()
         self.weights.settle()
         if self.committing is not None:
@@ -341,13 +350,13 @@ class Engine:
         self.direct.settle()
 
     @contextmanager
-    def editing(self) -> Iterator[None]:
-        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
-        after the last step."""
+    def editing(self, units: Collection[int]) -> Iterator[None]:
+        """Inside, nothing moves, and weights and state of ``units`` may be edited: that belongs to
+        the state after the last step."""
         self.executor.raise_failure()
         self.stepping.land()
         self.direct.settle()
-        with nullcontext() if self.committing is None else self.committing.editing():
+        with nullcontext() if self.committing is None else self.committing.editing(units):
             yield
 
     def _measure(self) -> None:
@@ -368,6 +377,7 @@ class Engine:
         if self.materialized:
             raise OffloadError("the model is materialized; leave the `with` block before training")
         self.executor.raise_failure()
+        self.executor.require_trainer()
 
     def memory(self) -> dict[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
@@ -388,7 +398,11 @@ class Engine:
             stack.callback(lambda: self._held.close(watches))
             stack.callback(self.accelerator.close)
             stack.callback(hide)
-            for part in (self.store, getattr(self, "executor", None)):
+            for part in (
+                self.store,
+                getattr(self, "executor", None),
+                getattr(self, "direct", None),
+            ):
                 if part is not None:
                     stack.callback(part.close)
             if self.modelled is not None:
@@ -399,11 +413,21 @@ class Engine:
         a forked child: all that is its parent's."""
         if self.closed or os.getpid() != self._owner:
             return
+        if threading.current_thread().name.startswith("overspill"):
+            # The collector has come by on a thread of the engine's own, which cannot wait for
+            # itself.
+            threading.Thread(target=self.close, name="closes-overspill").start()
+            return
+        if self.materialized and self.committing is not None:
+            log.warning(
+                "overspill: closed while the model is materialized; the store keeps the last commit"
+            )
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
+        self.executor.claim()
         try:
             if self.committing is not None and not (self.executor.failed or self.materialized):
                 self.weights.settle()

@@ -17,8 +17,10 @@ from .durable.export import export_store
 from .engine import Engine
 from .errors import OffloadError
 from .importing import open_state
+from .lazy_state import LazyState
 from .observe.export import save_trace
 from .observe.stats import MemoryStats, Stats
+from .runtime import torch_private
 from .schedule.plan import Plan
 from .torch_state import load_torch_state, torch_state
 
@@ -33,6 +35,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.param_groups = inner.param_groups
+        self.state = LazyState(engine)  # type: ignore[assignment]
+        for before in torch_private.step_hooks(inner, before=True):
+            self.register_step_pre_hook(before)
+        for after in torch_private.step_hooks(inner, before=False):
+            self.register_step_post_hook(after)
         self._engine = engine
         self._finalizer = weakref.finalize(self, Engine.close, engine)
 

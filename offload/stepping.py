@@ -68,6 +68,7 @@ class Stepping:
         self._place_of, self._random_states = place_of, random_states
         self.background = update != "step"
         self._late: set[int] = set()  # resident units that do not show
+        self._told_of_dropped = False
         self._updated: set[int] = set()  # whose updates may run, by the last step or a backward
         self._graphs = False  # whether graphs may have saved weights that show
         self._final: bool | None = None
@@ -104,6 +105,23 @@ class Stepping:
                 "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
                 "update='next_forward' to use gradients between backward and step"
             )
+
+    def _refuse_dropped(self) -> None:
+        """Raises when gradients were dropped that this step's backward has applied already."""
+        dropped = {
+            self._residences.parts.unit_of[i]
+            for i in self.collector.consumed
+            if not self.collector.live(i)
+        } & self._ledger.early  # fmt: skip
+        if dropped and not self._told_of_dropped:
+            self._told_of_dropped = True
+            raise OffloadError(
+                f"update='backward' has applied the gradients of "
+                f"{', '.join(map(self.name_of, sorted(dropped)))} already, and they were dropped "
+                "before step(); call step() before zero_grad(), or use update='next_forward'; "
+                "another step() takes the step as it is, rollback() goes back to the last commit"
+            )
+        self._told_of_dropped = False
 
     def refuse_edit(self, unit: int) -> None:
         """Raises when weights are to be changed that this step's backward has updated already."""
@@ -178,6 +196,7 @@ class Stepping:
             self.collector.refuse_torn(present)
             if unit not in self._ledger.early:
                 self.refuse_consumed(present)
+        self._refuse_dropped()
         scale = self._verdict(units)
         if scale is None:
             return

@@ -56,7 +56,7 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
     for rule, group, loaded in zip(engine.blueprint.rules, groups, loaded_groups, strict=True):
         rule.scalars({**group, **loaded}, 1)
     engine.weights.settle()
-    with engine.editing():
+    with engine.editing([unit.index for unit in engine.parts.units if unit.trainable]):
         for unit in engine.parts.units:
             if unit.trainable:
                 engine.contents.fill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -36,9 +36,10 @@ class Weights:
 
     def __init__(
         self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
-        contents: Contents, ledger: Ledger, editing: Callable[[], AbstractContextManager[object]],
+        contents: Contents, ledger: Ledger,
+        editing: Callable[[Sequence[int]], AbstractContextManager[object]],
     ) -> None:  # fmt: skip
-        """``editing``: inside of what it gives, nothing moves."""
+        """``editing``: inside of what it gives for units, nothing moves."""
         self._parts, self._executor, self._residences = parts, executor, residences
         self._stepping, self._contents, self._ledger = stepping, contents, ledger
         self._editing = editing
@@ -58,6 +59,7 @@ class Weights:
 
     def _read(self, index: int) -> torch.Tensor:
         self._executor.raise_failure()  # after a failed update memory may hold two steps
+        self._executor.require_trainer()
         unit = self._parts.unit_of[index]
         with torch.inference_mode(False), torch.no_grad(), self._stepping.reading(unit):
             return self._residences.weight(index).clone()
@@ -177,7 +179,7 @@ class Weights:
             self._stepping.refuse_edit(unit)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        with torch.inference_mode(False), torch.no_grad(), self._editing():
+        with torch.inference_mode(False), torch.no_grad(), self._editing(units):
             for unit in units:
                 self._contents.fill(unit, _given(given), first=False)
                 self._stepping.changed(unit)

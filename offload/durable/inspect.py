@@ -107,6 +107,12 @@ def repair_store(paths: Paths) -> str:
         if not store.generations:
             raise OffloadError(f"{store.directories[0]}: no commit is whole; start from an export")
         last = store.generations[-1]
+        if not store.layout.checksum and store.damage:
+            raise OffloadError(
+                f"{'; '.join(store.damage)}; the store was made with checksum=False, so nobody can "
+                "tell whether the data of an earlier commit have been written over; nothing was "
+                "changed"
+            )
         with StoreReader(store, last) as reader:
             problem = next((p for _, p in reader.verify() if p is not None), None)
         if problem is not None:

@@ -18,17 +18,21 @@ from ..observe.trace import Trace
 from ..schedule.messages import Commit, Item, Write
 from .extents import Extents
 
+_LONGEST = 16  # facts that are kept for cuts which may still be asked for
+
 Table = Sequence[tuple[Item, int]]
 Done = Callable[[BaseException | None], None]
 
 
 class CommitWriter:
-    """Owns the thread.  ``seal`` hands in the facts of a cut before the machine may ask for it."""
+    """Owns the thread.  ``seal`` hands in the facts of a cut before the machine may ask for it.
+
+    No lock guards the facts: a signal handler may call ``commit()`` while its thread has it.
+    """
 
     def __init__(self, io: IoEngine, manifest: Manifest, extents: Extents, trace: Trace) -> None:
         self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Done] | None] = queue.SimpleQueue()
         self.last: bytes | None = None  # the facts of the last commit
@@ -40,10 +44,9 @@ class CommitWriter:
 
         ``kept``: no new store is to take its place.
         """
-        with self._lock:
-            number = next(self._numbers)
-            self._facts[number] = step, facts, kept
-            return number
+        number = next(self._numbers)
+        self._facts[number] = step, facts, kept
+        return number
 
     def put(self, work: Commit, table: Table, done: Done) -> None:
         """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
@@ -67,10 +70,9 @@ class CommitWriter:
 
     def _commit(self, number: int, table: Table) -> None:
         started = time.perf_counter_ns()
-        with self._lock:
-            step, facts, kept = self._facts[number]
-            for old in [each for each in self._facts if each <= number]:
-                del self._facts[old]  # also those of cuts that were never made
+        step, facts, kept = self._facts[number]
+        for old in [each for each in list(self._facts) if each <= number - _LONGEST]:
+            del self._facts[old]  # of cuts that were never made too
         self._io.flush()
         roles = [role for _, role in table]
         sums = [

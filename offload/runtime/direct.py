@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..config import Tier
 from ..errors import OffloadError
-from ..io_engine import IoEngine
+from ..io_engine import Extent, IoEngine
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Item, Kind
 from ..schedule.weights import Roles
 from .executor import Executor
 from .extents import Extents
+from .unsignalled import Unsignalled
 
 
 class DirectAccess:
@@ -24,6 +27,7 @@ class DirectAccess:
         self, layout: Layout, executor: Executor, io: IoEngine | None, extents: Extents
     ) -> None:
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
+        self._transfers = Unsignalled("overspill-direct")
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         self._state_home = {
             s.index: place
@@ -33,6 +37,7 @@ class DirectAccess:
 
     def settle(self) -> None:
         """Waits until nothing moves, and drops all cached copies."""
+        self.finish()
         self._executor.settle_down()
         with self._executor.lock:
             self._executor.machine.drop_caches()
@@ -94,8 +99,7 @@ class DirectAccess:
                 memory.zero_()
             else:
                 role = roles.newest if roles is not None else 0
-                assert self._io is not None
-                self._io.read(self._extents.of(item, role), memory.numpy(), urgent=True).wait()
+                self._read(self._extents.of(item, role), memory)
         return place
 
     def store(self, item: Item, *, first: bool = False) -> None:
@@ -107,9 +111,8 @@ class DirectAccess:
         if self._on_disk(item) and place.nbytes:
             roles = self._roles(item)
             role = 0 if roles is None or first else roles.target()
-            memory = self._executor.arenas.bytes_of(place).numpy()
-            assert self._io is not None
-            self._io.write(self._extents.of(item, role), memory, urgent=True).wait()
+            memory = self._executor.arenas.bytes_of(place)
+            self._write(self._extents.of(item, role), memory)
             if roles is not None:
                 roles.newest = role
         self._executor.machine.commits.change(item)
@@ -125,13 +128,30 @@ class DirectAccess:
             return
         memory = self._executor.arenas.bytes_of(place)
         if roles.written:
-            assert self._io is not None
             extent = self._extents.of(item, roles.newest)
-            self._io.read(extent, memory.numpy(), urgent=True).wait()
+            self._read(extent, memory)
         else:
             memory.zero_()
         if home is not None:
             self._refresh_device(item.number, place)
+
+    def _read(self, extent: Extent, memory: torch.Tensor) -> None:
+        io = self._io
+        assert io is not None
+        self._transfers.run(lambda: io.read(extent, memory.numpy(), urgent=True).wait())
+
+    def _write(self, extent: Extent, memory: torch.Tensor) -> None:
+        io = self._io
+        assert io is not None
+        self._transfers.run(lambda: io.write(extent, memory.numpy(), urgent=True).wait())
+
+    def finish(self) -> None:
+        """Waits for a transfer that an exception has left on its way."""
+        self._transfers.finish()
+
+    def close(self) -> None:
+        """Ends the thread that makes the transfers."""
+        self._transfers.close()
 
     def _refresh_device(self, unit: int, place: Place) -> None:
         device = self._layout.homes[unit].device_place

@@ -52,6 +52,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .moves import Move, Mover
 from .pools import Arenas
+from .torch_private import in_backward
 from .update_worker import Task, UpdateWorker
 from .visits import Parts, Visits
 
@@ -110,7 +111,9 @@ class Executor:
         self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal handler may come while its thread has it
+        self._asks = threading.Condition(self.lock)
+        self._trainer = threading.get_ident()
         self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
         self._error: BaseException | None = None
@@ -139,6 +142,30 @@ class Executor:
         """Puts a signal into the queue and goes on."""
         self.raise_failure()
         self._queue.put(signal)
+
+    def claim(self) -> None:
+        """The calling thread is the one that trains."""
+        self._trainer = threading.get_ident()
+
+    def require_trainer(self) -> None:
+        """Raises unless the calling thread trains, or runs a backward pass.
+
+        Raises:
+            OffloadError: it does neither, or is a signal handler amid the engine's own work.
+        """
+        if threading.get_ident() != self._trainer and not in_backward():
+            raise OffloadError(
+                f"thread {threading.current_thread().name!r} uses the model or its optimizer while "
+                "another one trains it; do this in the thread that trains, and hand the result over"
+            )
+        try:
+            self._asks.notify(0)
+        except RuntimeError:  # the calling thread has not the lock: so it should be
+            return
+        raise OffloadError(
+            "a signal handler uses the model or its optimizer amid the engine's own work; set a "
+            "flag in the handler, and look at it between steps"
+        )
 
     def before_waiting(self, collect: Callable[[], None]) -> None:
         """Has ``collect`` tell of what became free, before anybody waits for room."""
@@ -179,6 +206,7 @@ class Executor:
             OffloadError: the engine failed; its cause is attached.
         """
         self.raise_failure()
+        self.require_trainer()
         if self._collect is not None:
             self._collect()
         ticket = next(self._tickets)

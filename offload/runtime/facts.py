@@ -42,8 +42,12 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The hyper-parameters of every param group."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    """The hyper-parameters of every param group; numbers of numpy's, as schedules make them, as
+    plain ones."""
+    return [
+        {k: v.item() if isinstance(v, np.generic) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]
 
 
 def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
@@ -60,6 +64,23 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
             if torch_private.is_persistent(module, name):
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
     return found
+
+
+def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises unless a model has the buffers that a commit holds.
+
+    Raises:
+        OffloadError: it has others, or of another shape; nothing was changed.
+    """
+    present = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    for name, value in buffers.items():
+        shape = tuple(value.shape)
+        if present.get(name) != shape:
+            has = f"has shape {present[name]}" if name in present else "is not in the model"
+            raise OffloadError(
+                f"buffer {name!r} has shape {shape} in the commit, and {has} now; build the model "
+                "as it was then"
+            )
 
 
 def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -84,18 +105,32 @@ def decode_facts(data: bytes) -> dict[str, Any]:
     return facts
 
 
-def check_extra(extra: Any) -> None:
-    """Raises unless ``extra`` can be put into a commit and read back.
+def _is_plain(value: Any) -> bool:
+    """Whether it holds nothing but what is always read back."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return kind in (bool, int, float, str, type(None), torch.Tensor)
+
+
+def check_readable(facts: Mapping[str, Any]) -> None:
+    """Raises unless what a commit is to hold can be read back.
 
     Raises:
-        OffloadError: it cannot; ``extra`` may hold numbers, texts, tensors, and lists, tuples and
-            dicts of them.
+        OffloadError: it cannot: param groups and ``extra`` may hold numbers, texts, tensors, and
+            lists, tuples and dicts of them.
     """
-    try:
-        decode_facts(encode_facts({"extra": extra}))
-    except Exception as error:
-        raise OffloadError(
-            "extra returned something that cannot be read back without running code from it; "
-            "return numbers, texts, tensors, and lists, tuples and dicts of them (a scheduler's "
-            f"state_dict() is one): {error}"
-        ) from error
+    for name, value in facts.items():
+        if _is_plain(value):
+            continue
+        try:
+            decode_facts(encode_facts({name: value}))
+        except Exception as error:
+            what = "extra returned" if name == "extra" else "optimizer.param_groups hold"
+            raise OffloadError(
+                f"{what} something that cannot be read back without running code from it; use "
+                "numbers, texts, tensors, and lists, tuples and dicts of them (a scheduler's "
+                f"state_dict() is one): {error}"
+            ) from error

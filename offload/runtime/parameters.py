@@ -225,14 +225,14 @@ def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
 # What says something about a tensor and touches no element of it.
 _ABOUT = frozenset({
     "__format__", "__hash__", "__len__", "__reduce_ex__", "__setstate__", "_make_subclass",
-    "_typed_storage", "backward", "can_cast", "data_ptr", "dim", "dim_order", "element_size",
-    "empty_like", "full_like", "get_device", "grad", "has_names", "is_coalesced", "is_complex", "is_conj",
+    "backward", "can_cast", "data_ptr", "dim", "dim_order", "element_size", "empty_like",
+    "full_like", "get_device", "grad", "has_names", "is_coalesced", "is_complex", "is_conj",
     "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg",
     "is_non_overlapping_and_dense", "is_pinned", "is_same_size", "is_set_to", "is_shared",
     "is_signed", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full",
-    "new_ones", "new_zeros", "numel", "ones_like", "rand_like", "randint_like",
-    "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-    "result_type", "retain_grad", "size", "storage_offset", "storage_type", "stride", "zeros_like",
+    "new_ones", "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type",
+    "retain_grad", "size", "storage_offset", "storage_type", "stride", "zeros_like",
 })  # fmt: skip
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are tensors
 _CASTS = frozenset({

@@ -187,13 +187,16 @@ class Residences:
     def outdate(self, unit: int) -> None:
         """A unit's weights change: graphs that have saved its parameters themselves must not be run
         backward any more."""
-        if self.fixed[unit]:  # of the others no graph has saved more than a handle
-            for p in self._params[unit]:
-                torch.autograd.graph.increment_version(p)
-            if self._seen[unit]:
-                self._seen[unit] = self._versions(unit)
-            if self._hid[unit]:
-                self._hid[unit] = self._versions(unit)
+        if not self.fixed[unit]:
+            return  # no graph has saved more than a handle
+        seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
+        self._seen[unit] = self._hid[unit] = ()  # an exception in between is no edit
+        for p in self._params[unit]:
+            torch.autograd.graph.increment_version(p)
+        if seen:
+            self._seen[unit] = self._versions(unit)
+        if hid:
+            self._hid[unit] = self._versions(unit)
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """The unit's own parameters."""

@@ -65,6 +65,11 @@ def current_graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return current_graph_task() >= 0
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the present backward pass is over (not if it raises)."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -125,6 +130,12 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def count_step(optimizer: torch.optim.Optimizer) -> None:
     """Schedulers of this optimizer take it that a step was made: another one steps for it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> list[Callable[..., Any]]:
+    """What was registered on an optimizer to be called before its steps, or after them."""
+    hooks = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
+    return list(hooks.values())
 
 
 def operation_name(func: Any) -> str:

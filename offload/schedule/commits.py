@@ -52,6 +52,7 @@ class Commits:
                     self.places[item] = place
         self.dirty: set[Item] = set()  # in memory, changed since it was last saved
         self.pending = False
+        self._stale: set[Item] = set()  # to be read again after a rollback
         self.spoiled: set[int] = set()  # units that hold values that are not finite
         self.sealed: int | None = None
         self.blocked: set[Item] = set()
@@ -156,6 +157,10 @@ class Commits:
         self._unsaved.clear()
         self._end()
 
+    def rolled_back(self) -> None:
+        """All that ``rollback`` said has been read."""
+        self._stale = set()
+
     def rollback(self) -> list[Item]:
         """Forgets the cut and all that is newer than the last commit.  Nothing may be under way.
 
@@ -163,12 +168,13 @@ class Commits:
             What lives in memory and must be read again.
         """
         assert not self._saving and not self._committing, "a commit is under way"
-        stale = set(self.dirty) | set(self._unsaved)
+        stale = self._stale | set(self.dirty) | set(self._unsaved)
         for item in self.items:
             roles = self._roles_of(item)
             if roles.newest != roles.committed:
                 roles.newest = roles.committed
                 stale.add(item)
+        self._stale = stale  # until all is read: an exception may come before
         self.dirty.clear()
         self._unsaved.clear()
         self._end()

@@ -16,7 +16,12 @@ LEVELS = [
     {"overspill.wrapping"},
     {"overspill.optimizer"},
     {"overspill.durable"},
-    {"overspill.filling", "overspill.model_state", "overspill.torch_state"},
+    {
+        "overspill.filling",
+        "overspill.model_state",
+        "overspill.torch_state",
+        "overspill.lazy_state",
+    },
     {"overspill.decide"},
     {"overspill.engine"},
     {
