@@ -63,8 +63,8 @@ check: $(STAMP) build/typing/overspill
 sanitize: $(STAMP)
 	$(BIN)/python -m tests.sim.sanitize_io --seconds 1
 
-# The oldest and the newest release of torch that are claimed, each in an environment of its own.
-# Their wheels may be gigabytes: not for CI.
+# Parity and unit tests and the demo on other releases of torch, each in an environment of its own.
+# Their wheels may be gigabytes: not for CI.  What passes may be claimed, in pyproject.toml and TRIED.
 TORCHES ?= 2.11.0 2.15.0
 versions:
 	for each in $(TORCHES); do mkdir -p build/torch-$$each && \

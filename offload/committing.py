@@ -167,6 +167,7 @@ class Committing:
             )
         if self._half:
             return _HALF
+        self._executor.catch_up()  # an edit may just have told of what it found
         with self._executor.lock:
             spoiled = sorted(self._executor.machine.commits.spoiled)
         if spoiled:

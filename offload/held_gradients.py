@@ -24,21 +24,12 @@ from .stepping import Stepping
 log = logging.getLogger("overspill")
 
 
-class _Loan:
+class _Loan(torch_private.Watched):
     """A copy of a gradient that somebody has a view of; ``taken`` says which gradient it was."""
 
     def __init__(self, copy: torch.Tensor, taken: int) -> None:
-        self.copy, self.taken = copy, taken
-        self.become(copy)
-
-    def become(self, copy: torch.Tensor) -> None:
-        """The copy is what the gradient is."""
-        self._known = copy.clone()
-
-    @property
-    def edited(self) -> bool:
-        """By its bits: views that are made below autograd share no version."""
-        return not torch.equal(self.copy, self._known)
+        super().__init__(copy)
+        self.taken = taken
 
 
 class HeldGradients:
@@ -94,7 +85,8 @@ class HeldGradients:
         """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
         self._collector.zero(number)
         if (loan := self._loans.get(number)) is not None:
-            loan.become(loan.copy.zero_())
+            loan.tensor.zero_()
+            loan.accept()
 
     def read(self, number: int) -> torch.Tensor:
         self.settle()
@@ -112,9 +104,9 @@ class HeldGradients:
     def write(self, number: int, value: torch.Tensor) -> None:
         self._write(number, value)
         if (loan := self._loans.get(number)) is not None:
-            if not torch_private.same_memory(loan.copy, value):
-                loan.copy.copy_(value)
-            loan.become(loan.copy)
+            if not torch_private.same_memory(loan.tensor, value):
+                loan.tensor.copy_(value)
+            loan.accept()
 
     def _write(self, number: int, value: torch.Tensor) -> None:
         if number in self._collector.zeroed:
@@ -151,7 +143,7 @@ class HeldGradients:
         """A copy as of ``read``; but if somebody has a view of one, that one."""
         self.settle()
         loan = self._loans.get(number)
-        return self._read(number) if loan is None else loan.copy.detach()
+        return self._read(number) if loan is None else loan.tensor.detach()
 
     def lend(self, number: int, copy: torch.Tensor) -> None:
         """Somebody has a view of ``copy``, which was borrowed, and may write to it."""
@@ -167,17 +159,18 @@ class HeldGradients:
             if not (current and self._collector.live(number)):
                 del self._loans[number]
                 continue
-            if loan.edited:
-                self._write(number, loan.copy)
-                loan.become(loan.copy)
-            if torch_private.is_alone(loan.copy):
+            if loan.changed:
+                self._write(number, loan.tensor)
+                loan.accept()
+            if torch_private.is_alone(loan.tensor):
                 del self._loans[number]
 
     def renew(self) -> None:
         """Views become what the gradients are after another backward."""
         self.settle()
         for number, loan in self._loans.items():
-            loan.become(loan.copy.copy_(self._read(number)))
+            loan.tensor.copy_(self._read(number))
+            loan.accept()
 
     # -- norms and scales -----------------------------------------------------------------------
 
@@ -209,7 +202,8 @@ class HeldGradients:
         self._collector.deliver_all()
         for number in numbers:
             if (loan := self._loans.get(number)) is not None:
-                loan.become(loan.copy.mul_(factor))
+                loan.tensor.mul_(factor)
+                loan.accept()
             if factor != 1.0 and number not in self._collector.zeroed:
                 before = self._ledger.scales.get(number, 1.0)
                 self._ledger.scales[number] = before * factor

@@ -1,4 +1,4 @@
-"""``optimizer.state`` of a wrapped model: the state of each parameter, read when it is asked for."""
+"""``optimizer.state`` of a wrapped model: the state of each parameter, read when asked for."""
 
 from __future__ import annotations
 

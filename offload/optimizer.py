@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,9 @@ from .observe.stats import MemoryStats, Stats
 from .runtime import torch_private
 from .schedule.plan import Plan
 from .torch_state import load_torch_state, torch_state
+
+_PACKAGE = __name__.rpartition(".")[0]
+_AMID = tuple(f"{_PACKAGE}.{name}" for name in ("engine", "runtime", "stepping", "committing"))
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -82,6 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._committing("rollback").rollback()
 
     def _committing(self, what: str) -> Committing:
+        _refuse_reentry()
         self._engine.raise_if_unusable()
         if self._engine.committing is None:
             raise OffloadError(
@@ -175,6 +180,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_reentry() -> None:
+    """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
+    that holds locks, and has told only a part of what it does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_AMID):
+            raise OffloadError(
+                "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
+                "set a flag there, and look at it between steps"
+            )
+        frame = frame.f_back
 
 
 @contextmanager

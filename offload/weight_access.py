@@ -20,14 +20,15 @@ from .stepping import Stepping
 
 @dataclass(eq=False)
 class _Loan:
-    """The copy of a weight that all tensors lie over which others have made of the parameter.
+    """The copy of a weight that all tensors lie over which others have made of the parameter;
+    ``version`` is the unit's when the copy was last the same as the weight."""
 
-    ``version`` is the copy's, and ``weights`` the unit's, when both were last the same.
-    """
-
-    copy: torch.Tensor
+    watched: torch_private.Watched
     version: int
-    weights: int
+
+    @property
+    def copy(self) -> torch.Tensor:
+        return self.watched.tensor
 
 
 class Weights:
@@ -73,8 +74,8 @@ class Weights:
     def lend(self, index: int, copy: torch.Tensor) -> None:
         """Somebody has a tensor over ``copy``, which was borrowed, and may change it."""
         if index not in self._loans:
-            alias = copy.detach()
-            self._loans[index] = _Loan(alias, torch_private.version_of(alias), self._now(index))
+            watched = torch_private.Watched(copy.detach())
+            self._loans[index] = _Loan(watched, self._now(index))
 
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
         """What torch has put into a state dict, as a copy: what is done to it is not done to the
@@ -110,12 +111,8 @@ class Weights:
         """
         if not self._loans:
             return
-        edited = {
-            index: loan
-            for index, loan in self._loans.items()
-            if torch_private.version_of(loan.copy) != loan.version
-        }
-        late = [index for index, loan in edited.items() if loan.weights != self._now(index)]
+        edited = {index: loan for index, loan in self._loans.items() if loan.watched.changed}
+        late = [index for index, loan in edited.items() if loan.version != self._now(index)]
         if late:
             self.renew()
             raise OffloadError(
@@ -129,7 +126,7 @@ class Weights:
             loan = self._loans[index]
             if torch_private.is_alone(loan.copy):
                 del self._loans[index]
-            elif loan.weights != self._now(index):
+            elif loan.version != self._now(index):
                 self._renew(index, loan)
 
     def renew(self) -> None:
@@ -146,7 +143,8 @@ class Weights:
         self._same(index, loan)
 
     def _same(self, index: int, loan: _Loan) -> None:
-        loan.version, loan.weights = torch_private.version_of(loan.copy), self._now(index)
+        loan.watched.accept()
+        loan.version = self._now(index)
 
     # -- writing --------------------------------------------------------------------------------
 

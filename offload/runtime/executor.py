@@ -111,8 +111,7 @@ class Executor:
         self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}
-        self.lock = threading.RLock()  # a signal handler may come while its thread has it
-        self._asks = threading.Condition(self.lock)
+        self.lock = threading.Lock()
         self._trainer = threading.get_ident()
         self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
@@ -151,21 +150,13 @@ class Executor:
         """Raises unless the calling thread trains, or runs a backward pass.
 
         Raises:
-            OffloadError: it does neither, or is a signal handler amid the engine's own work.
+            OffloadError: it does neither.
         """
         if threading.get_ident() != self._trainer and not in_backward():
             raise OffloadError(
                 f"thread {threading.current_thread().name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"
             )
-        try:
-            self._asks.notify(0)
-        except RuntimeError:  # the calling thread has not the lock: so it should be
-            return
-        raise OffloadError(
-            "a signal handler uses the model or its optimizer amid the engine's own work; set a "
-            "flag in the handler, and look at it between steps"
-        )
 
     def before_waiting(self, collect: Callable[[], None]) -> None:
         """Has ``collect`` tell of what became free, before anybody waits for room."""
@@ -182,7 +173,7 @@ class Executor:
         """
         if not any(self._pins):
             return
-        self._catch_up()
+        self.catch_up()
         lost = [
             unit
             for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
@@ -191,7 +182,7 @@ class Executor:
         for unit in lost:
             self.release(unit)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Blocks until the machine has dealt with all that was told before."""
         handled = threading.Event()
         self._queue.put(handled)
@@ -283,7 +274,7 @@ class Executor:
     def settle_down(self) -> None:
         """Blocks until nothing moves and nothing waits."""
         while not self.failed:
-            self._catch_up()
+            self.catch_up()
             with self.lock:
                 if self.machine.idle:
                     return

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]
 
-TRIED = ("2.11", "2.13", "2.15")
+TRIED = ("2.13",)
 
 log = logging.getLogger("overspill")
 
@@ -114,6 +114,31 @@ def is_alone(tensor: torch.Tensor, others: int = 0) -> bool:
     """Whether no more than ``others`` further tensors lie over the same memory."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
     return int(users) <= 2 + others  # the tensor, and the object that was just asked
+
+
+class Watched:
+    """A tensor that others have tensors over, and what it held when last asked.
+
+    Compared by its bits: tensors that are made by ``.data``, below autograd, or by other libraries
+    share no version with it.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.accept()
+
+    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return made.set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
+
+    def accept(self) -> None:
+        """What it holds now is known."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._known = self._bytes(self.tensor).clone()
+
+    @property
+    def changed(self) -> bool:
+        return not torch.equal(self._bytes(self.tensor), self._known)
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -310,12 +310,12 @@ class Residency:
             self._refuse(need.ticket, blocked[0] if blocked else need.unit, tier)
 
     def _refuse_all(self) -> None:
-        """Nothing moves, and an update finds no room: graphs that are kept have it.  Whoever waits
-        is told; what is queued goes on when they are gone."""
+        """Nothing moves, and an update finds no room: graphs that are kept have it, or a unit in
+        use has, where somebody waits for the end of all updates amid a forward.  Whoever waits is
+        told; what is queued goes on when they are gone."""
         unit = self.updates.blocked_at()
-        assert unit is not None and any(u.kept for u in self.weights.units), (
-            "someone waits and nothing moves"
-        )
+        held = any(u.kept or u.pins for u in self.weights.units)
+        assert unit is not None and held, "someone waits and nothing moves"
         for ticket in self._tickets():
             self._refuse(ticket, unit, Tier.HOST)
         self._forget_waiting()

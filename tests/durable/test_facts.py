@@ -1,0 +1,157 @@
+"""What a commit keeps besides weights can be read back, and is that of its step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.errors import OffloadError
+from tests.resumed import adamw, assert_same, build, options, train, weights
+
+
+def resumed(path: Path) -> tuple[nn.Module, Any]:
+    model, given = build(), options("")
+    del given["nvme"]
+    return model, overspill.resume(model, path, adamw(model), **given)[0]
+
+
+def test_numbers_of_numpy_in_param_groups(tmp_path: Path) -> None:
+    """As a schedule makes them that is written with numpy."""
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: np.cos(n / 10))
+        train(model, optimizer, 3, schedule)
+        assert isinstance(optimizer.param_groups[0]["lr"], np.floating)
+        optimizer.rollback()
+        wanted = weights(model)
+    model, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert_same(weights(model), wanted)
+        assert type(optimizer.param_groups[0]["lr"]) is float
+
+
+def test_what_cannot_be_read_back_is_told_at_once(tmp_path: Path) -> None:
+    """Also when it was well the first times; the last commit stays."""
+    model, best = build(), [None]
+    optimizer = overspill.wrap(
+        model, adamw(model), **options(tmp_path, extra=lambda: {"best": best[0]})
+    )
+    train(model, optimizer, 2)
+    best[0] = np.float64(0.5)  # type: ignore[call-overload]
+    with pytest.raises(OffloadError, match="extra returned something that cannot be read back"):
+        train(model, optimizer, 4)
+    best[0] = None
+    optimizer.close()
+    model, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert optimizer.step_count >= 2
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("memory", ["64MiB", "60KiB"])
+@pytest.mark.parametrize("how", ["whole", "parts", "forward"])
+def test_buffers_are_those_of_the_step_however_the_model_is_called(
+    how: str, memory: str, tmp_path: Path
+) -> None:
+    """What an engine that dies then finds: its statistics are not a forward ahead."""
+
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if how == "whole":
+            return model(x)  # type: ignore[no-any-return]
+        return model.head(model.body(x)) if how == "parts" else model.forward(x)
+
+    model = Parts()
+    given = options(tmp_path, host_memory=memory, update="step")
+    optimizer = overspill.wrap(model, torch.optim.SGD(model.parameters(), 0.1), **given)
+    seen: list[dict[str, torch.Tensor]] = [weights(model)]
+    for number in range(3):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number))
+        run(model, x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(weights(model))
+    run(model, x)  # one forward more; then it ends without a word
+    optimizer._engine.executor.request(overspill.schedule.messages.Durable)
+    optimizer._engine.committing.close = lambda: None
+    optimizer.close()
+    again, given = Parts(), options("", host_memory="64MiB")
+    del given["nvme"]
+    inner = torch.optim.SGD(again.parameters(), 0.1)
+    optimizer, _ = overspill.resume(again, tmp_path, inner, **given)
+    with optimizer:
+        assert optimizer.step_count == 3
+        assert_same(weights(again), seen[3])
+
+
+def test_a_model_with_other_buffers_is_refused(tmp_path: Path) -> None:
+    def normed(width: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+        model[1].register_buffer("seen", torch.zeros(width))
+        return model
+
+    model = normed(4)
+    given = options(tmp_path)
+    with overspill.wrap(model, torch.optim.SGD(model.parameters(), 0.1), **given) as optimizer:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    del given["nvme"]
+    for other in (normed(5), nn.Sequential(nn.Linear(8, 8), nn.Identity())):
+        with pytest.raises(OffloadError, match=r"buffer '1\.seen' has shape \(4,\) in the commit"):
+            overspill.resume(other, tmp_path, torch.optim.SGD(other.parameters(), 0.1), **given)
+
+
+def test_an_export_is_that_of_this_run_wherever_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was given by a relative path, and there is another one of that name."""
+    for name, steps in (("here", 1), ("there", 3)):
+        (tmp_path / name / "store").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / name)
+        model = build()
+        optimizer = overspill.wrap(model, adamw(model), **options(Path("store")))
+        train(model, optimizer, steps)
+        if name == "here":
+            optimizer.close()
+    monkeypatch.chdir(tmp_path / "here")
+    with optimizer:
+        wanted = weights(model)
+        optimizer.save(tmp_path / "out")
+    assert not os.path.exists(tmp_path / "here" / "out")
+    from safetensors.torch import load_file
+
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_edits_that_are_not_finite_are_not_committed(value: float, tmp_path: Path) -> None:
+    model = build()
+    optimizer = overspill.wrap(model, adamw(model), **options(tmp_path))
+    train(model, optimizer, 2)
+    optimizer.commit()
+    wanted = weights(model)
+    with torch.no_grad():
+        model[0][0].weight[0, 0] = value
+    with pytest.raises(OffloadError, match="not finite in 0"):
+        optimizer.commit()
+    optimizer.close()
+    model, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert_same(weights(model), wanted)

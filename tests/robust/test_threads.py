@@ -1,0 +1,150 @@
+"""Other threads and signal handlers: told that they come at a wrong time, and nothing is harmed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.errors import OffloadError
+from overspill.runtime.unsignalled import Unsignalled
+from tests.models import TinyLM, adamw, train, weights
+from tests.parity.test_readers import PLACES
+
+USES: dict[str, Callable[[Any, Any], object]] = {
+    "read": lambda model, optimizer: [p.norm().item() for p in model.parameters()],
+    "state": lambda model, optimizer: model.state_dict(),
+    "moments": lambda model, optimizer: optimizer.state_dict(),
+    "commit": lambda model, optimizer: optimizer.commit(),
+    "rollback": lambda model, optimizer: optimizer.rollback(),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("use", USES)
+def test_another_thread_is_told(use: str, place: str, tmp_path: Path) -> None:
+    ends: list[dict[str, torch.Tensor]] = []
+    said: set[str] = set()
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        torch.manual_seed(0)
+        model = TinyLM()
+        with overspill.wrap(
+            model, adamw(model), nvme=folder, rates=overspill.Rates(), **PLACES[place]
+        ) as optimizer:
+            over = threading.Event()
+
+            def disturb(model: Any = model, optimizer: Any = optimizer, over: Any = over) -> None:
+                while not over.wait(0.002):
+                    try:
+                        USES[use](model, optimizer)
+                        said.add("nothing")
+                    except OffloadError as error:
+                        said.add(str(error).split(" uses ")[-1])
+
+            thread = threading.Thread(target=disturb)
+            if number:
+                thread.start()
+            train(model, optimizer, 6)
+            over.set()
+            if number:
+                thread.join()
+            ends.append(weights(model))
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+    # Resident weights that show are an ordinary tensor: whoever reads them alone is not seen.
+    assert any("the thread that trains" in each for each in said), said
+    assert "nothing" not in said or use not in ("commit", "rollback")
+
+
+def test_a_thread_may_train_that_did_not_wrap(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = overspill.wrap(
+        model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed"]
+    )
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            train(model, optimizer, 3)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not raised and optimizer.step_count == 3
+    optimizer.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", ["memory", "device"])
+def test_a_handler_that_commits_is_served_or_told(place: str, tmp_path: Path) -> None:
+    """At any instant of any step; nothing hangs, and what is resumed is whole."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = overspill.wrap(
+        model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES[place]
+    )
+    calls = [0]
+
+    def handler(*_: Any) -> None:
+        calls[0] += 1
+        try:
+            optimizer.commit()
+        except OffloadError as error:
+            assert "not finite" not in str(error)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.003, 0.007)
+        train(model, optimizer, 60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls[0] > 20 and optimizer.step_count == 60
+    wanted = weights(model)
+    optimizer.close()
+    again = TinyLM()
+    optimizer, _ = overspill.resume(
+        again, tmp_path, adamw(again), device="cpu", host_memory="64MiB", rates=overspill.Rates()
+    )
+    with optimizer:
+        assert optimizer.step_count == 60
+        for name, value in weights(again).items():
+            assert torch.equal(value, wanted[name]), name
+
+
+def test_work_is_over_when_its_caller_was_interrupted() -> None:
+    runner, done = Unsignalled("overspill-test"), []
+
+    def slow() -> None:
+        time.sleep(0.3)
+        done.append(True)
+
+    def handler(*_: Any) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(1, 4):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(InterruptedError):
+                runner.run(slow)
+            assert len(done) == number
+        with pytest.raises(ZeroDivisionError):
+            runner.run(lambda: 1 // 0)
+        assert runner.run(lambda: 7) == 7
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        runner.close()
