@@ -171,7 +171,10 @@ def operation_name(func: Any) -> str:
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a dispatched operation writes to."""
     named = func._schema.arguments
-    pairs = [*zip(named, args, strict=False), *((s, kwargs.get(s.name)) for s in named)]
+    pairs = [
+        *zip(named, args, strict=False),
+        *((s, kwargs[s.name]) for s in named if s.name in kwargs),
+    ]
     return [a for s, a in pairs if s.alias_info is not None and s.alias_info.is_write]
 
 
