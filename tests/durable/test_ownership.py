@@ -325,3 +325,53 @@ while True:
     finally:
         child.kill()
         child.wait()
+
+
+def test_whoever_lost_his_lock_is_told_before_he_commits(tmp_path: Path) -> None:
+    """A cleaner of old files has deleted it, so another process may own the store by now."""
+    model = build()
+    optimizer = overspill.wrap(model, adamw(model), **options(tmp_path))
+    train(model, optimizer, 1)
+    optimizer.commit()
+    (tmp_path / LOCK_NAME).unlink()
+    with pytest.raises(overspill.IoError, match="the lock has been deleted"):
+        train(model, optimizer, 2)
+        optimizer.commit()
+    optimizer.close()
+    again = build()
+    optimizer, _ = overspill.resume(again, tmp_path, adamw(again), **resumable())
+    with optimizer:
+        assert optimizer.step_count == 1
+
+
+def test_a_lock_is_a_plain_file_of_its_own(tmp_path: Path) -> None:
+    (place,) = folders(tmp_path, "place")
+    with precious(tmp_path / "precious") as victim:
+        os.link(victim, place / LOCK_NAME)
+        with pytest.raises(overspill.IoError, match="no plain file of its own"):
+            wrap_on([place])
+    (place / LOCK_NAME).unlink()
+    os.mkfifo(place / LOCK_NAME)
+    with pytest.raises(overspill.IoError, match="no plain file of its own"):
+        wrap_on([place])
+    (place / LOCK_NAME).unlink()
+    os.mkfifo(place / MANIFEST_NAME)
+    for use in (lambda: wrap_on([place]), lambda: inspect_store(place)):
+        with pytest.raises(overspill.IoError, match="no plain file"):
+            use()
+
+
+def test_a_mark_without_a_commit_keeps_nothing(tmp_path: Path) -> None:
+    """It was killed between the two: nobody can resume that, so whoever wraps may begin anew."""
+    a, b = folders(tmp_path, "a", "b")
+    dies = """
+from overspill.io_engine.manifest import Manifest
+real = Manifest._append
+Manifest._append = lambda self, kind, payload: os._exit(9)
+optimizer.commit()
+"""
+    done = run(CHILD.replace("STEPS", "0").replace("AFTER", dies), a, b)
+    assert done.returncode == 9, done.stderr
+    with pytest.raises(overspill.IoError, match="stripe 2 of 2"):
+        wrap_on([b])  # the first stripe is not locked, and cannot be asked
+    trained([a, b])

@@ -101,3 +101,35 @@ def test_without_a_store_there_is_nowhere_to_go_back_to() -> None:
             optimizer.commit()
         with pytest.raises(overspill.OffloadError, match="needs a durable store"):
             optimizer.rollback()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_rollback_that_was_interrupted_is_made_again(at: int, tmp_path: Path) -> None:
+    """As its message says; what was not read the first time is read then."""
+    model, optimizer = wrapped(tmp_path, host_memory="64MiB")
+    with optimizer:
+        for number in range(2):
+            step(model, optimizer, number)
+        optimizer.commit()
+        committed = weights(model)
+        direct = optimizer._engine.direct
+        real, left = direct.reload, [at]
+
+        def reload(item: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                direct.reload = real
+                raise KeyboardInterrupt
+            real(item)
+
+        direct.reload = reload
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.rollback()
+        with pytest.raises(overspill.OffloadError, match=r"call rollback\(\)"):
+            step(model, optimizer, 5)
+        optimizer.rollback()
+        assert optimizer.step_count == 2
+        assert_same(weights(model), committed)

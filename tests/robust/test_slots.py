@@ -132,3 +132,85 @@ def test_graphs_that_keep_all_room_end_in_a_clear_error(tmp_path: Path) -> None:
         expected = weights(roomy)
         for name, value in weights(model).items():
             assert torch.equal(value, expected[name]), name
+
+
+class Borrower(nn.Module):
+    """Another module's weight is the input of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 64)
+        self.blocks = nn.ModuleList(TinyLM().blocks[n] for n in range(4))
+        self.relative, self.norm = nn.Embedding(16, 64), nn.LayerNorm(64)
+        self.head = nn.Linear(64, 300, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.norm(self.relative.weight).sum(0)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.05, 1.5])
+def test_a_weight_of_another_module_as_input_comes_to_an_end(factor: float, tmp_path: Path) -> None:
+    """Compute waits for one update, which waits behind another, which has no room while compute
+    has its own: it goes before that one."""
+    torch.manual_seed(0)
+    model = Borrower()
+    needed = 600 << 10
+    tokens = torch.randint(0, 300, (2, 16))
+    while True:
+        inner = torch.optim.AdamW(model.parameters(), 1e-3)
+        try:
+            optimizer = overspill.wrap(
+                model, inner, device="cpu", host_memory=int(needed * factor), nvme=tmp_path,
+                rates=overspill.Rates(),
+            )  # fmt: skip
+            break
+        except overspill.BudgetError:
+            needed += 16 << 10
+    with optimizer:
+        for number in range(12):
+            model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number % 3 == 1:
+                assert all(p.detach().isfinite().all() for p in model.parameters())
+                with torch.no_grad():
+                    model(tokens)
+        assert optimizer.step_count == 12
+
+
+class TiedLater(nn.Module):
+    """The weight that embedding and head share belongs to the one that backward comes to first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.embed = nn.Linear(64, 300, bias=False), nn.Embedding(300, 64)
+        self.embed.weight = self.head.weight
+        self.blocks = nn.ModuleList(TinyLM().blocks[n] for n in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_an_update_in_backward_waits_for_all_that_share_the_weight() -> None:
+    torch.manual_seed(0)
+    model, plain = TiedLater(), TiedLater()
+    plain.load_state_dict(model.state_dict())
+    theirs = overspill.optim.AdamW(torch.optim.AdamW(plain.parameters(), 1e-3).param_groups)
+    tokens = torch.randint(0, 300, (2, 16))
+    with overspill.wrap(
+        model, torch.optim.AdamW(model.parameters(), 1e-3), device="sim", update="backward",
+        device_memory="400KiB", host_memory="64MiB", rates=overspill.Rates(),
+    ) as optimizer:  # fmt: skip
+        for _ in range(4):
+            for each, its in ((model, optimizer), (plain, theirs)):
+                each(tokens).backward()
+                its.step()
+                its.zero_grad()
+        for name, value in weights(plain).items():
+            assert torch.equal(weights(model)[name], value), name
