@@ -167,7 +167,6 @@ class Committing:
             )
         if self._half:
             return _HALF
-        self._executor.catch_up()  # an edit may just have told of what it found
         with self._executor.lock:
             spoiled = sorted(self._executor.machine.commits.spoiled)
         if spoiled:
@@ -209,19 +208,22 @@ class Committing:
             raise OffloadError(_HALF)
 
     @contextmanager
-    def editing(self, units: Collection[int]) -> Iterator[None]:
+    def editing(self, units: Collection[int]) -> Iterator[Callable[[int], None]]:
         """Weights or state of ``units`` are edited inside, as a whole, and nothing moves: they
-        belong to the state after the last step.  Nothing is committed until that has ended well."""
+        belong to the state after the last step.  Nothing is committed until that has ended well.
+
+        Gives what is to be called with a unit that was given values that are not finite.
+        """
         self._half.update(units)
         self._uncut()
         self._facts = None
-        yield
-        signals = [
-            Sound(unit) if self._contents.is_finite(unit) else Spoiled(unit)
-            for unit in sorted(units)
-        ]
-        for signal in signals:  # told last: the machine then moves again
-            self._executor.tell(signal)
+        yield lambda unit: self._executor.tell(Spoiled(unit))
+        self._executor.catch_up()
+        with self._executor.lock:
+            spoiled = sorted(self._executor.machine.commits.spoiled)
+        sound = [unit for unit in spoiled if self._contents.is_finite(unit)]
+        for unit in sound:  # told last: the machine then moves again
+            self._executor.tell(Sound(unit))
         self._half.difference_update(units)
 
     def _uncut(self) -> None:

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -350,14 +350,18 @@ class Engine:
         self.direct.settle()
 
     @contextmanager
-    def editing(self, units: Collection[int]) -> Iterator[None]:
+    def editing(self, units: Collection[int]) -> Iterator[Callable[[int], None]]:
         """Inside, nothing moves, and weights and state of ``units`` may be edited: that belongs to
-        the state after the last step."""
+        the state after the last step.  Gives what is to be called with a unit that was given values
+        that are not finite."""
         self.executor.raise_failure()
         self.stepping.land()
         self.direct.settle()
-        with nullcontext() if self.committing is None else self.committing.editing(units):
-            yield
+        if self.committing is None:
+            yield lambda unit: None
+        else:
+            with self.committing.editing(units) as spoil:
+                yield spoil
 
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())

@@ -56,12 +56,13 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
     for rule, group, loaded in zip(engine.blueprint.rules, groups, loaded_groups, strict=True):
         rule.scalars({**group, **loaded}, 1)
     engine.weights.settle()
-    with engine.editing([unit.index for unit in engine.parts.units if unit.trainable]):
+    trained = [unit.index for unit in engine.parts.units if unit.trainable]
+    with engine.editing(trained) as spoil:
         for unit in engine.parts.units:
             if unit.trainable:
-                engine.contents.fill(
-                    unit.index, _values(engine, groups, by_id, unit.index), first=False
-                )
+                values = _values(engine, groups, by_id, unit.index)
+                if not engine.contents.fill(unit.index, values, first=False):
+                    spoil(unit.index)
                 if any(
                     "master" in by_id.get(id(p), {})
                     for p in engine.residences.params_of(unit.index)

@@ -38,7 +38,7 @@ class Weights:
     def __init__(
         self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
         contents: Contents, ledger: Ledger,
-        editing: Callable[[Sequence[int]], AbstractContextManager[object]],
+        editing: Callable[[Sequence[int]], AbstractContextManager[Callable[[int], None]]],
     ) -> None:  # fmt: skip
         """``editing``: inside of what it gives for units, nothing moves."""
         self._parts, self._executor, self._residences = parts, executor, residences
@@ -177,9 +177,10 @@ class Weights:
             self._stepping.refuse_edit(unit)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        with torch.inference_mode(False), torch.no_grad(), self._editing(units):
+        with torch.inference_mode(False), torch.no_grad(), self._editing(units) as spoil:
             for unit in units:
-                self._contents.fill(unit, _given(given), first=False)
+                if not self._contents.fill(unit, _given(given), first=False):
+                    spoil(unit)
                 self._stepping.changed(unit)
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:

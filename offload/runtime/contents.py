@@ -36,14 +36,15 @@ class Contents:
 
     def fill(
         self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
-    ) -> None:
-        """Writes weights, masters and state of a unit's parameters.
+    ) -> bool:
+        """Writes weights, masters and state of a unit's parameters; whether all that it wrote is
+        finite (where something was there before; else nobody asks).
 
         ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
         fp32, which are stored in their format), or ``None`` to leave it as it is.  ``first``:
         nothing was there before.
         """
-        item = Item(Kind.WEIGHTS, unit)
+        item, finite = Item(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.load(item)
         if first:
             self._arenas.bytes_of(place).zero_()
@@ -62,9 +63,14 @@ class Contents:
                 if values is not None:
                     self._fill_param(chunk, spec, values, flat, fields, names, first=first)
                     touched.append(spec)
+                    if not first:
+                        span = slice(spec.offset, spec.offset + spec.numel)
+                        new = (flat, *(fields[name] for name in fields))
+                        finite &= all(bool(part[span].isfinite().all()) for part in new)
             if chunk.group is not None and touched:
                 self._fill_state(unit, number, fields, touched, first=first)
         self._direct.store(item, first=first)
+        return finite
 
     def _fill_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, flat: torch.Tensor,
