@@ -127,6 +127,7 @@ def find_store(paths: Paths) -> FoundStore:
         if number not in members:
             members[number] = _missing(Path(place), number, layout)
     ordered = tuple(members[number] for number in range(len(layout.directories)))
+    _refuse_mixture(ordered)
     directories = tuple(each.path.parent for each in ordered)
     for directory, nbytes in zip(directories, layout.file_bytes, strict=True):
         _require_file(directory / STORE_NAME, nbytes)
@@ -157,6 +158,39 @@ def _missing(directory: Path, number: int, layout: StoreLayout) -> Found:
             path=str(directory),
         )
     return found
+
+
+def _refuse_mixture(members: Sequence[Found]) -> None:
+    """Raises if some stripes are the store's own and one is a copy of a stripe that is still there:
+    its commits would be written over data that the commits of the other one speak of."""
+    layout = members[0].layout
+    moved = [
+        (each, Path(place))
+        for each, place in zip(members, layout.directories, strict=True)
+        if not _is_same(each.path.parent, Path(place))
+    ]
+    if len(moved) == len(members):
+        return
+    for each, place in moved:
+        try:
+            there = read_manifest(place)
+        except (IoError, CorruptionError):
+            continue
+        if there is None or (there.layout.store, there.member) != (layout.store, each.member):
+            continue
+        raise IoError(
+            f"{each.path.parent} is a copy of {place}, whose store is still there and has its "
+            f"other stripes in the same places ({', '.join(layout.directories)}): give the "
+            "directories of the copies, all of them, or move what is no longer wanted away",
+            path=str(each.path.parent),
+        )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _require_file(path: Path, nbytes: int) -> None:

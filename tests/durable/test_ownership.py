@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,38 @@ def test_a_stripe_whose_others_are_gone_is_not_taken_over(tmp_path: Path) -> Non
     optimizer, _ = overspill.resume(model, [b, moved], adamw(model), **resumable())
     with optimizer:
         assert_same(weights(model), wanted)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_copy_of_one_stripe_does_not_take_the_others(tmp_path: Path, number: int) -> None:
+    """The store it was copied from goes on as if the copy were not there; a whole copy is a store
+    of its own, and a stripe that was moved still belongs."""
+    a, b = places = folders(tmp_path, "a", "b")
+    wanted = trained(places)
+    copies = [shutil.copytree(each, tmp_path / f"{each.name}-copy") for each in places]
+    before = contents([*places, *copies])
+    mixed = [*places]
+    mixed[number] = copies[number]
+    for given in (copies[number], mixed, mixed[::-1]):
+        for use in (resumed, inspect_store, lambda given: export_store(given, tmp_path)):
+            with pytest.raises(overspill.IoError, match="is a copy of"):
+                use(given)
+    assert contents([*places, *copies]) == before
+    assert_same(resumed(copies), wanted)
+    link = tmp_path / "link"
+    link.symlink_to(places[number])
+    assert_same(resumed(link), wanted)
+    moved = mixed[number] = places[number].rename(tmp_path / "moved")
+    assert_same(resumed(moved), wanted)
+    assert_same(resumed(mixed), wanted)
+
+
+def resumed(given: Any) -> dict[str, Any]:
+    """The weights that a store gives."""
+    model = build()
+    optimizer, _ = overspill.resume(model, given, adamw(model), **resumable())
+    with optimizer:
+        return weights(model)
 
 
 def test_what_was_never_trained_is_taken_over(tmp_path: Path) -> None:
