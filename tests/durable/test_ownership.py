@@ -103,7 +103,7 @@ def test_a_stripe_whose_others_are_gone_is_not_taken_over(tmp_path: Path) -> Non
 def test_a_copy_of_one_stripe_does_not_take_the_others(tmp_path: Path, number: int) -> None:
     """The store it was copied from goes on as if the copy were not there; a whole copy is a store
     of its own, and a stripe that was moved still belongs."""
-    a, b = places = folders(tmp_path, "a", "b")
+    places = folders(tmp_path, "a", "b")
     wanted = trained(places)
     copies = [shutil.copytree(each, tmp_path / f"{each.name}-copy") for each in places]
     before = contents([*places, *copies])
