@@ -17,6 +17,7 @@ from .committed import FoundStore, OwnedStore, find_store, own_store
 from .engine import IoEngine
 from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Item, Manifest, StoreLayout
+from .once import Once
 from .reading import StoreReader
 from .types import Extent, IoStats, Ticket
 
@@ -32,6 +33,7 @@ __all__ = [
     "Lease",
     "Manifest",
     "OffloadError",
+    "Once",
     "OwnedStore",
     "StoreLayout",
     "StoreReader",

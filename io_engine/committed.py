@@ -114,7 +114,7 @@ def find_store(paths: Paths) -> FoundStore:
     """
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     found = [_require(Path(path).absolute()) for path in given]
-    layout, members = found[0].layout, {}
+    layout, members = found[0].layout, dict[int, Found]()
     for each in found:
         if each.layout.store != layout.store:
             raise IoError(
@@ -122,7 +122,13 @@ def find_store(paths: Paths) -> FoundStore:
                 "give the directories of one",
                 path=str(each.path.parent),
             )
-        members[each.member] = each
+        before = members.setdefault(each.member, each)
+        if before is not each and not _is_same(before.path.parent, each.path.parent):
+            raise IoError(
+                f"{before.path.parent} and {each.path.parent} both hold stripe {each.member + 1} "
+                "of the same store: one is a copy; give the directories of one store",
+                path=str(each.path.parent),
+            )
     for number, place in enumerate(layout.directories):
         if number not in members:
             members[number] = _missing(Path(place), number, layout)

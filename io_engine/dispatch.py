@@ -143,7 +143,7 @@ class Dispatcher:
         """
         if self.on_own_thread():
             raise RuntimeError("wait_all() inside on_done would wait for itself for ever")
-        with self._changed:
+        with self._lock:  # Condition's own `with` may be interrupted, and leave it locked
             self._changed.wait_for(lambda: not self._flights and not self._ending)
             callbacks, self._callback_errors = self._callback_errors, []
         for error in self._take_unseen():
@@ -311,7 +311,7 @@ class Dispatcher:
     def _drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, as long as anything moves."""
         before: object = None
-        with self._changed:
+        with self._lock:
             while self._flights or self._ending:
                 now = (len(self._flights), self._ending, self._moved())
                 if now == before:

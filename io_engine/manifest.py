@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CorruptionError, IoError, refused
+from .ownership import require_sole_name
 from .records import SECTOR, Hole, Log, encode, scan
 from .transfer import block_count
 from .types import Extent, Piece
@@ -128,6 +129,8 @@ class Found:
     def kept(self) -> bool:
         """Whether there is a commit that somebody may want: here, or in the first directory."""
         marked = any(record.kind == Kind.KEPT for record in self.log.records)
+        if self.member and self.log.torn and not self.log.blank:
+            return True  # what was a mark once, for all that anybody can tell
         return marked or any(generation.kept for generation in self.generations)
 
 
@@ -297,6 +300,14 @@ def _open_log(path: Path) -> int:
         raise refused(path, "cannot open", error) from error
 
 
+def _require_sole_manifest(path: Path) -> None:
+    fd = _open_log(path)
+    try:
+        require_sole_name(fd, path)
+    finally:
+        os.close(fd)
+
+
 class Manifest:
     """The open log of a store's first directory: ``commit`` makes a generation the last one.
 
@@ -342,6 +353,7 @@ class Manifest:
         for found in manifests:
             if found.damage:
                 raise CorruptionError(found.damage[0], path=str(found.path))
+            _require_sole_manifest(found.path)
         first = manifests[0]
         last, newest = (
             first.generations[-1].number if first.generations else 0,

@@ -40,6 +40,22 @@ def remove_own(path: Path, mine: os.stat_result | None) -> None:
         log.warning("%s: cannot be removed: %s", path, os.strerror(error.errno or 0))
 
 
+def require_sole_name(fd: int, path: Path) -> None:
+    """Raises if a file that is to be written has a second name: a hard-linked copy of a store
+    (``cp -al``) would be changed along with it.
+
+    Raises:
+        IoError: it has.
+        OSError: it cannot be looked at.
+    """
+    if os.fstat(fd).st_nlink > 1:
+        raise IoError(
+            f"{path}: has another name (a hard link), so a copy of the store would be changed with "
+            "it; replace one of them with a copy of its own (cp --remove-destination)",
+            path=str(path),
+        )
+
+
 class DirectoryLock:
     """Ownership of a directory's store, held until ``release`` or the end of the process.
 

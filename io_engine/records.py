@@ -48,12 +48,13 @@ class Hole:
 class Log:
     """What a scan found: whole records in order, where the next belongs, and what is missing.
 
-    ``torn`` says that an unfinished record ends the log.
+    ``torn`` says that an unfinished record ends the log; ``blank``, that it is nothing but zeroes.
     """
 
     records: tuple[Record, ...]
     end: int
     torn: bool
+    blank: bool
     holes: tuple[Hole, ...]
 
 
@@ -99,4 +100,5 @@ def scan(data: bytes) -> Log:
             lost_at = None
         records.append(record)
         offset = end = record.end
-    return Log(tuple(records), end, lost_at is not None, tuple(holes))
+    blank = not any(data[end:])
+    return Log(tuple(records), end, lost_at is not None, blank, tuple(holes))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .errors import IoError, refused
 from .manifest import MANIFEST_NAME, Found, read_manifest
-from .ownership import DirectoryLock, Locks, remove_own
+from .ownership import DirectoryLock, Locks, remove_own, require_sole_name
 from .types import SECTOR_BYTES
 
 STORE_NAME = "overspill.store"
@@ -71,6 +71,8 @@ class StoreFile:
             if not reopen:
                 _require_room(directory, nbytes)
             self.fd = self._open()
+            if reopen:
+                require_sole_name(self.fd, self.path)
             self._preallocate()
             self._probe_direct()
         except BaseException:
@@ -153,18 +155,24 @@ class StoreFile:
         """
         try:
             os.fdatasync(self.fd)
-            links = os.fstat(self.fd).st_nlink
+            gone = not self.ephemeral and not self._is_in_place()
         except OSError as error:
             raise refused(self.path, "cannot flush", error) from error
         if self._lock is not None:
             self._lock.require_current()
-        if links == 0 and not self.ephemeral:
+        if gone:
             raise IoError(
-                f"{self.path}: the store file has been deleted while in use; its contents end with "
-                "this process: save elsewhere, and open a new store",
+                f"{self.path}: the store file has been deleted, renamed or replaced while in use: "
+                "save elsewhere, and open a new store",
                 path=str(self.path),
                 errno=errno.ENOENT,
             )
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
 
     def close(self, *, keep_descriptor: bool = False) -> None:
         """Removes the file, unless it is to stay, and gives the directory up.  A second call does

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import OffloadError
+from .once import Once
 
 SECTOR_BYTES = 4096
 
@@ -102,7 +102,7 @@ class Ticket:
         self.extent, self.kind, self.nbytes = extent, kind, extent.nbytes
         self.error: OffloadError | None = None
         self.started_ns = self.finished_ns = 0
-        self._ended = threading.Event()
+        self._ended = Once()
         self._on_own_thread, self._cancel, self._hurry = on_own_thread, cancel, hurry
         self._on_done = on_done
         self.has_listener = on_done is not None

@@ -10,7 +10,7 @@ drawn again after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 from .config import OffloadConfig
 from .errors import OffloadError
 from .runtime.commits import CommitWriter
-from .runtime.contents import Contents
+from .runtime.contents import STATE, Contents, Parts
 from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
 from .runtime.facts import (
@@ -70,7 +70,9 @@ class Committing:
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
         self._facts: bytes | None = None  # of the present state, once they are known
-        self._half: set[int] = set()  # units of which an edit, or a rollback, has not ended
+        self._asked = False  # whether they are those of a commit() that nothing has followed
+        # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
+        self._half: dict[int, set[int]] = {}
         self._random: Mapping[str, Any] = {}
         self._settle: Callable[[], None] = _nothing
         self._renew: Callable[[], None] = _nothing
@@ -115,6 +117,7 @@ class Committing:
         it has a cut that lacks them, it gets them."""
         if self._facts is None:
             self._facts = self._gather()
+        self._asked = False
         if self._open:
             self._tell_facts(kept=self._ledger.count > 0)
 
@@ -154,7 +157,7 @@ class Committing:
         if (reason := self._unfit()) is not None:
             raise OffloadError(reason)
         self._random = random_states(self._device)
-        self._facts = self._gather()
+        self._facts, self._asked = self._gather(), True
         self._tell_facts(kept=True)
         self._executor.request(Durable)
 
@@ -185,9 +188,10 @@ class Committing:
             return
         if not self._open:
             self._executor.request(Durable)
-        if self._open or self._newer():
-            if self._facts is None:
-                self._facts = self._gather()
+        if self._facts is None or self._asked:  # a schedule may have gone on since
+            self._facts = self._gather()
+        trained = self._ledger.count > 0  # a step without gradients changes its count alone
+        if self._open or self._newer() or (trained and self._facts != self._writer.last):
             self._tell_facts(kept=True)
             self._executor.request(Durable)
 
@@ -207,24 +211,47 @@ class Committing:
         if self._half:
             raise OffloadError(_HALF)
 
+    def begin_edit(self, parts: Parts) -> None:
+        """From now on nothing is committed until all of it was edited (``end_edit``)."""
+        for unit, some in parts.items():
+            self._half.setdefault(unit, set()).update(some)
+
+    def end_edit(self, parts: Parts) -> None:
+        """All of it is whole again; another part of a unit is not for that."""
+        for unit, some in parts.items():
+            left = self._half.get(unit, set()).difference(some)
+            if left:
+                self._half[unit] = left
+            else:
+                self._half.pop(unit, None)
+
     @contextmanager
-    def editing(self, units: Collection[int]) -> Iterator[Callable[[int], None]]:
-        """Weights or state of ``units`` are edited inside, as a whole, and nothing moves: they
-        belong to the state after the last step.  Nothing is committed until that has ended well.
+    def editing(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+        """Weights or state are edited inside, and nothing moves: they belong to the state after the
+        last step.  Nothing is committed until that has ended well.
 
         Gives what is to be called with a unit that was given values that are not finite.
         """
-        self._half.update(units)
+        torn = set(self._half)  # what was given them before an exception, nobody has looked at
+        self.begin_edit(parts)
         self._uncut()
         self._facts = None
-        yield lambda unit: self._executor.tell(Spoiled(unit))
+        yield self.spoil
         self._executor.catch_up()
         with self._executor.lock:
-            spoiled = sorted(self._executor.machine.commits.spoiled)
-        sound = [unit for unit in spoiled if self._contents.is_finite(unit)]
-        for unit in sound:  # told last: the machine then moves again
-            self._executor.tell(Sound(unit))
-        self._half.difference_update(units)
+            spoiled = set(self._executor.machine.commits.spoiled)
+        for unit in sorted((spoiled | torn) & parts.keys()):  # told last: the machine then moves
+            sound = self._contents.is_finite(unit)
+            self._executor.tell(Sound(unit) if sound else Spoiled(unit))
+        self.end_edit(parts)
+
+    def spoil(self, unit: int) -> None:
+        """A unit was given values that are not finite."""
+        self._executor.tell(Spoiled(unit))
+        log.warning(
+            "overspill: %r was given values that are not finite; nothing is committed until they "
+            "are, or until rollback()", self._stepping.name_of(unit),
+        )  # fmt: skip
 
     def _uncut(self) -> None:
         """Takes the last step's cut back, which is made anew when its facts are known; if they are
@@ -239,12 +266,17 @@ class Committing:
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
+        if self._writer.last is None and self._unfit() is not None:
+            raise OffloadError(
+                "there is no commit to go back to: none was made before values that are not finite "
+                "came in, or an edit was interrupted; load weights and state again"
+            )
         if self._writer.last is None or (self._cut and not self._open):
             self._finish()
         assert self._writer.last is not None
         facts = decode_facts(self._writer.last)
         check_buffers(self._model, facts["buffers"])
-        self._half.update(range(len(self._ledger.versions)))
+        self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
         self._stepping.give_up()
         self._open = self._cut = False
         self._facts = None

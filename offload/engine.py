@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -28,7 +28,8 @@ from .optim import Rule, set_threads
 from .roster import Roster
 from .runtime.accelerators.base import Accelerator
 from .runtime.backward import Backward
-from .runtime.contents import Contents
+from .runtime.callers import amid_engine
+from .runtime.contents import Contents, Parts
 from .runtime.direct import DirectAccess
 from .runtime.executor import Executor
 from .runtime.facts import random_states
@@ -229,7 +230,7 @@ class Engine:
         """Hooks up the model, once all homes are filled."""
         self.weights = Weights(
             self.parts, self.executor, self.residences, self.stepping, self.contents, self.ledger,
-            self.editing,
+            self.editing, lambda: self.hooks.tidy(),
         )  # fmt: skip
         if self.committing is not None:
             self.committing.follow(self.weights.settle, self.weights.renew)
@@ -326,6 +327,7 @@ class Engine:
         """Updates every parameter that has a gradient."""
         self.executor.claim()
         self.raise_if_unusable()
+        self.hooks.tidy()
         self.direct.finish()
         self.roster.check()
         self.weights.settle()
@@ -345,23 +347,32 @@ class Engine:
     def settle(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.raise_if_unusable()
+        self.hooks.tidy()
         self.weights.settle()
         self.stepping.land()
         self.direct.settle()
 
     @contextmanager
-    def editing(self, units: Collection[int]) -> Iterator[Callable[[int], None]]:
-        """Inside, nothing moves, and weights and state of ``units`` may be edited: that belongs to
-        the state after the last step.  Gives what is to be called with a unit that was given values
-        that are not finite."""
+    def editing(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
+        after the last step.  Gives what is to be called with a unit that was given values that are
+        not finite."""
         self.executor.raise_failure()
+        self.hooks.tidy()
+        for unit in parts:
+            self.stepping.refuse_edit(unit)
         self.stepping.land()
         self.direct.settle()
         if self.committing is None:
             yield lambda unit: None
         else:
-            with self.committing.editing(units) as spoil:
+            with self.committing.editing(parts) as spoil:
                 yield spoil
+
+    def spoiled(self, unit: int) -> None:
+        """A unit was wrapped with values that are not finite."""
+        if self.committing is not None:
+            self.committing.spoil(unit)
 
     def _measure(self) -> None:
         mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
@@ -417,9 +428,9 @@ class Engine:
         a forked child: all that is its parent's."""
         if self.closed or os.getpid() != self._owner:
             return
-        if threading.current_thread().name.startswith("overspill"):
-            # The collector has come by on a thread of the engine's own, which cannot wait for
-            # itself.
+        if threading.current_thread().name.startswith("overspill") or amid_engine():
+            # The collector, or a signal handler, has come by on a thread of the engine's own, or
+            # where the engine holds a lock: neither can wait for itself.
             threading.Thread(target=self.close, name="closes-overspill").start()
             return
         if self.materialized and self.committing is not None:

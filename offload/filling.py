@@ -36,7 +36,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> 
             return made.get(index, parts.parameters[index].data)
 
         values = values_of_unit(engine.blueprint.rules, parts, optimizer, weight_of)
-        engine.contents.fill(unit.index, values, first=True)
+        if not engine.contents.fill(unit.index, values, first=True):
+            engine.spoiled(unit.index)
         free_unit(engine, unit)
     move_buffers(model, engine)
 

@@ -122,7 +122,7 @@ class HeldGradients:
         """The parameter's gradient at its place, flat, after everything has arrived."""
         unit = self._parts.unit_of[number]
         self._refuse_lost([number])
-        self._collector.deliver_all()
+        self._collector.deliver_now()
         self._collector.executor.request(Settled)
         self._direct.settle()
         place = self._direct.load(Item(Kind.GRADS, unit))
@@ -182,7 +182,7 @@ class HeldGradients:
         self.settle()
         self._refuse_lost(numbers)
         self._updater.measures = True
-        self._collector.deliver_all()
+        self._collector.deliver_now()
         self._collector.executor.request(Settled)
         found: list[float] = []
         for number in numbers:
@@ -199,7 +199,7 @@ class HeldGradients:
         """Multiplies gradients by ``factor`` when the update reads them."""
         self.settle()
         self._refuse_lost(numbers)
-        self._collector.deliver_all()
+        self._collector.deliver_now()
         for number in numbers:
             if (loan := self._loans.get(number)) is not None:
                 loan.tensor.mul_(factor)

@@ -14,6 +14,7 @@ from .errors import OffloadError
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .runtime.contents import Parts
 
 
 class StateHooks:
@@ -23,14 +24,19 @@ class StateHooks:
         self._engine = weakref.ref(engine)
         self._index = {id(p): i for i, p in enumerate(engine.parts.parameters)}
         self._memo: dict[int, tuple[int, torch.Tensor]] = {}  # (version of the unit, weight)
+        self._loading: tuple[nn.Module, Parts] | None = None  # what load_state_dict was called on
         self._handles: list[Any] = []
         model = engine.model
         # torch marks public hooks with an attribute, which bound methods cannot take.
         forget = lambda *args: self._forget(*args)  # noqa: E731
         fill = lambda *args: self._fill(*args)  # noqa: E731
         load = lambda *args: self._load(*args)  # noqa: E731
+        begin = lambda *args: self._begin(*args)  # noqa: E731
+        end = lambda *args: self._end(*args)  # noqa: E731
         self._handles.append(model.register_state_dict_pre_hook(forget))
         for module in model.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(begin))
+            self._handles.append(module.register_load_state_dict_post_hook(end))
             if any(id(p) in self._index for p in module.parameters(recurse=False)):
                 self._handles.append(module.register_state_dict_post_hook(fill))
                 self._handles.append(module.register_load_state_dict_pre_hook(load))
@@ -70,13 +76,37 @@ class StateHooks:
                 self._memo[index] = (version, copy)
             state[prefix + name] = self._memo[index][1]
 
-    def _load(
+    def _begin(
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
         *_: Any,
     ) -> None:  # fmt: skip
+        """All that is loaded is one edit: a part of it is not to be committed."""
         engine = self._alive()
+        if self._loading is not None and self._loading[0] is not module:
+            return  # a part of that module, or something after a load that was interrupted
         if meta.get("assign_to_params_buffers", False):
             raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
+        parts: dict[int, list[int]] = {}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            if id(p) in self._index and prefix + name in state:
+                index = self._index[id(p)]
+                parts.setdefault(engine.parts.unit_of[index], []).append(index)
+        engine.weights.require_writable(parts)
+        if engine.committing is not None:
+            self._loading = module, parts
+            engine.committing.begin_edit(parts)
+
+    def _end(self, module: nn.Module, *_: Any) -> None:
+        if self._loading is not None and self._loading[0] is module:
+            committing = self._alive().committing
+            assert committing is not None
+            committing.end_edit(self._loading[1])
+            self._loading = None
+
+    def _load(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any,
+    ) -> None:  # fmt: skip
+        engine = self._alive()
         engine.stepping.hide_all()  # torch then copies to no weight that shows
         for name, index in self._owned(module):
             value, p = state.get(prefix + name), engine.parts.parameters[index]

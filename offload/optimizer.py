@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +21,9 @@ from .lazy_state import LazyState
 from .observe.export import save_trace
 from .observe.stats import MemoryStats, Stats
 from .runtime import torch_private
+from .runtime.callers import amid_engine
 from .schedule.plan import Plan
 from .torch_state import load_torch_state, torch_state
-
-_PACKAGE = __name__.rpartition(".")[0]
-_AMID = tuple(f"{_PACKAGE}.{name}" for name in ("engine", "runtime", "stepping", "committing"))
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -46,6 +43,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.register_step_post_hook(after)
         self._engine = engine
         self._finalizer = weakref.finalize(self, Engine.close, engine)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = self.__dict__.get(name)
+        if name in ("state", "param_groups") and "_engine" in self.__dict__ and value is not mine:
+            raise OffloadError(
+                f"optimizer.{name} cannot be replaced, since the engine would not see the new one; "
+                "change the groups that are there (group['lr'] = ...), or use load_state_dict"
+            )
+        super().__setattr__(name, value)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -88,6 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _committing(self, what: str) -> Committing:
         _refuse_reentry()
         self._engine.raise_if_unusable()
+        self._engine.hooks.tidy()
         if self._engine.committing is None:
             raise OffloadError(
                 f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
@@ -185,14 +192,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 def _refuse_reentry() -> None:
     """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
     that holds locks, and has told only a part of what it does."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_AMID):
-            raise OffloadError(
-                "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
-                "set a flag there, and look at it between steps"
-            )
-        frame = frame.f_back
+    if amid_engine():
+        raise OffloadError(
+            "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
+            "set a flag there, and look at it between steps"
+        )
 
 
 @contextmanager

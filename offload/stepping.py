@@ -67,7 +67,8 @@ class Stepping:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._place_of, self._random_states = place_of, random_states
         self.background = update != "step"
-        self._late: set[int] = set()  # resident units that do not show
+        self._late: set[int] = set()  # resident units that do not show, in part at least
+        self._suspended: set[int] = set()  # those of them that are wholly hidden
         self._told_of_dropped = False
         self._updated: set[int] = set()  # whose updates may run, by the last step or a backward
         self._graphs = False  # whether graphs may have saved weights that show
@@ -317,12 +318,13 @@ class Stepping:
         self._residences.outdate(unit)
 
     def _hide(self, units: Iterable[int]) -> None:
-        """Resident units among ``units`` no longer show.  Late first: an exception in between
-        leaves nothing hidden for good."""
+        """Resident units among ``units`` no longer show.  An exception in between leaves nothing
+        hidden for good, or half hidden when it is hidden again."""
         for unit in units:
-            if self._residences.fixed[unit] and unit not in self._late:
+            if self._residences.fixed[unit] and unit not in self._suspended:
                 self._late.add(unit)
                 self._residences.suspend(unit)
+                self._suspended.add(unit)
 
     def _end_graphs(self, units: Sequence[int]) -> None:
         """Units are about to be updated."""
@@ -351,6 +353,7 @@ class Stepping:
                     self._executor.release(member)
                 if self._executor.accelerator.has_device_memory:
                     self._executor.wait_for(self._place_of(member))
+                self._suspended.discard(member)
                 self._residences.resume(member)
                 self._late.discard(member)
 

@@ -9,23 +9,28 @@ import torch
 from torch import nn
 
 from .engine import Engine
+from .runtime.contents import STATE
 from .schedule.partition import ParamSpec
 
 Groups = Sequence[dict[str, Any]]
 
 
 def torch_state(engine: Engine, groups: Groups) -> dict[str, Any]:
-    """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step."""
+    """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step, and
+    the exact ``master`` of a weight that has one."""
     order = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
     state: dict[int, dict[str, Any]] = {}
     if any(engine.ledger.steps):
         engine.settle()
         for unit in engine.parts.units:
+            found = engine.contents.masters(unit.index, stored=True)
+            exact = {spec.index: {"master": value} for spec, value in found}
             for spec, values in engine.contents.state(unit.index):
                 step = engine.ledger.steps[spec.index]
                 if step:
                     number = order[id(engine.parts.parameters[spec.index])]
-                    state[number] = {"step": torch.tensor(float(step)), **values}
+                    master = exact.get(spec.index, {})
+                    state[number] = {"step": torch.tensor(float(step)), **values, **master}
     start, kept = 0, []
     for group in groups:
         numbers = list(range(start, start + len(group["params"])))
@@ -46,32 +51,36 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
     theirs = [len(group["params"]) for group in loaded_groups]
     if theirs != mine:
         raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
-    by_id = {
+    by_id: dict[int, Mapping[str, Any]] = {
         id(p): state[number]
         for group, loaded in zip(groups, loaded_groups, strict=True)
         for p, number in zip(group["params"], _numbers(engine.model, group, loaded), strict=True)
         if number in state
     }
+
+    def given(index: int) -> Mapping[str, Any]:
+        return by_id.get(id(engine.parts.parameters[index]), {})
+
     _check_shapes(engine, by_id)
     for rule, group, loaded in zip(engine.blueprint.rules, groups, loaded_groups, strict=True):
         rule.scalars({**group, **loaded}, 1)
     engine.weights.settle()
-    trained = [unit.index for unit in engine.parts.units if unit.trainable]
-    with engine.editing(trained) as spoil:
+    parts = {
+        unit.index: {STATE, *(p.index for _, p in unit.params if "master" in given(p.index))}
+        for unit in engine.parts.units
+        if unit.trainable
+    }
+    with engine.editing(parts) as spoil:
         for unit in engine.parts.units:
             if unit.trainable:
                 values = _values(engine, groups, by_id, unit.index)
                 if not engine.contents.fill(unit.index, values, first=False):
                     spoil(unit.index)
-                if any(
-                    "master" in by_id.get(id(p), {})
-                    for p in engine.residences.params_of(unit.index)
-                ):
+                if len(parts[unit.index]) > 1:
                     engine.stepping.changed(unit.index)
-        for index, p in enumerate(engine.parts.parameters):
+        for index in range(len(engine.parts.parameters)):
             own = engine.blueprint.rule_of(index)
-            given = by_id.get(id(p), {})
-            engine.ledger.steps[index] = 0 if own is None else own.steps_taken(given)
+            engine.ledger.steps[index] = 0 if own is None else own.steps_taken(given(index))
         for group, loaded in zip(groups, loaded_groups, strict=True):
             group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ import torch
 
 from .errors import OffloadError
 from .runtime import parameters, torch_private
-from .runtime.contents import Contents, Values
+from .runtime.callers import callers
+from .runtime.contents import Contents, Parts, Values
 from .runtime.executor import Executor
 from .runtime.ledger import Ledger
 from .runtime.residences import Residences
@@ -38,12 +40,14 @@ class Weights:
     def __init__(
         self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
         contents: Contents, ledger: Ledger,
-        editing: Callable[[Sequence[int]], AbstractContextManager[Callable[[int], None]]],
+        editing: Callable[[Parts], AbstractContextManager[Callable[[int], None]]],
+        tidy: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``editing``: inside of what it gives for units, nothing moves."""
+        """``editing``: inside of what it gives for parts of units, nothing moves; ``tidy`` closes
+        what an interrupted forward, backward or read has left open."""
         self._parts, self._executor, self._residences = parts, executor, residences
         self._stepping, self._contents, self._ledger = stepping, contents, ledger
-        self._editing = editing
+        self._editing, self._tidy = editing, tidy
         self._loans: dict[int, _Loan] = {}
 
     def name(self, index: int) -> str:
@@ -55,8 +59,13 @@ class Weights:
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of a parameter's current weight, on its device, in its own strides."""
-        self.settle()
+        self._begin()
         return self._read(index)
+
+    def _begin(self) -> None:
+        if not any(frame.f_code is Weights._read.__code__ for frame in callers()):
+            self._tidy()  # no signal handler amid another read
+        self.settle()
 
     def _read(self, index: int) -> torch.Tensor:
         self._executor.raise_failure()  # after a failed update memory may hold two steps
@@ -67,7 +76,7 @@ class Weights:
 
     def borrow(self, index: int) -> torch.Tensor:
         """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
-        self.settle()
+        self._begin()
         loan = self._loans.get(index)
         return self._read(index) if loan is None else loan.copy.detach()
 
@@ -122,20 +131,25 @@ class Weights:
             )
         if edited:
             self._write({index: loan.copy for index, loan in edited.items()})
-        for index in list(self._loans):
-            loan = self._loans[index]
-            if torch_private.is_alone(loan.copy):
-                del self._loans[index]
-            elif loan.version != self._now(index):
+        self._forget()
+        for index, loan in list(self._loans.items()):
+            if loan.version != self._now(index):
                 self._renew(index, loan)
 
     def renew(self) -> None:
         """The copies that others have become what the weights are, whatever was done to them."""
+        self._forget()
         for index, loan in list(self._loans.items()):
-            if torch_private.is_alone(loan.copy):
-                del self._loans[index]
-            else:
-                self._renew(index, loan)
+            self._renew(index, loan)
+
+    def _forget(self) -> None:
+        """Forgets copies over whose memory nobody has a tensor any more, but for other loans."""
+        keys = {i: torch_private.storage_key(loan.copy) for i, loan in self._loans.items()}
+        lent = Counter(keys.values())
+        over = [i for i, loan in self._loans.items()
+                if torch_private.is_alone(loan.copy, lent[keys[i]] - 1)]  # fmt: skip
+        for index in over:
+            del self._loans[index]
 
     def _renew(self, index: int, loan: _Loan) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -163,21 +177,46 @@ class Weights:
         if others:  # those that are lent are written now
             self._write(others)
 
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """As ``p.data = value``: what others have tensors over is theirs from now on, and keeps its
+        values; what they do to ``value`` they do to the weight."""
+        self._begin()
+        loan = self._loans.pop(index, None)
+        try:
+            self._write({index: value})
+        except BaseException:
+            if loan is not None:
+                self._loans[index] = loan
+            raise
+        self.lend(index, value)
+
+    def require_writable(self, units: Iterable[int]) -> None:
+        """Raises if weights of units cannot be changed now.
+
+        Raises:
+            OffloadError: one of them runs, or this step's backward has updated it already.
+        """
+        self._tidy()
+        for unit in units:
+            if self._residences.uses[unit]:
+                name = self._parts.units[unit].name
+                raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
+            self._stepping.refuse_edit(unit)
+
     def _is_lent(self, index: int, value: torch.Tensor) -> bool:
         loan = self._loans.get(index)
         return loan is not None and torch_private.same_memory(loan.copy, value)
 
     def _write(self, values: Mapping[int, torch.Tensor]) -> None:
         self._executor.raise_failure()
-        units = sorted({self._parts.unit_of[index] for index in values})
-        for unit in units:
-            if self._residences.uses[unit]:
-                name = self._parts.units[unit].name
-                raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
-            self._stepping.refuse_edit(unit)
+        parts: dict[int, list[int]] = {}
+        for index in sorted(values, key=self._parts.unit_of.__getitem__):
+            parts.setdefault(self._parts.unit_of[index], []).append(index)
+        units = list(parts)
+        self.require_writable(units)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        with torch.inference_mode(False), torch.no_grad(), self._editing(units) as spoil:
+        with torch.inference_mode(False), torch.no_grad(), self._editing(parts) as spoil:
             for unit in units:
                 if not self._contents.fill(unit, _given(given), first=False):
                     spoil(unit)

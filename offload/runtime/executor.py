@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError, OffloadError
+from ..io_engine import Once
 from ..observe.trace import Trace
 from ..schedule.arena import Place
 from ..schedule.invariants import validate
@@ -60,11 +61,11 @@ from .visits import Parts, Visits
 class _Waiter:
     """Somebody who waits for a grant."""
 
-    __slots__ = ("abandoned", "error", "event", "lane", "place", "signal")
+    __slots__ = ("abandoned", "error", "event", "lane", "place", "signal", "ticket")
 
-    def __init__(self, signal: Signal) -> None:
-        self.signal = signal
-        self.event = threading.Event()
+    def __init__(self, ticket: int, signal: Signal) -> None:
+        self.ticket, self.signal = ticket, signal
+        self.event = Once()
         self.place: Place | None = None
         self.error: BaseException | None = None
         self.abandoned = False
@@ -108,9 +109,11 @@ class Executor:
         self._take_step = take_step
         self._collect: Callable[[], None] | None = None
         self.waited_ns = 0  # by compute, in all
-        self._queue: queue.SimpleQueue[Signal | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Signal | _Waiter | Once | None]
+        self._queue = queue.SimpleQueue()
         self._tickets = itertools.count()
-        self._waiters: dict[int, _Waiter] = {}
+        self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
+        self._asked: dict[int, _Waiter] = {}  # training's; several only where it was interrupted
         self.lock = threading.Lock()
         self._trainer = threading.get_ident()
         self._started = 0  # and not finished; the pump's
@@ -166,12 +169,18 @@ class Executor:
         """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
         self._queue.put(Release(unit, held))
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a unit was granted, or asked for, that is not released yet."""
+        return any(self._pins) or bool(self._asked)
+
     def reclaim(self, uses: Sequence[int]) -> None:
         """Releases what was granted and is in nobody's use: an exception came in between.
 
         ``uses``: by unit, whether compute uses it.
         """
-        if not any(self._pins):
+        self._settle_asked()
+        if not self.in_use:
             return
         self.catch_up()
         lost = [
@@ -184,7 +193,7 @@ class Executor:
 
     def catch_up(self) -> None:
         """Blocks until the machine has dealt with all that was told before."""
-        handled = threading.Event()
+        handled = Once()
         self._queue.put(handled)
         handled.wait()
 
@@ -200,22 +209,36 @@ class Executor:
         self.require_trainer()
         if self._collect is not None:
             self._collect()
+        self._settle_asked()
         ticket = next(self._tickets)
-        waiter = _Waiter(make(ticket))
-        self._waiters[ticket] = waiter
+        waiter = _Waiter(ticket, make(ticket))
+        self._asked[ticket] = waiter
         before = self._trace.compute_pause()
         started = time.perf_counter_ns()
-        self._queue.put(waiter.signal)
         try:
+            self._queue.put(waiter)
             waiter.event.wait()
         except BaseException:
             self._abandon(waiter)
             raise
+        self._asked.pop(ticket, None)
         if before is not None or computing is not None:
             self._waited(waiter.lane, started, computing or before or "")
         if waiter.error is not None:
             self._raise(waiter.error)
         return waiter.place
+
+    def _settle_asked(self) -> None:
+        """Waits for the answers to requests that were interrupted: what they are granted later
+        would stand in the way of what is asked for now."""
+        if not self._asked:
+            return
+        self.catch_up()  # the pump then knows of all that were sent
+        for ticket, waiter in list(self._asked.items()):
+            if ticket in self._waiters:
+                waiter.event.wait()
+            self._asked.pop(ticket, None)
+        self.catch_up()  # and of what went back
 
     def gradient_home(self, unit: int, told: int) -> Place | None:
         """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
@@ -284,11 +307,14 @@ class Executor:
     # -- the pump -------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        while (signal := self._queue.get()) is not None:
-            if isinstance(signal, threading.Event):  # somebody waits for all that was put before
-                signal.set()
+        while (told := self._queue.get()) is not None:
+            if isinstance(told, Once):  # somebody waits for all that was put before
+                told.set()
                 continue
             with self.lock:
+                if isinstance(told, _Waiter):
+                    self._waiters[told.ticket] = told
+                signal = told.signal if isinstance(told, _Waiter) else told
                 self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
                 self._started -= isinstance(signal, (Done, Failed))
                 try:
@@ -436,6 +462,6 @@ class Executor:
         self._worker.close()
         self._queue.put(None)
         self._thread.join(timeout=60)
-        for waiter in list(self._waiters.values()):
+        for waiter in [*self._waiters.values(), *self._asked.values()]:
             waiter.error = OffloadError("the engine was closed")
             waiter.event.set()

@@ -18,13 +18,14 @@ from . import torch_private
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """The state of every generator that training usually draws from."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": [str(kind), torch.from_numpy(np.array(keys, np.int64)), int(position),
-                  int(has_gauss), float(cached)],
-    }  # fmt: skip
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found = np.random.get_state(legacy=False)
+    if found["bit_generator"] == "MT19937":  # else a bit generator of the user's: his to keep
+        inner = found["state"]
+        states["numpy"] = [
+            "MT19937", torch.from_numpy(np.array(inner["key"], np.int64)), int(inner["pos"]),
+            int(found["has_gauss"]), float(found["gauss"]),
+        ]  # fmt: skip
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
@@ -35,8 +36,9 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if "numpy" in states:
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
@@ -62,7 +64,8 @@ def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if torch_private.is_persistent(module, name):
-                found[f"{prefix}.{name}" if prefix else name] = buffer.detach().cpu().clone()
+                value = buffer.detach().cpu().clone()
+                found[f"{prefix}.{name}" if prefix else name] = torch_private.as_plain(value)
     return found
 
 
@@ -72,7 +75,8 @@ def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
     Raises:
         OffloadError: it has others, or of another shape; nothing was changed.
     """
-    present = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    all_buffers = model.named_buffers(remove_duplicate=False)
+    present = {name: tuple(buffer.shape) for name, buffer in all_buffers}
     for name, value in buffers.items():
         shape = tuple(value.shape)
         if present.get(name) != shape:
@@ -86,7 +90,7 @@ def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
 def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Puts back what ``kept_buffers`` has found."""
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
             if name in buffers:
                 buffer.copy_(buffers[name])
 
@@ -112,7 +116,9 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if kind in (list, tuple):
         return all(map(_is_plain, value))
-    return kind in (bool, int, float, str, type(None), torch.Tensor)
+    if kind is torch.Tensor:
+        return not value.__dict__  # attributes of its own would be saved too
+    return kind in (bool, int, float, str, type(None))
 
 
 def check_readable(facts: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..errors import OffloadError
 from ..schedule.arena import Place
 from ..schedule.messages import GradLost, GradReady, GradRoom
 from ..schedule.partition import PARAM_ALIGN, Partition
+from . import torch_private
 from .accelerators.base import Accelerator
 from .backward import Backward
 from .executor import Executor
@@ -208,10 +209,24 @@ class GradientCollector:
 
     # -- delivery -------------------------------------------------------------------------------
 
-    def deliver_all(self) -> None:
-        """Gathers whatever has appeared: backward is over."""
+    def deliver_all(self, *, over: bool = True) -> None:
+        """Gathers whatever has appeared; ``over``: backward has ended."""
         for unit in list(self.pending):
-            self.deliver(unit, over=True)
+            self.deliver(unit, over=over)
+
+    def deliver_now(self) -> None:
+        """Gathers whatever has appeared, for somebody who looks at gradients.
+
+        Raises:
+            OffloadError: a backward runs that uses its gradients up.
+        """
+        inside = torch_private.in_backward()
+        self.deliver_all(over=not inside)
+        if inside and self._transient and self.pending:
+            raise OffloadError(
+                "gradients are looked at while a backward runs that applies them as they come "
+                "(update='backward'); use update='next_forward' where hooks need p.grad"
+            )
 
     def deliver(self, unit: int, *, over: bool) -> None:
         """Gathers one unit's gradients into its slot and hands them over.

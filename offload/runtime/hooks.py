@@ -154,15 +154,30 @@ class ModuleHooks:
     def before_root(self) -> None:
         """A forward of the whole model begins: clears what an interrupted one left behind."""
         self._alive()
-        while self._frames.stack:
-            self._residences.leave(self._pop().unit)
-        while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
-            torch_private.pop_saved_tensor_hooks()
-        if torch_private.current_graph_task() < 0:
+        self._leave_frames()
+        if not torch_private.in_backward():
             self._backward.abandon()
             self._residences.reset()
             self._before_root()
         self._trace.compute_resume("model")
+
+    def tidy(self) -> None:
+        """Closes what an interrupted forward, backward or read has left open, if none runs in this
+        thread: whoever reads weights between forwards needs the room."""
+        if not self._frames.stack and not self._residences.in_use:
+            return
+        self._residences.executor.require_trainer()
+        if torch_private.in_backward() or torch_private.in_module():
+            return
+        self._leave_frames()
+        self._backward.abandon()
+        self._residences.reset()
+
+    def _leave_frames(self) -> None:
+        while self._frames.stack:
+            self._residences.leave(self._pop().unit)
+        while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
+            torch_private.pop_saved_tensor_hooks()
 
     def after_root(self, output: Any) -> None:
         """Marks the outermost backward pass as open as soon as it starts."""

@@ -38,6 +38,10 @@ class WeightAccess(Protocol):
         """Another weight takes the place of the current one."""
         ...
 
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """As ``write``; ``value`` itself is lent from then on, what was lent is the reader's."""
+        ...
+
     def lend(self, index: int, copy: torch.Tensor) -> None:
         """The reader keeps a tensor over this copy, and may change it: then it is written."""
         ...
@@ -72,16 +76,20 @@ class Managed:
             )
         return access
 
+    # Between two lines of these an exception may come up.  A parameter that shows a stub would give
+    # wrong values; one that is hidden over its weights gives right ones.
+
     def show(self, p: nn.Parameter, weights: torch.Tensor) -> None:
         """The parameter's weights are in place."""
+        with torch_private.without_overrides():  # else the data of a hidden one cannot be set
+            _set_data(p, weights)
         p.__class__ = self._shown
-        _set_data(p, weights)
 
     def hide(self, p: nn.Parameter, stub: torch.Tensor) -> None:
         """The parameter's weights are elsewhere; ``stub`` has its shape."""
-        p.__class__ = self.plain  # whose data can be set
-        _set_data(p, stub)
         p.__class__ = self._hidden
+        with torch_private.without_overrides():
+            _set_data(p, stub)
 
     def release(self, p: nn.Parameter, weights: torch.Tensor) -> None:
         """The parameter is an ordinary one again."""
@@ -178,7 +186,7 @@ class Hidden(_Fixed):
                 "model.to, half and the like do; overspill.unwrap(model) first, or pass precision= "
                 "to wrap"
             )
-        known.access.write(known.index, value.detach())
+        known.access.replace(known.index, value.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _plain_copy(self, memo)
@@ -278,8 +286,10 @@ class _Operation:
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
+        # torch's fused optimizers change parameters, and count no version.
+        fused = getattr(func, "__name__", "").startswith("_fused_")
         for _, known, copy, version in self._copies.values():
-            if torch_private.version_of(copy) != version:
+            if fused or torch_private.version_of(copy) != version:
                 if copy.requires_grad:
                     raise RuntimeError(
                         f"parameter {known.access.name(known.index)!r} requires grad, so it can be "

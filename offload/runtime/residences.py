@@ -352,6 +352,11 @@ class Residences:
                     self.executor.mark_device_use(held.place, self.accelerator.record())
                 self.executor.tell(Freed(held.unit, held.place))
 
+    @property
+    def in_use(self) -> bool:
+        """Whether compute has, or was granted, a unit."""
+        return any(self.uses) or any(self.open) or self.executor.in_use
+
     def reset(self) -> None:
         """No forward and no backward runs: closes what an exception has left open."""
         for unit, uses in enumerate(self.uses):

@@ -25,11 +25,13 @@ class WeightHandle:
         self.unit, self.version, self.offset, self.cast = unit, version, offset, cast
         self.shape, self.stride = tuple(t.shape), tuple(t.stride())
         self.dtype = t.dtype
-        self._counts = counts
         counts[unit] += 1
+        self._counts = counts  # last: one that was interrupted here takes nothing back
 
     def __del__(self) -> None:
-        self._counts[self.unit] -= 1
+        counts = getattr(self, "_counts", None)
+        if counts is not None:
+            counts[self.unit] -= 1
 
 
 class CastHandle(WeightHandle):
@@ -68,6 +70,7 @@ class _Packing:
     def __init__(self, saved: SavedTensors, outer: Hooks | None) -> None:
         self.saved, self._outer = saved, outer
 
+    @torch_private.not_compiled  # torch 2.11 would compile it for whatever a compiled part saves
     def __call__(self, t: torch.Tensor) -> Any:
         return self.saved.pack(t, self._outer)
 

@@ -17,6 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .callers import callers
+
 __all__ = ["tree_leaves", "tree_map"]
 
 TRIED = ("2.13",)
@@ -68,6 +70,15 @@ def current_graph_task() -> int:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return current_graph_task() >= 0
+
+
+def in_module() -> bool:
+    """Whether a module's forward, or compiled code, is among this thread's callers."""
+    return any(
+        "_call_impl" in frame.f_code.co_name  # of nn.Module, or what dynamo makes of it
+        or frame.f_globals.get("__name__", "").startswith("torch._dynamo")
+        for frame in callers()
+    )
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -127,18 +138,21 @@ class Watched:
         self.tensor = tensor
         self.accept()
 
-    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return made.set_(tensor.untyped_storage())  # type: ignore[call-overload,no-any-return]
+    def _bytes(self) -> torch.Tensor:
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() > self.tensor.nbytes:  # a part of something
+            return self.tensor.reshape(-1).view(torch.uint8)
+        made = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+        return made.set_(storage)  # type: ignore[call-overload,no-any-return]
 
     def accept(self) -> None:
         """What it holds now is known."""
         with torch.inference_mode(False), torch.no_grad():
-            self._known = self._bytes(self.tensor).clone()
+            self._known = self._bytes().clone()
 
     @property
     def changed(self) -> bool:
-        return not torch.equal(self._bytes(self.tensor), self._known)
+        return not torch.equal(self._bytes(), self._known)
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -201,6 +215,11 @@ class StorageWatch:
     @property
     def expired(self) -> bool:
         return bool(self._reference.expired())
+
+
+def as_plain(t: torch.Tensor) -> torch.Tensor:
+    """The tensor without its subclass."""
+    return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 
 def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,49 +7,72 @@ has become somebody else's.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from ..io_engine import Once
 
 Result = TypeVar("Result")
 
 
+class _Task:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.over = work, Once()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
 class Unsignalled:
-    """One thread, made when it is first needed."""
+    """One thread."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._pool: ThreadPoolExecutor | None = None
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._left = False  # whether a caller may have gone before his work was over
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task.result = task.work()
+            except BaseException as error:
+                task.error = error
+            task.over.set()
+            del task  # it may hold memory
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Does ``work`` there, and returns when it is over, whatever is raised meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return work()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, self._name)
         self.finish()
         self._left = True
         try:
-            future = self._pool.submit(work)
-            result = future.result()
+            task = _Task(work)
+            self._tasks.put(task)
+            task.over.wait()
         except BaseException:
             self.finish()
             raise
         self._left = False
+        if task.error is not None:
+            raise task.error
+        result: Result = task.result
         return result
 
     def finish(self) -> None:
         """Waits for work whose caller was interrupted."""
-        if self._left and self._pool is not None:
-            self._pool.submit(_nothing).result()
+        if self._left:
+            behind = _Task(_nothing)
+            self._tasks.put(behind)
+            behind.over.wait()
             self._left = False
 
     def close(self) -> None:
         """Ends the thread."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._tasks.put(None)
+        self._thread.join()
 
 
 def _nothing() -> None:

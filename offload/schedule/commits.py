@@ -168,7 +168,8 @@ class Commits:
             What lives in memory and must be read again.
         """
         assert not self._saving and not self._committing, "a commit is under way"
-        stale = self._stale | set(self.dirty) | set(self._unsaved)
+        # All that lives in memory: an edit that was interrupted may have told of nothing yet.
+        stale = self._stale | set(self.places)
         for item in self.items:
             roles = self._roles_of(item)
             if roles.newest != roles.committed:

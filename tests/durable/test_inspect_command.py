@@ -85,3 +85,15 @@ def test_data_that_is_gone_is_not_repaired(store: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(store), "--repair", "--yes"])
     assert done.exit_code == 2 and "nothing was changed" in done.output
     assert (store / MANIFEST_NAME).read_bytes() == before
+
+
+def test_without_checksums_nothing_is_repaired(tmp_path: Path) -> None:
+    """The extents of the commit before may have been written over, and nobody could tell."""
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path, checksum=False)) as optimizer:
+        train(model, optimizer, 3)
+    damage_last_commit(tmp_path)
+    before = (tmp_path / MANIFEST_NAME).read_bytes()
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path), "--repair", "--yes"])
+    assert done.exit_code == 2 and "checksum=False" in done.output.replace("\n", " ")
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == before

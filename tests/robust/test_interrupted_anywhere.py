@@ -210,6 +210,47 @@ def play_on(folder: Path, number: int, few: int) -> int:
     return told
 
 
+def look(model: nn.Module, optimizer: Any, mode: dict[str, Any]) -> list[Any]:
+    """Reads all that can be read between a backward and its step."""
+    kept = [p.grad for p in model.parameters() if mode["update"] != "backward"]
+    gradients = [grad.norm().item() for grad in kept if grad is not None]
+    sums = [(p.sum().item(), p.data.clone()) for p in model.parameters()]
+    return [gradients, sums, state(model), optimizer.state_dict()["state"]]
+
+
+def play_reads(folder: Path, number: int, few: int) -> None:
+    """Whoever looks is interrupted, again and again, in one and the same run: he sees the same the
+    next time, nothing keeps room, and training goes on as if nobody had looked."""
+    mode = MODES[number]
+    wanted = reference(folder / "whole", mode)
+    (folder / "looked").mkdir()
+    model, optimizer = make(folder / "looked", mode)
+    with optimizer:
+        for step in range(FROM):
+            one_step(model, optimizer, step)
+        draw = torch.Generator().manual_seed(FROM)
+        model(torch.randn(4, WIDTH, generator=draw)).square().mean().backward()
+        seen = look(model, optimizer, mode)
+        with Tripwire(None) as count:
+            look(model, optimizer, mode)
+        for at in positions(count.lines, few):
+            wire = Tripwire(at)
+            try:
+                with wire:
+                    look(model, optimizer, mode)
+            except Interrupted:
+                pass
+            try:
+                torch.testing.assert_close(look(model, optimizer, mode), seen, rtol=0, atol=0)
+            except BaseException as error:
+                raise AssertionError(f"line {at}: {wire.where}") from error
+        optimizer.step()
+        optimizer.zero_grad()
+        for step in range(FROM + 1, STEPS):
+            one_step(model, optimizer, step)
+        assert same(state(model), wanted[STEPS])
+
+
 def restore_statistics(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
     """A forward that was interrupted has moved them: the loop's own affair."""
     with torch.no_grad():
@@ -227,9 +268,15 @@ def test_who_goes_on_ends_right_or_is_told(tmp_path: Path, number: int) -> None:
     play_on(tmp_path, number, 14)
 
 
+@pytest.mark.parametrize("number", range(len(MODES)))
+def test_whoever_looks_may_be_interrupted(tmp_path: Path, number: int) -> None:
+    play_reads(tmp_path, number, 150)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", range(len(MODES)))
 def test_every_line(tmp_path: Path, number: int) -> None:
     play_resume(tmp_path / "resume", number, 10**9)
     play_on(tmp_path / "on", number, 10**9)
+    play_reads(tmp_path / "reads", number, 10**9)

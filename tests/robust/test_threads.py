@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from overspill.errors import OffloadError
 from overspill.runtime.unsignalled import Unsignalled
 from tests.models import TinyLM, adamw, train, weights
 from tests.parity.test_readers import PLACES
+from tests.patience import WAIT_S
 
 USES: dict[str, Callable[[Any, Any], object]] = {
     "read": lambda model, optimizer: [p.norm().item() for p in model.parameters()],
@@ -122,6 +124,70 @@ def test_a_handler_that_commits_is_served_or_told(place: str, tmp_path: Path) ->
         assert optimizer.step_count == 60
         for name, value in weights(again).items():
             assert torch.equal(value, wanted[name]), name
+
+
+def test_an_interrupted_read_of_weights_harms_nothing(tmp_path: Path) -> None:
+    """Ctrl-C while ``state_dict`` reads from disk, at many instants: training goes on, exact."""
+
+    def handler(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    ends, stopped = [], 0
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(2):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            torch.manual_seed(0)
+            model = TinyLM()
+            with overspill.wrap(
+                model, adamw(model), nvme=folder, rates=overspill.Rates(), **PLACES["streamed"]
+            ) as optimizer:
+                train(model, optimizer, 2)
+                for tenth_ms in range(1, 61) if number else ():
+                    try:
+                        try:
+                            signal.setitimer(signal.ITIMER_REAL, tenth_ms * 1e-4)
+                            for _ in range(3):
+                                model.state_dict()
+                                optimizer.state_dict()
+                        finally:
+                            signal.setitimer(signal.ITIMER_REAL, 0)
+                    except KeyboardInterrupt:
+                        stopped += 1
+                train(model, optimizer, 2)
+                ends.append(weights(model))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert stopped > 20
+    for name, value in ends[0].items():
+        assert torch.equal(ends[1][name], value), name
+
+
+def test_an_optimizer_collected_on_a_thread_of_its_own_closes(tmp_path: Path) -> None:
+    """The thread cannot wait for itself; the files go all the same, and nothing hangs."""
+    model = TinyLM()
+    optimizer = overspill.wrap(
+        model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), durable=False,
+        **PLACES["streamed"],
+    )  # fmt: skip
+    train(model, optimizer, 2)
+    closing = threading.Thread(target=optimizer.close, name="overspill-machine")
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+
+    def gone() -> None:
+        left = [t.name for t in threading.enumerate() if "overspill" in t.name]
+        assert not left and not any(tmp_path.iterdir())
+
+    ends_s = time.monotonic() + WAIT_S
+    while time.monotonic() < ends_s:
+        with contextlib.suppress(AssertionError):
+            return gone()
+        time.sleep(0.01)
+    gone()
 
 
 def test_work_is_over_when_its_caller_was_interrupted() -> None:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ...errors import OffloadError
-from ...io_engine import allocate_host
+from ...io_engine import Once, allocate_host
 from ...observe.rates import Rates
 from .base import Event, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
@@ -43,7 +43,7 @@ class _SimEvent:
 
     def __init__(self, owner: SimAccelerator, clock: Clock) -> None:
         self.owner, self.clock = owner, clock
-        self.passed = threading.Event()
+        self.passed = Once()
 
     def done(self) -> bool:
         if self.passed.is_set():
