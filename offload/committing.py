@@ -70,6 +70,7 @@ class Committing:
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
         self._facts: bytes | None = None  # of the present state, once they are known
+        self._moved = False  # whether a step was taken since wrap or resume
         self._asked = False  # whether they are those of a commit() that nothing has followed
         # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
         self._half: dict[int, set[int]] = {}
@@ -109,7 +110,7 @@ class Committing:
 
     def _stepped(self, step: Prepared) -> None:
         """A step was taken; on the machine's thread."""
-        self._random, self._facts = step.random, None
+        self._random, self._facts, self._moved = step.random, None, True
         self._open = self._cut = step.commits
 
     def seal(self) -> None:
@@ -190,8 +191,8 @@ class Committing:
             self._executor.request(Durable)
         if self._facts is None or self._asked:  # a schedule may have gone on since
             self._facts = self._gather()
-        trained = self._ledger.count > 0  # a step without gradients changes its count alone
-        if self._open or self._newer() or (trained and self._facts != self._writer.last):
+        late = (self._moved or self._asked) and self._facts != self._writer.last
+        if self._open or self._newer() or late:  # a step without gradients changes facts alone
             self._tell_facts(kept=True)
             self._executor.request(Durable)
 

@@ -189,7 +189,9 @@ class Engine:
         self.residences = Residences(
             self.parts, self.executor, self.accelerator, self._compute_place
         )
-        self.backward = Backward(self.residences, self.trace, self._backward_over)
+        self.backward = Backward(
+            self.residences, self.trace, lambda: self.weights.refuse_changed(), self._backward_over
+        )
         self.saved = SavedTensors(
             self.residences, self.ledger.versions, self._index_of, self.backward.enter
         )
@@ -259,7 +261,7 @@ class Engine:
         self.hooks = ModuleHooks(
             self.model, self.residences, self.saved, self.backward, self.trace,
             self.executor.raise_failure, self._before_forward, self._catch_up,
-            self.stepping.forward_over,
+            self.stepping.hide_all,
         )  # fmt: skip
         if self.committing is not None:
             self.committing.ready()
@@ -287,7 +289,7 @@ class Engine:
         self.weights.settle()
         if self.committing is not None and torch.is_grad_enabled() and not in_backward():
             self.committing.seal()  # where parts of the model are called, and not the whole
-        self.stepping.catch_up(unit)
+        self.stepping.show(unit)
 
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""

@@ -60,6 +60,7 @@ class StateHooks:
                 yield name, self._index[id(p)]
 
     def _forget(self, *_: Any) -> None:
+        self._alive().executor.require_trainer()  # before torch has read what shows
         self._memo.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:

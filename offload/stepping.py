@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from .config import OffloadConfig
 from .errors import OffloadError
 from .runtime.backward import Backward
@@ -71,7 +69,6 @@ class Stepping:
         self._suspended: set[int] = set()  # those of them that are wholly hidden
         self._told_of_dropped = False
         self._updated: set[int] = set()  # whose updates may run, by the last step or a backward
-        self._graphs = False  # whether graphs may have saved weights that show
         self._final: bool | None = None
 
     # -- during backward ------------------------------------------------------------------------
@@ -202,7 +199,7 @@ class Stepping:
         if scale is None:
             return
         self._take(units, scale)
-        self.hide_all()  # until its next use, whoever reads or changes a weight is seen
+        self.hide_all()  # what was shown where parts of the model were called
         if not self.background:
             self.land()
 
@@ -218,7 +215,6 @@ class Stepping:
         commits = committing is not None and committing.wanted(ledger.count + 1)
         random = {} if committing is None else self._random_states()
         ledger.next = Prepared(units, scale, commits, random)
-        self._graphs = False
         # From here on it may be taken, whatever is raised: only the machine can tell.
         ledger.landing = True
         self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commits))
@@ -304,7 +300,8 @@ class Stepping:
     # -- what shows -----------------------------------------------------------------------------
 
     def hide_all(self) -> None:
-        """No resident weight shows before it is used again."""
+        """No resident weight shows before it is used again: whoever reads or changes one is
+        seen."""
         self._hide(range(len(self._residences.fixed)))
 
     @property
@@ -333,24 +330,15 @@ class Stepping:
         for unit in units:
             self._residences.outdate(unit)
 
-    def forward_over(self) -> None:
-        """A forward of the whole model has ended.  If none since the last step has made a graph, no
-        resident weight needs to show."""
-        if not self._graphs:
-            self.hide_all()
-
-    def catch_up(self, unit: int) -> None:
+    def show(self, unit: int) -> None:
         """Compute is about to use a unit: waits for the resident ones among its weights."""
-        self._graphs |= torch.is_grad_enabled()
-        self._show(unit)
-
-    def _show(self, unit: int) -> None:
         for member in self._residences.groups[unit]:
             if member in self._late:
                 if member in self._updated:
                     name = self._residences.parts.units[member].name
                     self._executor.request(partial(Need, member), name)
                     self._executor.release(member)
+                    self._updated.discard(member)
                 if self._executor.accelerator.has_device_memory:
                     self._executor.wait_for(self._place_of(member))
                 self._suspended.discard(member)
@@ -361,7 +349,7 @@ class Stepping:
     def reading(self, unit: int) -> Iterator[None]:
         """Inside, the weights of a unit show and are current, for whoever reads them."""
         hidden = [m for m in self._residences.groups[unit] if m in self._late]
-        self._show(unit)
+        self.show(unit)
         self._residences.enter(unit)
         try:
             yield

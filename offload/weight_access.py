@@ -63,6 +63,7 @@ class Weights:
         return self._read(index)
 
     def _begin(self) -> None:
+        self._executor.raise_failure()
         if not any(frame.f_code is Weights._read.__code__ for frame in callers()):
             self._tidy()  # no signal handler amid another read
         self.settle()
@@ -135,6 +136,21 @@ class Weights:
         for index, loan in list(self._loans.items()):
             if loan.version != self._now(index):
                 self._renew(index, loan)
+
+    def refuse_changed(self) -> None:
+        """Raises if weights were changed by a tensor over them since a forward began: a backward of
+        it is about to run, and has saved what they were.
+
+        Raises:
+            OffloadError: they were.
+        """
+        changed = [index for index, loan in self._loans.items() if loan.watched.changed]
+        if changed:
+            raise OffloadError(
+                f"the weights of {', '.join(map(self.name, changed))} were changed in place, by a "
+                "tensor over them, between forward and backward; change them before the forward, "
+                "or after the backward"
+            )
 
     def renew(self) -> None:
         """The copies that others have become what the weights are, whatever was done to them."""

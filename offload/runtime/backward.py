@@ -15,8 +15,12 @@ class Backward:
     With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
     """
 
-    def __init__(self, residences: Residences, trace: Trace, over: Callable[[], None]) -> None:
-        self._residences, self._trace, self._over = residences, trace, over
+    def __init__(
+        self, residences: Residences, trace: Trace, begin: Callable[[], None],
+        over: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``begin`` is called when the first graph task has begun."""
+        self._residences, self._trace, self._begin, self._over = residences, trace, begin, over
         self._units: list[int] = []
         self._tasks: set[int] = set()
 
@@ -26,6 +30,8 @@ class Backward:
         if not self._trace.computing:
             self._trace.compute_resume("backward")
         if task >= 0 and task not in self._tasks:
+            if not self._tasks:
+                self._begin()
             self._tasks.add(task)
             torch_private.at_end_of_backward(lambda: self._closed(task))
 

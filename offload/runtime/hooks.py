@@ -74,7 +74,7 @@ class ModuleHooks:
                 self._hook_unit(me, unit, found.module)
         self._hook_readers(catch_up, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
-        self._handles.append(model.register_forward_hook(_root_after(me)))
+        self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
 
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         own = id(module)  # a copy of the module has its hooks, and stands alone
@@ -180,12 +180,15 @@ class ModuleHooks:
             torch_private.pop_saved_tensor_hooks()
 
     def after_root(self, output: Any) -> None:
-        """Marks the outermost backward pass as open as soon as it starts."""
-        if torch.is_grad_enabled():
+        """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
+        raised."""
+        if output is not None and torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):
                 t.register_hook(lambda _grad: backward.opened())
         self._forward_over()
+        if output is not None:
+            self._residences.refuse_edits()
 
     def remove(self) -> None:
         """Takes all hooks away."""

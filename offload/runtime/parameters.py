@@ -141,7 +141,8 @@ class Shown(_Fixed):
 
     @property
     def data(self) -> torch.Tensor:
-        plain: torch.Tensor = _get_data(self)
+        # Detached, it shares the parameter's version, so that graphs and watches see its edits.
+        plain: torch.Tensor = self.detach()  # type: ignore[attr-defined]
         known = _known(self)
         known.access.watch(known.index, plain)
         return plain

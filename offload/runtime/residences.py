@@ -7,13 +7,14 @@ points into the slot any more.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import BudgetError, OffloadError
 from ..schedule.arena import Place
 from ..schedule.messages import Freed, Need
 from ..schedule.partition import Partition, Unit
@@ -56,6 +57,9 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
         view_in(storage, chunk.byte_offset, chunk.dtype, spec.offset, spec.shape, spec.stride)
         for chunk, spec in unit.params
     )
+
+
+_TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
 
 
 def make_stub(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -104,16 +108,21 @@ class Residences:
         executor.before_waiting(self._collect_freed)
 
     def install(self, access: WeightAccess) -> None:
-        """Takes the parameters over; all show a stub."""
-        device = self.accelerator.device
+        """Takes the parameters over; all are hidden."""
         for unit in self.parts.units:
-            self._stubs[unit.index] = tuple(
-                make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params
-            )
             if self.fixed[unit.index]:
-                self.current[unit.index] = self._residence(unit.index)
+                # Hidden, they have their weights all the same: graphs may have saved them.
+                residence = self.current[unit.index] = self._residence(unit.index)
+                self._stubs[unit.index] = tuple(residence.views)
+            else:
+                self._stubs[unit.index] = self._empty(unit)
+            torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
             self._manage(unit, access)
             self._to_stubs(unit.index)
+
+    def _empty(self, unit: Unit) -> tuple[torch.Tensor, ...]:
+        device = self.accelerator.device
+        return tuple(make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params)
 
     def _manage(self, unit: Unit, access: WeightAccess) -> None:
         self._managed[unit.index] = tuple(
@@ -144,7 +153,9 @@ class Residences:
         watches = [held.watch for held in self._held]
         for unit, residence in enumerate(self.current):
             if self._managed[unit]:  # and not given away
+                self._stubs[unit] = self._empty(self.parts.units[unit])
                 self._to_stubs(unit)
+                torch_private.outdate(self._params[unit])
             if residence is not None:
                 watches.append(torch_private.StorageWatch(residence.storage))
         self._aliases.clear()
@@ -185,14 +196,16 @@ class Residences:
         self._to_views(unit)
 
     def outdate(self, unit: int) -> None:
-        """A unit's weights change: graphs that have saved its parameters themselves must not be run
-        backward any more."""
+        """A unit's trained weights change: graphs that have saved these parameters themselves must
+        not be run backward any more."""
         if not self.fixed[unit]:
             return  # no graph has saved more than a handle
         seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
         self._seen[unit] = self._hid[unit] = ()  # an exception in between is no edit
-        for p in self._params[unit]:
-            torch.autograd.graph.increment_version(p)
+        trained = [p for p, (_, spec) in zip(self._params[unit], self.parts.units[unit].params,
+                                             strict=True)
+                   if self.parts.groups[spec.index] is not None]  # fmt: skip
+        torch_private.outdate(trained)
         if seen:
             self._seen[unit] = self._versions(unit)
         if hid:
@@ -274,7 +287,7 @@ class Residences:
         self.uses[unit] += 1
 
     def _open(self, unit: int) -> None:
-        self.executor.request(lambda ticket: Need(unit, ticket), self.parts.units[unit].name)
+        self._need(unit)
         opened: list[int] = []
         try:
             for member in self.groups[unit]:
@@ -289,6 +302,18 @@ class Residences:
                 self._hide(member)
             self.executor.release(unit)
             raise
+
+    def _need(self, unit: int) -> None:
+        for left in reversed(range(_TRIES)):
+            try:
+                self.executor.request(
+                    lambda ticket: Need(unit, ticket), self.parts.units[unit].name
+                )
+                return
+            except BudgetError:
+                if not self._held or not left:
+                    raise
+                time.sleep(_LOOK_S)  # another thread may have looked at weights that showed
 
     def _show(self, unit: int) -> None:
         if self.accelerator.has_device_memory:

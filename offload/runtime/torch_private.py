@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -220,6 +220,13 @@ class StorageWatch:
 def as_plain(t: torch.Tensor) -> torch.Tensor:
     """The tensor without its subclass."""
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
+
+
+def outdate(params: Iterable[torch.Tensor]) -> None:
+    """Graphs that have saved these themselves raise when they are run backward."""
+    with without_overrides():
+        for p in params:
+            torch.autograd.graph.increment_version(p)
 
 
 def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
