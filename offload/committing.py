@@ -237,18 +237,25 @@ class Committing:
         self.begin_edit(parts)
         self._uncut()
         self._facts = None
-        yield self.spoil
-        self._executor.catch_up()
+        given: set[int] = set()
+        yield given.add
         with self._executor.lock:
-            spoiled = set(self._executor.machine.commits.spoiled)
-        for unit in sorted((spoiled | torn) & parts.keys()):  # told last: the machine then moves
-            sound = self._contents.is_finite(unit)
-            self._executor.tell(Sound(unit) if sound else Spoiled(unit))
+            before = set(self._executor.machine.commits.spoiled)
+        doubtful = (before | torn) & parts.keys() - given
+        sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
+        for unit in sorted(doubtful | given):  # told last: the machine then moves
+            if unit in sound:
+                self._executor.tell(Sound(unit))
+            else:
+                self.spoil(unit)
+        if sound:
+            self._executor.catch_up()
         self.end_edit(parts)
 
     def spoil(self, unit: int) -> None:
         """A unit was given values that are not finite."""
         self._executor.tell(Spoiled(unit))
+        self._executor.catch_up()
         log.warning(
             "overspill: %r was given values that are not finite; nothing is committed until they "
             "are, or until rollback()", self._stepping.name_of(unit),

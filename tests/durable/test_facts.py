@@ -155,3 +155,61 @@ def test_edits_that_are_not_finite_are_not_committed(value: float, tmp_path: Pat
     model, optimizer = resumed(tmp_path)
     with optimizer:
         assert_same(weights(model), wanted)
+
+
+def test_a_buffer_that_modules_share_is_found_again(tmp_path: Path) -> None:
+    model, mask = build(), torch.arange(4.0)
+    for layer in list(model)[:2]:
+        layer.register_buffer("mask", mask)
+    with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.commit()
+        mask.add_(1)
+        optimizer.rollback()
+        assert torch.equal(mask, torch.arange(4.0))
+
+
+class Kind(torch.Tensor):
+    """A user's own."""
+
+
+def test_tensors_of_other_kinds_are_read_back_or_told(tmp_path: Path) -> None:
+    odd = torch.ones(2)
+    odd.name_of_mine = object()  # type: ignore[attr-defined]
+    model = build()
+    model.register_buffer("own", torch.ones(3).as_subclass(Kind))
+    with overspill.wrap(
+        model, adamw(model), **options(tmp_path, extra=lambda: {"odd": odd})
+    ) as optimizer:
+        with pytest.raises(OffloadError, match="cannot be read back"):
+            train(model, optimizer, 1)
+        del odd.name_of_mine  # type: ignore[attr-defined]
+        train(model, optimizer, 1)
+        optimizer.commit()
+        optimizer.rollback()
+
+
+def test_another_generator_of_numpy_is_left_alone(tmp_path: Path) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        model = build()
+        with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+            train(model, optimizer, 2)
+        model, optimizer = resumed(tmp_path)
+        optimizer.close()
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_steps_that_change_their_count_alone_are_committed_at_the_end(tmp_path: Path) -> None:
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path, commit_every=4)) as optimizer:
+        train(model, optimizer, 4)
+        optimizer.step()
+        optimizer.step()
+        optimizer.commit()
+        optimizer.param_groups[0]["lr"] = 0.125
+    model, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert optimizer.step_count == 6 and optimizer.param_groups[0]["lr"] == 0.125

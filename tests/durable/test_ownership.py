@@ -408,3 +408,52 @@ optimizer.commit()
     with pytest.raises(overspill.IoError, match="stripe 2 of 2"):
         wrap_on([b])  # the first stripe is not locked, and cannot be asked
     trained([a, b])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hard_linked_copy_is_not_written_to(tmp_path: Path, name: str) -> None:
+    """Else the copy (``cp -al``) would be changed along with the store."""
+    a, b = folders(tmp_path, "a", "b")
+    wanted = trained([a])
+    for each in NAMES:
+        if each == name:
+            os.link(a / each, b / each)
+        else:
+            shutil.copy2(a / each, b / each)
+    for place in (a, b):
+        with pytest.raises(overspill.IoError, match="hard link"):
+            resumed(place)
+    (b / name).unlink()
+    assert_same(resumed(a), wanted)
+
+
+def test_a_store_file_that_is_renamed_is_missed(tmp_path: Path) -> None:
+    model = build()
+    optimizer = overspill.wrap(model, adamw(model), **options(tmp_path))
+    train(model, optimizer, 2)
+    (tmp_path / STORE_NAME).rename(tmp_path / "elsewhere")
+    with pytest.raises(overspill.IoError, match="deleted, renamed or replaced"):
+        train(model, optimizer, 4)
+        optimizer.commit()
+    optimizer.close()
+    (tmp_path / "elsewhere").rename(tmp_path / STORE_NAME)
+    resumed(tmp_path)
+
+
+def test_a_store_and_its_copy_are_not_one(tmp_path: Path) -> None:
+    a, b = folders(tmp_path, "a", "b")
+    trained([a])
+    shutil.copytree(a, b, dirs_exist_ok=True)
+    with pytest.raises(overspill.IoError, match="one is a copy"):
+        resumed([a, b])
+
+
+def test_a_mark_that_is_damaged_still_keeps_its_stripe(tmp_path: Path) -> None:
+    a, b = folders(tmp_path, "a", "b")
+    wanted = trained([a, b])
+    data = bytearray((b / MANIFEST_NAME).read_bytes())
+    data[-4000] ^= 1
+    (b / MANIFEST_NAME).write_bytes(data)
+    with pytest.raises(overspill.IoError, match="stripe 2 of 2"):
+        wrap_on([b])
+    assert_same(resumed(a), wanted)

@@ -375,3 +375,46 @@ def test_a_backward_that_gives_no_gradient_is_no_micro_step(tmp_path: Path) -> N
     ) as optimizer:  # fmt: skip
         steps(model, optimizer)
         same(model, plain)
+
+
+def test_what_would_be_replaced_unseen_is_refused() -> None:
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+        train(model, optimizer, 1)
+        for name, value in (("state", {}), ("param_groups", list(optimizer.param_groups))):
+            with pytest.raises(OffloadError, match=f"optimizer.{name} cannot be replaced"):
+                setattr(optimizer, name, value)
+        optimizer.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_optimizer_beside(kind: Any) -> None:
+    """It changes weights, and torch counts no version of them."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = TinyLM()
+        rest = [p for p in model.parameters() if p is not model.head.weight]
+        optimizer = overspill.wrap(model, torch.optim.AdamW(rest), device="cpu")
+        beside = kind([model.head.weight], lr=0.05, fused=fused)
+        with optimizer:
+            for number in range(3):
+                model(*batch(number)).backward()
+                for each in (optimizer, beside):
+                    each.step()
+                    each.zero_grad()
+            ends.append(model.state_dict()["head.weight"])
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_weights_changed_between_forward_and_backward_are_told() -> None:
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+        train(model, optimizer, 1)
+        loss = model(*batch(1))
+        model.norm.weight.data.mul_(0.5)
+        with pytest.raises((OffloadError, RuntimeError), match=r"changed in place|modified by"):
+            kept = model.norm.weight.data
+            kept.mul_(0.5)
+            loss.backward()
+        train(model, optimizer, 1)
