@@ -153,9 +153,7 @@ class Shown(_Fixed):
         if not torch_private.same_memory(_get_data(self), value):
             raise OffloadError(
                 f"the data of parameter {known.access.name(known.index)!r} was replaced while it "
-                "is in use (in forward, between forward and step(), or by model.to, half and the "
-                "like); replace it between step() and the next forward, or inside `with "
-                "overspill.materialized(model, writeback=True)`, in the same shape and dtype"
+                "is in use (in forward); replace it outside of forward, in the same shape and dtype"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

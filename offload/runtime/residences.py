@@ -255,11 +255,10 @@ class Residences:
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
             raise OffloadError(
-                f"the weights of {names} were changed in place while they were in use (in forward, "
-                "or between forward and step()), or later by a tensor over them that was made then "
-                "(p.detach(), p[...]), which would be lost or half saved; change them between "
-                "step() and the next forward by tensors that are made there, or inside `with "
-                "overspill.materialized(model, writeback=True)`"
+                f"the weights of {names} were changed in place while they were in use (in "
+                "forward), or later by a tensor over them that was made then (p.detach(), p[...]), "
+                "which would be lost or half saved; change them outside of forward, by tensors "
+                "that are made there"
             )
 
     def check_shown(self, hidden: Container[int]) -> None:

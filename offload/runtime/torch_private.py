@@ -21,7 +21,7 @@ from .callers import callers
 
 __all__ = ["tree_leaves", "tree_map"]
 
-TRIED = ("2.13",)
+TRIED = ("2.11", "2.13", "2.15")
 
 log = logging.getLogger("overspill")
 
