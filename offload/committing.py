@@ -116,10 +116,11 @@ class Committing:
     def seal(self) -> None:
         """The state after the last step is about to be left behind: its facts are those of now.  If
         it has a cut that lacks them, it gets them."""
-        if self._facts is None:
+        before = self._facts
+        if before is None or self._asked:  # a schedule may have gone on since commit()
             self._facts = self._gather()
-        self._asked = False
-        if self._open:
+        late, self._asked = self._asked and self._facts != before, False
+        if self._open or late:
             self._tell_facts(kept=self._ledger.count > 0)
 
     def _tell_facts(self, *, kept: bool) -> None:
@@ -289,12 +290,13 @@ class Committing:
         self._open = self._cut = False
         self._facts = None
         self._direct.settle()
+        facts = decode_facts(self._writer.last)  # a commit that was under way has come since
         with self._executor.lock:
             stale = self._executor.machine.rollback()
         for item in stale:
             self._direct.reload(item)
             if item.kind is Kind.WEIGHTS:
-                self._stepping.changed(item.number)
+                self._stepping.changed(item.number, range(len(self._ledger.steps)))
         with self._executor.lock:
             self._executor.machine.commits.rolled_back()
         self._restore(facts)

@@ -190,7 +190,7 @@ class Engine:
             self.parts, self.executor, self.accelerator, self._compute_place
         )
         self.backward = Backward(
-            self.residences, self.trace, lambda: self.weights.refuse_changed(), self._backward_over
+            self.residences, self.trace, lambda: self.weights.settle(), self._backward_over
         )
         self.saved = SavedTensors(
             self.residences, self.ledger.versions, self._index_of, self.backward.enter
@@ -286,7 +286,7 @@ class Engine:
     def _catch_up(self, unit: int) -> None:
         self.executor.claim()
         self.direct.finish()
-        self.weights.settle()
+        self.weights.settle(self.residences.groups[unit])
         if self.committing is not None and torch.is_grad_enabled() and not in_backward():
             self.committing.seal()  # where parts of the model are called, and not the whole
         self.stepping.show(unit)
@@ -316,6 +316,7 @@ class Engine:
     def _backward_over(self) -> None:
         if self.executor.failed or self.closed:
             return
+        self.stepping.hide_all()  # what a checkpoint has shown again
         self.collector.deliver_all()
         self.held.renew()
         if self.collector.appeared_any:  # else it was an autograd.grad of something else
@@ -333,6 +334,7 @@ class Engine:
         self.direct.finish()
         self.roster.check()
         self.weights.settle()
+        self.weights.refuse_joined()
         if self.committing is not None:
             self.committing.require_whole()
         self.trace.compute_pause()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
 from .errors import OffloadError
+from .runtime.callers import callers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -28,19 +29,22 @@ class StateHooks:
         self._handles: list[Any] = []
         model = engine.model
         # torch marks public hooks with an attribute, which bound methods cannot take.
-        forget = lambda *args: self._forget(*args)  # noqa: E731
-        fill = lambda *args: self._fill(*args)  # noqa: E731
-        load = lambda *args: self._load(*args)  # noqa: E731
-        begin = lambda *args: self._begin(*args)  # noqa: E731
-        end = lambda *args: self._end(*args)  # noqa: E731
-        self._handles.append(model.register_state_dict_pre_hook(forget))
+        ours = {id(module) for module in model.modules()}
+
+        def hook(method: Callable[..., None]) -> Callable[..., None]:
+            # A copy of a module has its hooks, and stands alone.
+            return lambda module, *args: method(module, *args) if id(module) in ours else None
+
+        forget, fill, load = hook(self._forget), hook(self._fill), hook(self._load)
+        begin, end = hook(self._begin), hook(self._end)
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(begin))
             self._handles.append(module.register_load_state_dict_post_hook(end))
             if any(id(p) in self._index for p in module.parameters(recurse=False)):
                 self._handles.append(module.register_state_dict_post_hook(fill))
                 self._handles.append(module.register_load_state_dict_pre_hook(load))
-        self._handles.append(model.register_state_dict_post_hook(forget))
+            self._handles.append(module.register_state_dict_pre_hook(forget))
+            self._handles.append(module.register_state_dict_post_hook(forget))
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -60,8 +64,10 @@ class StateHooks:
                 yield name, self._index[id(p)]
 
     def _forget(self, *_: Any) -> None:
-        self._alive().executor.require_trainer()  # before torch has read what shows
-        self._memo.clear()
+        """A state dict begins, or ends: tied weights are one tensor in it, and none in others."""
+        if _is_outermost():
+            self._alive().executor.require_trainer()  # before torch has read what shows
+            self._memo.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         """torch has read parameters that are hidden; those that show are no copies yet."""
@@ -89,7 +95,7 @@ class StateHooks:
             raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
         parts: dict[int, list[int]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
-            if id(p) in self._index and prefix + name in state:
+            if id(p) in self._index and _takes(state.get(prefix + name), p):
                 index = self._index[id(p)]
                 parts.setdefault(engine.parts.unit_of[index], []).append(index)
         engine.weights.require_writable(parts)
@@ -111,9 +117,20 @@ class StateHooks:
         engine.stepping.hide_all()  # torch then copies to no weight that shows
         for name, index in self._owned(module):
             value, p = state.get(prefix + name), engine.parts.parameters[index]
-            if isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p:
+            if _takes(value, p):
                 engine.weights.write(index, value)
                 state[prefix + name] = p  # copying a parameter to itself does nothing
+
+
+def _takes(value: Any, p: nn.Parameter) -> TypeGuard[torch.Tensor]:
+    """Whether torch would copy a value of a state dict to a parameter."""
+    return isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p
+
+
+def _is_outermost() -> bool:
+    """Whether one ``state_dict`` runs, of the whole or of a part, and not one inside another."""
+    asked = nn.Module.state_dict.__code__
+    return sum(frame.f_code is asked for frame in callers()) <= 1
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -309,10 +309,10 @@ class Stepping:
         """Resident units that do not show."""
         return self._late
 
-    def changed(self, unit: int) -> None:
-        """A unit's weights were replaced: graphs that have saved the old ones are told."""
+    def changed(self, unit: int, params: Container[int]) -> None:
+        """Weights of a unit were replaced: graphs that have saved the old ones are told."""
         self._ledger.versions[unit] += 1
-        self._residences.outdate(unit)
+        self._residences.outdate(unit, params)
 
     def _hide(self, units: Iterable[int]) -> None:
         """Resident units among ``units`` no longer show.  An exception in between leaves nothing

@@ -77,7 +77,7 @@ def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, An
                 if not engine.contents.fill(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
-                    engine.stepping.changed(unit.index)
+                    engine.stepping.changed(unit.index, parts[unit.index])
         for index in range(len(engine.parts.parameters)):
             own = engine.blueprint.rule_of(index)
             engine.ledger.steps[index] = 0 if own is None else own.steps_taken(given(index))

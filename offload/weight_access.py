@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -103,25 +103,24 @@ class Weights:
             return found
         return found.detach().clone()
 
-    def watch(self, index: int, alias: torch.Tensor) -> None:
-        """Somebody has a tensor over the weights in their place."""
-        self._residences.watch(index, alias)
-
     # -- loans ----------------------------------------------------------------------------------
 
     def _now(self, index: int) -> int:
         return self._ledger.versions[self._parts.unit_of[index]]
 
-    def settle(self) -> None:
+    def settle(self, units: Container[int] | None = None) -> None:
         """What was changed in copies that were lent is changed in the weights; what the weights are
-        by now, the copies are; copies that nobody has any more are forgotten.
+        by now, the copies are; copies that nobody has any more are forgotten.  ``units``: of these
+        alone.
 
         Raises:
             OffloadError: a copy was changed after an update had changed the weights.
         """
         if not self._loans:
             return
-        edited = {index: loan for index, loan in self._loans.items() if loan.watched.changed}
+        asked = {index: loan for index, loan in self._loans.items()
+                 if units is None or self._parts.unit_of[index] in units}  # fmt: skip
+        edited = {index: loan for index, loan in asked.items() if loan.watched.changed}
         late = [index for index, loan in edited.items() if loan.version != self._now(index)]
         if late:
             self.renew()
@@ -132,25 +131,38 @@ class Weights:
             )
         if edited:
             self._write({index: loan.copy for index, loan in edited.items()})
-        self._forget()
-        for index, loan in list(self._loans.items()):
+        if units is None:
+            self._forget()
+        for index in asked.keys() & self._loans.keys():
+            loan = self._loans[index]
             if loan.version != self._now(index):
                 self._renew(index, loan)
 
-    def refuse_changed(self) -> None:
-        """Raises if weights were changed by a tensor over them since a forward began: a backward of
-        it is about to run, and has saved what they were.
+    def refuse_joined(self) -> None:
+        """Raises if two trained parameters lie over the same memory, as after ``a.data = b.data``:
+        each would be updated, and in plain PyTorch both updates change both.
 
         Raises:
-            OffloadError: they were.
+            OffloadError: two do.
         """
-        changed = [index for index, loan in self._loans.items() if loan.watched.changed]
-        if changed:
-            raise OffloadError(
-                f"the weights of {', '.join(map(self.name, changed))} were changed in place, by a "
-                "tensor over them, between forward and backward; change them before the forward, "
-                "or after the backward"
-            )
+        seen: dict[int, list[int]] = {}
+        for index, loan in self._loans.items():
+            if self._parts.groups[index] is not None:
+                seen.setdefault(torch_private.storage_key(loan.copy), []).append(index)
+        for indices in seen.values():
+            ends = 0
+            for start, end, index in sorted((*self._span(i), i) for i in indices):
+                if start < ends:
+                    raise OffloadError(
+                        f"{self.name(index)} lies over the same memory as another trained "
+                        "parameter (p.data = ...); tie parameters before wrap, or copy"
+                    )
+                ends = end
+
+    def _span(self, index: int) -> tuple[int, int]:
+        copy = self._loans[index].copy
+        first = int(copy.storage_offset()) * copy.element_size()
+        return first, first + copy.nbytes
 
     def renew(self) -> None:
         """The copies that others have become what the weights are, whatever was done to them."""
@@ -159,11 +171,14 @@ class Weights:
             self._renew(index, loan)
 
     def _forget(self) -> None:
-        """Forgets copies over whose memory nobody has a tensor any more, but for other loans."""
+        """Forgets copies over whose memory nobody has a tensor any more, but for other loans; not
+        where two parameters have the same one."""
         keys = {i: torch_private.storage_key(loan.copy) for i, loan in self._loans.items()}
         lent = Counter(keys.values())
+        starts = Counter((keys[i], loan.copy.data_ptr()) for i, loan in self._loans.items())
         over = [i for i, loan in self._loans.items()
-                if torch_private.is_alone(loan.copy, lent[keys[i]] - 1)]  # fmt: skip
+                if torch_private.is_alone(loan.copy, lent[keys[i]] - 1)
+                and starts[keys[i], loan.copy.data_ptr()] == 1]  # fmt: skip
         for index in over:
             del self._loans[index]
 
@@ -236,7 +251,7 @@ class Weights:
             for unit in units:
                 if not self._contents.fill(unit, _given(given), first=False):
                     spoil(unit)
-                self._stepping.changed(unit)
+                self._stepping.changed(unit, parts[unit])
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue

@@ -19,7 +19,8 @@ class Backward:
         self, residences: Residences, trace: Trace, begin: Callable[[], None],
         over: Callable[[], None],
     ) -> None:  # fmt: skip
-        """``begin`` is called when the first graph task has begun."""
+        """``begin`` is called when the first graph task has begun: what was changed by then in
+        weights is told to the graphs."""
         self._residences, self._trace, self._begin, self._over = residences, trace, begin, over
         self._units: list[int] = []
         self._tasks: set[int] = set()

@@ -46,10 +46,6 @@ class WeightAccess(Protocol):
         """The reader keeps a tensor over this copy, and may change it: then it is written."""
         ...
 
-    def watch(self, index: int, alias: torch.Tensor) -> None:
-        """The reader got a tensor over the weights where they are."""
-        ...
-
     def name(self, index: int) -> str: ...
 
 
@@ -141,10 +137,8 @@ class Shown(_Fixed):
 
     @property
     def data(self) -> torch.Tensor:
-        # Detached, it shares the parameter's version, so that graphs and watches see its edits.
+        # Detached, it shares the parameter's version: graphs, and the engine, see its edits.
         plain: torch.Tensor = self.detach()  # type: ignore[attr-defined]
-        known = _known(self)
-        known.access.watch(known.index, plain)
         return plain
 
     @data.setter

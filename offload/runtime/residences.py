@@ -103,7 +103,6 @@ class Residences:
         self._held: list[_Held] = []
         self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
         self._hid: list[tuple[int, ...]] = [()] * count  # and when they went to their stubs
-        self._aliases: dict[int, list[tuple[int, torch.Tensor, int]]] = {}
         self._edited: list[str] = []
         executor.before_waiting(self._collect_freed)
 
@@ -158,7 +157,6 @@ class Residences:
                 torch_private.outdate(self._params[unit])
             if residence is not None:
                 watches.append(torch_private.StorageWatch(residence.storage))
-        self._aliases.clear()
         self.by_storage.clear()
         self.current = [None] * len(self.current)
         return watches
@@ -195,17 +193,19 @@ class Residences:
         """A resident unit's update is over."""
         self._to_views(unit)
 
-    def outdate(self, unit: int) -> None:
-        """A unit's trained weights change: graphs that have saved these parameters themselves must
-        not be run backward any more."""
+    def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
+        """Weights of a unit change, by parameter (``None``: all that are trained): graphs that have
+        saved these parameters themselves must not be run backward any more."""
         if not self.fixed[unit]:
             return  # no graph has saved more than a handle
         seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
         self._seen[unit] = self._hid[unit] = ()  # an exception in between is no edit
-        trained = [p for p, (_, spec) in zip(self._params[unit], self.parts.units[unit].params,
-                                             strict=True)
-                   if self.parts.groups[spec.index] is not None]  # fmt: skip
-        torch_private.outdate(trained)
+        groups = self.parts.groups
+        specs = [spec for _, spec in self.parts.units[unit].params]
+        torch_private.outdate(
+            p for p, spec in zip(self._params[unit], specs, strict=True)
+            if (groups[spec.index] is not None if changed is None else spec.index in changed)
+        )  # fmt: skip
         if seen:
             self._seen[unit] = self._versions(unit)
         if hid:
@@ -223,12 +223,6 @@ class Residences:
 
     # -- edits by others ------------------------------------------------------------------------
 
-    def watch(self, index: int, alias: torch.Tensor) -> None:
-        """Somebody has a tensor over the weights of a parameter that shows."""
-        unit = self.parts.unit_of[index]
-        entry = (index, alias, torch_private.version_of(alias))
-        self._aliases.setdefault(unit, []).append(entry)
-
     def _note_edits(self, unit: int) -> None:
         """Notes which parameters of a unit were changed in place while they showed."""
         specs = list(self.parts.units[unit].params)
@@ -236,10 +230,6 @@ class Residences:
             if torch_private.version_of(p) != seen:
                 self._edited.append(spec.name)
         self._seen[unit] = ()
-        for index, alias, version in self._aliases.pop(unit, ()):
-            if torch_private.version_of(alias) != version:
-                name = next(spec.name for _, spec in specs if spec.index == index)
-                self._edited.append(name)
 
     def note_late_edits(self, unit: int) -> None:
         """Notes which parameters were changed while they did not show, by a tensor over them that

@@ -202,6 +202,38 @@ def test_another_generator_of_numpy_is_left_alone(tmp_path: Path) -> None:
         np.random.set_bit_generator(before)
 
 
+def test_what_follows_a_commit_is_in_the_next_one(tmp_path: Path) -> None:
+    """A schedule that goes on after ``commit()``: at the next forward its step is sealed."""
+    model = build()
+    optimizer = overspill.wrap(model, adamw(model), **options(tmp_path))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train(model, optimizer, 2)
+    optimizer.commit()
+    schedule.step()
+    wanted = optimizer.param_groups[0]["lr"]
+    model(torch.ones(2, 96)).sum().backward()
+    optimizer.close()
+    model, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert optimizer.param_groups[0]["lr"] == wanted
+
+
+def test_a_loader_that_leaves_a_weight_out_is_no_half_edit(tmp_path: Path) -> None:
+    """As loaders do that call the modules' own methods, without the hooks that follow."""
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+        train(model, optimizer, 1)
+        state = {**weights(model), "5.weight": torch.zeros(3, 3)}
+
+        def load(module: nn.Module, prefix: str = "") -> None:
+            module._load_from_state_dict(state, prefix, {}, False, [], [], [])
+            for name, child in module.named_children():
+                load(child, f"{prefix}{name}.")
+
+        load(model)
+        optimizer.commit()
+
+
 def test_steps_that_change_their_count_alone_are_committed_at_the_end(tmp_path: Path) -> None:
     model = build()
     with overspill.wrap(model, adamw(model), **options(tmp_path, commit_every=4)) as optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,27 @@ def test_a_rollback_that_was_interrupted_is_made_again(at: int, tmp_path: Path) 
         optimizer.rollback()
         assert optimizer.step_count == 2
         assert_same(weights(model), committed)
+
+
+def test_a_commit_that_comes_amid_a_rollback_is_gone_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and facts are of one step, also where the disk was slow with the last commit."""
+    from overspill.runtime.commits import CommitWriter
+
+    real = CommitWriter._commit
+
+    def slow(self: Any, *given: Any) -> None:
+        time.sleep(0.5)
+        real(self, *given)
+
+    model, optimizer = wrapped(tmp_path, commit_every=2, host_memory="64MiB")
+    with optimizer:
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        wanted = weights(model)
+        monkeypatch.setattr(CommitWriter, "_commit", slow)
+        step(model, optimizer, 2)
+        optimizer.rollback()
+        assert optimizer.step_count == 2
+        assert_same(weights(model), wanted)

@@ -407,6 +407,79 @@ def test_a_fused_optimizer_beside(kind: Any) -> None:
     torch.testing.assert_close(ends[0], ends[1])
 
 
+class Around(nn.Module):
+    """A trained layer before a frozen one, and a copy beside that follows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.target = (nn.Linear(8, 8) for _ in range(3))
+        for p in (*self.frozen.parameters(), *self.target.parameters()):
+            p.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            aim = self.target(x)
+        return (self.frozen(self.first(x)) - aim).square().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_graphs_see_edits_of_what_they_saved_alone(place: str, tmp_path: Path) -> None:
+    ends = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Around()
+        inner = overspill.optim.AdamW(model.first.parameters(), lr=0.01)
+        optimizer: Any = inner
+        if wrapped:
+            inner = torch.optim.AdamW(model.first.parameters(), lr=0.01)
+            optimizer = overspill.wrap(
+                model, inner, nvme=tmp_path, rates=overspill.Rates(), **PLACES[place]
+            )
+        x = torch.ones(2, 8)
+        for _ in range(2):
+            loss = model(x)
+            kept = [p.data for p in model.target.parameters()]
+            for each, p in zip(kept, model.first.parameters(), strict=True):
+                each.lerp_(p.detach(), 0.1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = model(x)
+        with torch.no_grad():
+            model.frozen.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        ends.append({name: value.clone() for name, value in model.state_dict().items()})
+        if wrapped:
+            optimizer.close()
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_two_parameters_over_one_memory_are_told_at_the_step() -> None:
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+        train(model, optimizer, 1)
+        one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
+        one.data = other.data
+        backward(model)
+        with pytest.raises(OffloadError, match="lies over the same memory"):
+            optimizer.step()
+
+
+def test_a_part_of_a_state_dict_is_a_copy_each_time() -> None:
+    model = TinyLM()
+    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+        train(model, optimizer, 1)
+        first = model.head.state_dict()["weight"]
+        first.zero_()
+        assert model.head.state_dict()["weight"].any()
+        assert model.head.weight.any()
+
+
 def test_weights_changed_between_forward_and_backward_are_told() -> None:
     model = TinyLM()
     with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
