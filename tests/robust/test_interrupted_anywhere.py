@@ -112,7 +112,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def reference(path: Path, mode: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     """What the model holds after every step."""
-    path.mkdir()
+    path.mkdir(parents=True)
     model, optimizer = make(path, mode)
     with optimizer:
         found = [state(model)]
