@@ -70,8 +70,8 @@ class Committing:
         self._open = True  # there is a cut, or the very first is to be made, without its facts
         self._cut = False  # the machine has, or will have, a cut of the last step
         self._facts: bytes | None = None  # of the present state, once they are known
-        self._moved = False  # whether a step was taken since wrap or resume
         self._asked = False  # whether they are those of a commit() that nothing has followed
+        self._moved = False  # whether a step was taken since wrap or resume
         # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
         self._half: dict[int, set[int]] = {}
         self._random: Mapping[str, Any] = {}
@@ -217,6 +217,10 @@ class Committing:
         """From now on nothing is committed until all of it was edited (``end_edit``)."""
         for unit, some in parts.items():
             self._half.setdefault(unit, set()).update(some)
+
+    def is_open(self, parts: Parts) -> bool:
+        """Whether an edit of any of it was begun and has not ended."""
+        return any(self._half.get(unit, set()).intersection(some) for unit, some in parts.items())
 
     def end_edit(self, parts: Parts) -> None:
         """All of it is whole again; another part of a unit is not for that."""

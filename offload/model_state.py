@@ -89,8 +89,11 @@ class StateHooks:
     ) -> None:  # fmt: skip
         """All that is loaded is one edit: a part of it is not to be committed."""
         engine = self._alive()
-        if self._loading is not None and self._loading[0] is not module:
-            return  # a part of that module, or something after a load that was interrupted
+        committing, loading = engine.committing, self._loading
+        if committing and loading and loading[0] is not module and committing.is_open(loading[1]):
+            # A part of that module; or, after a load that was interrupted, something that does not
+            # make it whole.  A rollback does.
+            return
         if meta.get("assign_to_params_buffers", False):
             raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
         parts: dict[int, list[int]] = {}
@@ -99,9 +102,9 @@ class StateHooks:
                 index = self._index[id(p)]
                 parts.setdefault(engine.parts.unit_of[index], []).append(index)
         engine.weights.require_writable(parts)
-        if engine.committing is not None:
+        if committing is not None:
             self._loading = module, parts
-            engine.committing.begin_edit(parts)
+            committing.begin_edit(parts)
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         if self._loading is not None and self._loading[0] is module:

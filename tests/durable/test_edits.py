@@ -140,6 +140,15 @@ def test_a_state_dict_is_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
         optimizer.commit()
         again[0].load_state_dict({"0.weight": torch.zeros(96, 96)}, strict=False)
         optimizer.commit()
+        # A load that was interrupted is no frame for what comes after a rollback.
+        interrupt(monkeypatch, Contents, "fill", 4, lambda: again.load_state_dict(other))
+        optimizer.rollback()
+        part = {name: torch.ones_like(value) for name, value in again[1].state_dict().items()}
+        interrupt(monkeypatch, Contents, "fill", 2, lambda: again[1].load_state_dict(part))
+        with pytest.raises(OffloadError, match="was interrupted"):
+            optimizer.commit()
+        again[1].load_state_dict(part)
+        optimizer.commit()
 
 
 def test_state_is_not_loaded_between_backward_and_its_step(tmp_path: Path) -> None:

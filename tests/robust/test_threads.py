@@ -29,19 +29,25 @@ USES: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+def wrapped(folder: Path, place: str) -> tuple[TinyLM, Any]:
+    """The same each time."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = overspill.wrap(
+        model, adamw(model), nvme=folder, rates=overspill.Rates(), **PLACES[place]
+    )
+    return model, optimizer
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("use", USES)
 def test_another_thread_is_told(use: str, place: str, tmp_path: Path) -> None:
     ends: list[dict[str, torch.Tensor]] = []
     said: set[str] = set()
     for number in range(2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        torch.manual_seed(0)
-        model = TinyLM()
-        with overspill.wrap(
-            model, adamw(model), nvme=folder, rates=overspill.Rates(), **PLACES[place]
-        ) as optimizer:
+        model, optimizer = wrapped(tmp_path / str(number), place)
+        with optimizer:
             over = threading.Event()
 
             def disturb(model: Any = model, optimizer: Any = optimizer, over: Any = over) -> None:
@@ -136,13 +142,8 @@ def test_an_interrupted_read_of_weights_harms_nothing(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGALRM, handler)
     try:
         for number in range(2):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            torch.manual_seed(0)
-            model = TinyLM()
-            with overspill.wrap(
-                model, adamw(model), nvme=folder, rates=overspill.Rates(), **PLACES["streamed"]
-            ) as optimizer:
+            model, optimizer = wrapped(tmp_path / str(number), "streamed")
+            with optimizer:
                 train(model, optimizer, 2)
                 for tenth_ms in range(1, 61) if number else ():
                     try:
