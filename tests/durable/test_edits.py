@@ -21,6 +21,7 @@ from overspill.errors import OffloadError
 from overspill.runtime.contents import Contents
 from overspill.runtime.direct import DirectAccess
 from overspill.schedule.gradients import Gradients
+from overspill.weight_access import Weights
 from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
 
@@ -144,7 +145,7 @@ def test_a_state_dict_is_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
         interrupt(monkeypatch, Contents, "fill", 4, lambda: again.load_state_dict(other))
         optimizer.rollback()
         part = {name: torch.ones_like(value) for name, value in again[1].state_dict().items()}
-        interrupt(monkeypatch, Contents, "fill", 2, lambda: again[1].load_state_dict(part))
+        interrupt(monkeypatch, Weights, "write", 2, lambda: again[1].load_state_dict(part))
         with pytest.raises(OffloadError, match="was interrupted"):
             optimizer.commit()
         again[1].load_state_dict(part)
