@@ -279,14 +279,16 @@ class Committing:
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
-        if self._writer.last is None and self._unfit() is not None:
+        first = self._writer.last is None
+        if first and self._open and self._unfit() is None:
+            self.seal()
+        if (first or self._cut) and not self._open:
+            self._executor.request(Durable)  # one may be under way, the first of all included
+        if self._writer.last is None:
             raise OffloadError(
                 "there is no commit to go back to: none was made before values that are not finite "
                 "came in, or an edit was interrupted; load weights and state again"
             )
-        if self._writer.last is None or (self._cut and not self._open):
-            self._finish()
-        assert self._writer.last is not None
         facts = decode_facts(self._writer.last)
         check_buffers(self._model, facts["buffers"])
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
@@ -311,12 +313,6 @@ class Committing:
         self._renew()
         log.warning("overspill: went back to the commit of step %d", facts["step"])
         return facts["extra"]
-
-    def _finish(self) -> None:
-        """Waits for a commit that is under way, the first of all included."""
-        if self._writer.last is None:
-            self.seal()
-        self._executor.request(Durable)
 
     def _restore(self, facts: Mapping[str, Any]) -> None:
         self._ledger.restore(facts["step"], facts["steps"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from overspill.runtime.commits import CommitWriter
+from tests.patience import WAIT_S
 
 WIDTH = 32
 
@@ -140,8 +144,19 @@ def test_commits_go_on_when_finite_weights_were_loaded(tmp_path: Path) -> None:
     assert count == 3 and same(found, wanted)
 
 
-def test_backward_mode_raises_what_it_has_seen_before_the_step(tmp_path: Path) -> None:
-    """``on_nonfinite="raise"`` means it, with a store and without."""
+def test_backward_mode_raises_what_it_has_seen_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``on_nonfinite="raise"`` means it, with a store and without; the very first commit may still
+    be under way when values that are not finite come."""
+    seen, real = threading.Event(), CommitWriter._commit
+
+    def commit(writer: CommitWriter, *args: Any) -> None:
+        assert seen.wait(WAIT_S)
+        time.sleep(0.1)
+        real(writer, *args)
+
+    monkeypatch.setattr(CommitWriter, "_commit", commit)
     for given in ({"nvme": tmp_path}, {}):
         model = build()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,6 +168,7 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(tmp_path: Path) -
             engine = optimizer._engine
             while not engine.updater.nonfinite:  # the worker sees it first
                 pass
+            seen.set()
             with pytest.raises(OffloadError, match="the update gave values that are not finite"):
                 optimizer.step()
             assert optimizer.step_count == 0
