@@ -151,7 +151,7 @@ class Update:
         self.grad = torch.empty(numel, dtype=case.weights, device=device)
         for start in range(0, numel, 2**20):  # a pattern: drawing would take longer than measuring
             part = self.grad[start : start + 2**20]
-            part.copy_(torch.sin(torch.arange(part.numel(), dtype=torch.float32)))
+            part.copy_(torch.sin(torch.arange(part.numel(), dtype=torch.float32, device="cpu")))
         self.scalars = self.rule.scalars(group, 1, 0.5)
         self.moved_bytes = moved_bytes(case, fields, numel) / numel
         self.held_bytes = state_bytes(fields, numel) / numel + case.weights.itemsize
@@ -159,8 +159,8 @@ class Update:
     def run(self) -> float:
         started = time.perf_counter()
         self.rule.update(self.grad, self.weight, self.state, self.scalars)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         return time.perf_counter() - started
 
 
@@ -169,7 +169,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.moved_bytes, self.seconds = 0, 0.0
-        self._pages = torch.ones(2, TRAFFIC_BYTES // 2, dtype=torch.uint8)
+        self._pages = torch.ones(2, TRAFFIC_BYTES // 2, dtype=torch.uint8, device="cpu")
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ def update_costs(
     if numel < 1 or rounds < 1:
         raise ValueError(f"numel and rounds must be at least 1, not {numel} and {rounds}")
     count = threads()
-    values = torch.ones(2 * numel)
+    values = torch.ones(2 * numel, device="cpu")
     traffic = Traffic()
     sweeps: list[float] = []
     try:

@@ -1,8 +1,8 @@
 """The GPU kernels: compiled at run time through CuPy, launched on torch's current stream.
 
-AdamW and Adam over flat buffers, and the gathering of a unit's gradients, with the arithmetic of
-the CPU kernels.  They are compiled in CI and their arithmetic is tested on the host; no GPU has run
-them yet.  Without CuPy, or for other rules, plain torch updates device tensors (``reference.py``).
+AdamW and Adam over flat buffers, with the arithmetic of the CPU kernels.  They are compiled in CI
+and their arithmetic is tested on the host; no GPU has run them yet.  Without CuPy, or for other
+rules, plain torch updates device tensors (``reference.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ KERNELS = ("adam_fp32", "adam_bf16", "adam_int8")
 THREADS = 256
 ELEMENTS_PER_BLOCK = 8 * 256
 MOST_BLOCKS = 16384
-TILE = 16384
 
 
 class AdamJob(ctypes.Structure):
@@ -46,17 +45,6 @@ class AdamJob(ctypes.Structure):
         ("grad_type", ctypes.c_int),
         ("weight_type", ctypes.c_int),
         ("master_kind", ctypes.c_int),
-    )
-
-
-class Tile(ctypes.Structure):
-    """``overspill::Tile`` of csrc/cuda/gather.cu: at most ``TILE`` elements of one gradient."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        ("to", ctypes.c_uint64),
-        ("count", ctypes.c_uint32),
-        ("type", ctypes.c_int),
     )
 
 
@@ -87,15 +75,15 @@ def adam_job(
 
 
 @functools.cache
-def _module(source: str) -> Any:
-    """The kernels of one source file, compiled when first used.
+def _module() -> Any:
+    """The kernels, compiled when first used.
 
     Raises:
         ImportError: CuPy is not there.
     """
     cupy = importlib.import_module("cupy")
     folder = resources.files("overspill.cuda_sources")
-    code = (folder / source).read_text(encoding="utf-8")
+    code = (folder / "adam.cu").read_text(encoding="utf-8")
     numbers = (folder / "numbers.cuh").read_text(encoding="utf-8").replace("#pragma once", "")
     return cupy.RawModule(
         code=code.replace('#include "numbers.cuh"', numbers),
@@ -104,12 +92,12 @@ def _module(source: str) -> Any:
 
 
 @functools.cache
-def _ready(source: str) -> bool:
-    """Whether the kernels of a source file can be had here; if not, says once why."""
+def _ready() -> bool:
+    """Whether the kernels can be had here; if not, says once why."""
     if os.environ.get("OVERSPILL_NATIVE") == "0":
         return False
     try:
-        _module(source).compile()
+        _module().compile()
     except Exception as error:  # CuPy's own errors have no common class below this one
         logging.getLogger("overspill").warning(
             "updates on the GPU run in plain torch, several times slower: %s: %s",
@@ -121,20 +109,20 @@ def _ready(source: str) -> bool:
 
 def serves(kernel: str, tensor: Tensor) -> bool:
     """Whether ``update`` can run a rule's kernel where this tensor is."""
-    return tensor.device.type == "cuda" and kernel == "adam" and _ready("adam.cu")
+    return tensor.device.type == "cuda" and kernel == "adam" and _ready()
 
 
-def _launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
+def _launch(kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
     cupy = importlib.import_module("cupy")
     with cupy.cuda.Device(like.device.index or 0):
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(like.device).cuda_stream)
         with stream:
-            _module(source).get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
+            _module().get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
 
 
-def _uploaded(structures: ctypes.Structure | ctypes.Array[Any], like: Tensor) -> Tensor:
+def _uploaded(structure: ctypes.Structure, like: Tensor) -> Tensor:
     """The bytes of a kernel's argument in the memory of a device, in order with its stream."""
-    return torch.frombuffer(bytearray(structures), dtype=torch.uint8).to(like.device)
+    return torch.frombuffer(bytearray(structure), dtype=torch.uint8).to(like.device)
 
 
 def _address(tensor: Tensor) -> Any:
@@ -164,49 +152,5 @@ def update(
     blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
     if blocks:
         given = _uploaded(job, weight)
-        _launch("adam.cu", name, blocks, (_address(given), _address(flag)), weight)
+        _launch(name, blocks, (_address(given), _address(flag)), weight)
     return int(flag) == 0
-
-
-def gather(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Tensor:
-    """Copies gradients into ``flat`` at ``offsets`` (elements), cast to its dtype: in one launch
-    where the kernel can be had, else in plain torch.
-
-    Args:
-        grads: contiguous, fp32, bf16 or fp16, on one device.
-        flat: fp32, bf16 or fp16, on the same device; what lies between the gradients stays.
-
-    Returns:
-        The sum of the squares of what was stored, by tile of at most ``TILE`` elements, in double,
-        on the device.
-    """
-    if flat.device.type != "cuda" or not _ready("gather.cu"):
-        return _gather_in_torch(grads, offsets, flat)
-    tiles = [
-        Tile(
-            grad.data_ptr() + begin * grad.element_size(),
-            offset + begin,
-            min(TILE, grad.numel() - begin),
-            FLOAT_TYPES[grad.dtype],
-        )
-        for grad, offset in zip(grads, offsets, strict=True)
-        for begin in range(0, grad.numel(), TILE)
-    ]
-    squares = torch.zeros(len(tiles), dtype=torch.float64, device=flat.device)
-    if tiles:
-        table = _uploaded((Tile * len(tiles))(*tiles), flat)
-        kind = importlib.import_module("numpy").int32(FLOAT_TYPES[flat.dtype])
-        arguments = (_address(table), _address(flat), kind, _address(squares))
-        _launch("gather.cu", "gather", len(tiles), arguments, flat)
-    return squares
-
-
-def _gather_in_torch(grads: Sequence[Tensor], offsets: Sequence[int], flat: Tensor) -> Tensor:
-    squares: list[Tensor] = []
-    for grad, offset in zip(grads, offsets, strict=True):
-        stored = flat[offset : offset + grad.numel()]
-        stored.copy_(grad.view(-1))
-        squares += [part.double().square().sum() for part in stored.split(TILE) if part.numel()]
-    if not squares:
-        return torch.zeros(0, dtype=torch.float64, device=flat.device)
-    return torch.stack(squares)

@@ -142,7 +142,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _state_of(self, param: Tensor, group: Mapping[str, Any], rule: Rule) -> TensorDict:
         state: TensorDict = self.state[param]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             self._add_master(param, state, None)
         for name in rule.moments:
             if name not in state:
@@ -168,7 +168,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             if field.name == name:
                 state[name] = torch.zeros_like(param, dtype=field.dtype)
             elif field.name == scale_name(name):
-                state[field.name] = torch.zeros(field.elements(param.numel()), dtype=field.dtype)
+                state[field.name] = torch.zeros(
+                    field.elements(param.numel()), dtype=field.dtype, device=param.device
+                )
         if isinstance(value, Tensor) or value != 0.0:
             start = torch.empty_like(param, dtype=torch.float32)
             start.copy_(value) if isinstance(value, Tensor) else start.fill_(value)
@@ -229,7 +231,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if extra:
             raise ValueError(f"the state has {sorted(extra)}, which {type(self).__name__} lacks")
         state: TensorDict = self.state[param]
-        state["step"] = torch.tensor(float(rule.steps_taken(given)))
+        state["step"] = torch.tensor(float(rule.steps_taken(given)), device="cpu")
         self._add_master(param, state, given.get("master"))
         for name in rule.moments:
             if given.get(name) is not None:

@@ -2,7 +2,6 @@
 #include "cuda_on_host.h"
 
 #include "adam.cu"
-#include "gather.cu"
 
 extern "C" int run_adam(int format, const overspill::AdamJob* job) {
   int not_finite = 0;
@@ -12,10 +11,4 @@ extern "C" int run_adam(int format, const overspill::AdamJob* job) {
     if (format == 2) adam_int8(job, &not_finite);
   });
   return not_finite;
-}
-
-extern "C" void run_gather(unsigned tiles, const overspill::Tile* tile, void* flat, int flat_type,
-                           double* squares) {
-  launch(tiles, overspill::kThreads, overspill::kThreads,
-         [&] { gather(tile, flat, flat_type, squares); });
 }

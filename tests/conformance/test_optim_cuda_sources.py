@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from overspill.optim import device, kernels
-from overspill.optim.device import AdamJob, Tile
+from overspill.optim.device import AdamJob
 from overspill.optim.formats import Master, Moments
 from tests.optim_jobs import WEIGHTS, Job, assert_same, gradients, make_job
 
@@ -44,13 +44,12 @@ def adam_job(job: Job, grad: torch.Tensor, step: int, grad_scale: float = 1.0) -
     return device.adam_job(grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0)
 
 
-@pytest.mark.parametrize("source", ["adam.cu", "gather.cu"])
-def test_nvcc_compiles(source: str, tmp_path: Path) -> None:
+def test_nvcc_compiles(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     flags = ["-std=c++17", "-arch=sm_80", "-fmad=false", "-ptx", "-Werror=all-warnings"]
     subprocess.run(
-        ["nvcc", *flags, str(SOURCES / source), "-o", str(tmp_path / "out.ptx")],
+        ["nvcc", *flags, str(SOURCES / "adam.cu"), "-o", str(tmp_path / "out.ptx")],
         check=True,
     )
 
@@ -84,36 +83,8 @@ def test_adam_tells_what_is_not_finite(host: ctypes.CDLL) -> None:
         assert host.run_adam(0, ctypes.byref(adam_job(mine, grad, 2))) == 1
 
 
-@pytest.mark.parametrize("flat_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gather(host: ctypes.CDLL, flat_dtype: torch.dtype) -> None:
-    kinds = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-    grads = [torch.randn(70).half(), torch.randn(500), torch.randn(33).bfloat16()]
-    offsets = [0, 96, 608]
-    flat = torch.full((700,), 7.0, dtype=flat_dtype)
-    tiles = (Tile * 3)(
-        *(
-            Tile(grad.data_ptr(), offset, grad.numel(), kinds[grad.dtype])
-            for grad, offset in zip(grads, offsets, strict=True)
-        )
-    )
-    squares = torch.zeros(3, dtype=torch.float64)
-    host.run_gather(
-        3,
-        tiles,
-        ctypes.c_void_p(flat.data_ptr()),
-        kinds[flat_dtype],
-        ctypes.c_void_p(squares.data_ptr()),
-    )
-    for grad, offset, square in zip(grads, offsets, squares, strict=True):
-        stored = flat[offset : offset + grad.numel()]
-        assert torch.equal(stored, grad.to(flat_dtype))
-        assert float(square) == pytest.approx(float(stored.double().square().sum()), rel=1e-14)
-    assert (flat[70:96] == 7).all(), "gaps stay"
-
-
 def test_layouts_match() -> None:
     assert ctypes.sizeof(AdamJob) == 128
-    assert ctypes.sizeof(Tile) == 24
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
@@ -123,10 +94,8 @@ def test_rules_use_the_kernels_on_a_gpu(
     """The whole way but the launch, which the host stands in for."""
     launched = []
 
-    def launch(
-        source: str, kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor
-    ) -> None:
-        launched.append((source, kernel, blocks))
+    def launch(kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor) -> None:
+        launched.append((kernel, blocks))
         job, flag = (int(address) for address in arguments)
         found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job))
         ctypes.c_int32.from_address(flag).value = found
@@ -138,7 +107,7 @@ def test_rules_use_the_kernels_on_a_gpu(
     for step, grad in enumerate(gradients(5000, torch.bfloat16, 2), start=1):
         assert mine.step(grad, step, 0.37) == oracle.step_in_torch(grad, step, 0.37)
     assert_same(mine, oracle, moments)
-    assert launched == [("adam.cu", f"adam_{moments}", 3)] * 2
+    assert launched == [(f"adam_{moments}", 3)] * 2
     grad[77] = float("inf")
     assert not mine.step(grad, 3)
     assert make_job("lion", 33).step(torch.ones(33), 1)  # in torch: no kernel for it
@@ -180,17 +149,3 @@ def test_kernels_are_chosen_only_where_they_can_be_had(
     assert [r.message for r in caplog.records] == [
         "updates on the GPU run in plain torch, several times slower: RuntimeError: no compiler"
     ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gather_without_the_kernel(dtype: torch.dtype) -> None:
-    grads = [torch.randn(n) for n in (5, 40_001, 64)]
-    offsets = [0, 16, 40_032]
-    flat = torch.full((40_096,), 7.0, dtype=dtype)
-    squares = device.gather(grads, offsets, flat)
-    for grad, offset in zip(grads, offsets, strict=True):
-        assert torch.equal(flat[offset : offset + grad.numel()], grad.to(dtype))
-    assert (flat[5:16] == 7).all(), "what lies between stays"
-    assert squares.shape == (1 + 3 + 1,)
-    expected = sum(float(g.to(dtype).double().square().sum()) for g in grads)
-    assert float(squares.sum()) == pytest.approx(expected, rel=1e-12)
