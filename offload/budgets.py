@@ -92,11 +92,11 @@ def resolve_budgets(config: OffloadConfig, accelerator: Accelerator) -> Budgets:
     compute = host_free  # also with "sim", whose activations are in host memory
     if accelerator.has_device_memory:
         asked = parse_size(config.device_memory, "device_memory")
-        if accelerator.kind == "cuda":
-            compute = free = int(torch.cuda.mem_get_info(accelerator.device)[0])
-            device = asked.resolve(free, int(free * DEVICE_MARGIN))
-        else:
+        if accelerator.device.type == "cpu":
             device = asked.resolve(SIM_DEVICE_BYTES, 0)
+        else:
+            compute = free = int(torch.accelerator.get_memory_info(accelerator.device)[0])
+            device = asked.resolve(free, int(free * DEVICE_MARGIN))
     elif config.device_memory != "auto":
         raise ValueError(
             "device_memory: there is no device here, so there is one memory tier; set host_memory"

@@ -44,9 +44,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> 
 
 def free_unit(engine: Engine, unit: Unit) -> None:
     """Frees the originals of a unit: its parameters keep their shape, and hold one NaN."""
-    for chunk, spec in unit.params:
-        stub = torch.full((), float("nan"), dtype=chunk.dtype, device=engine.accelerator.device)
-        torch_private.become(engine.parts.parameters[spec.index], stub.expand(spec.shape))
+    stubs = engine.residences.stubs.of(unit)
+    for (_, spec), stub in zip(unit.params, stubs, strict=True):
+        torch_private.become(engine.parts.parameters[spec.index], stub)
 
 
 def move_buffers(model: nn.Module, engine: Engine) -> None:

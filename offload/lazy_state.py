@@ -26,7 +26,10 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
         self._engine.settle()
         for spec, values in self._engine.contents.state(self._engine.parts.unit_of[index]):
             if spec.index == index:
-                return {"step": torch.tensor(float(self._engine.ledger.steps[index])), **values}
+                return {
+                    "step": torch.tensor(float(self._engine.ledger.steps[index]), device="cpu"),
+                    **values,
+                }
         return {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:

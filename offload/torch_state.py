@@ -30,7 +30,11 @@ def torch_state(engine: Engine, groups: Groups) -> dict[str, Any]:
                 if step:
                     number = order[id(engine.parts.parameters[spec.index])]
                     master = exact.get(spec.index, {})
-                    state[number] = {"step": torch.tensor(float(step)), **values, **master}
+                    state[number] = {
+                        "step": torch.tensor(float(step), device="cpu"),
+                        **values,
+                        **master,
+                    }
     start, kept = 0, []
     for group in groups:
         numbers = list(range(start, start + len(group["params"])))
@@ -139,7 +143,7 @@ def _values(
         starts = rule.initial(groups[group])
         master = {} if given.get("master") is None else {"weight": given["master"]}
         return master | {
-            name: torch.full(spec.shape, starts.get(name, 0.0))
+            name: torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
             if given.get(name) is None
             else given[name]
             for name in rule.moments

@@ -181,7 +181,7 @@ def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
     if isinstance(tree, StreamedTensor):
         streamed.append(tree)
         if tree.nbytes == 0:
-            return torch.empty(tree.shape, dtype=tree.dtype)
+            return torch.empty(tree.shape, dtype=tree.dtype, device="cpu")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         memory = mmap.mmap(-1, tree.nbytes, flags=flags)
         return torch.frombuffer(memory, dtype=tree.dtype).view(tree.shape)

@@ -170,8 +170,10 @@ def _about(
     directories: Sequence[str | os.PathLike[str]], device: str | torch.device
 ) -> dict[str, Any]:
     name = str(device)
-    if name.startswith("cuda"):
-        name = f"{name} {torch.cuda.get_device_name(device)}"
+    if name not in ("cpu", "sim"):
+        module = torch.get_device_module(device)
+        if hasattr(module, "get_device_name"):
+            name = f"{name} {module.get_device_name(device)}"
     return {
         "format": FORMAT,
         "machine": platform.node(),

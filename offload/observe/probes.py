@@ -170,12 +170,12 @@ def link(device: torch.device, limit_s: float) -> Link:
     def copied_s(dst: torch.Tensor, src: torch.Tensor) -> float:
         def run() -> None:
             dst.copy_(src, non_blocking=True)
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
         return best_s(run, limit_s / 5)
 
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    loose = torch.ones(LINK_BYTES, dtype=torch.uint8)
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+    loose = torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu")
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     latency_s = copied_s(there[:64], host[:64])
     pairs = ((there, host), (host, there), (there, loose), (loose, there))
@@ -188,7 +188,7 @@ def link(device: torch.device, limit_s: float) -> Link:
 
 def dram(limit_s: float) -> float:
     """Bytes per second read and written by a copy in host memory, the two added up."""
-    src = torch.ones(DRAM_BYTES, dtype=torch.uint8)
+    src = torch.ones(DRAM_BYTES, dtype=torch.uint8, device="cpu")
     dst = torch.empty_like(src)
     return 2 * DRAM_BYTES / best_s(lambda: dst.copy_(src), limit_s)
 
@@ -202,6 +202,6 @@ def flops(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
     def run() -> None:
         torch.mm(left, left)
         if gpu:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
 
     return 2 * side**3 / best_s(run, limit_s)

@@ -31,7 +31,7 @@ STATE = -1
 
 def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``value`` flat in the memory order of the parameter, on the CPU."""
-    flat = torch.empty(spec.numel, dtype=dtype)
+    flat = torch.empty(spec.numel, dtype=dtype, device="cpu")
     flat.as_strided(spec.shape, spec.stride).copy_(value)
     return flat
 
@@ -122,7 +122,11 @@ class Contents:
         """Writes a weight that has a master; returns what the master's record gets."""
         if value.dtype == chunk.dtype == torch.bfloat16 and "master" not in names:
             weight.copy_(flat_like(spec, value, chunk.dtype))
-            return {} if first else {"master_lo": torch.zeros(weight.shape, dtype=torch.int16)}
+            return (
+                {}
+                if first
+                else {"master_lo": torch.zeros(weight.shape, dtype=torch.int16, device="cpu")}
+            )
         master = flat_like(spec, value, torch.float32)
         if chunk.dtype != torch.bfloat16:
             weight.copy_(master.to(chunk.dtype))
@@ -259,7 +263,9 @@ class Contents:
             record = self._record(self._direct.load(Item(Kind.STATE, subgroup.index)), subgroup)
             for name in names:
                 dtype = record[name].dtype if masters else torch.float32
-                whole = gathered.setdefault(name, torch.zeros(chunk.numel, dtype=dtype))
+                whole = gathered.setdefault(
+                    name, torch.zeros(chunk.numel, dtype=dtype, device="cpu")
+                )
                 span = slice(subgroup.start, subgroup.start + subgroup.count)
                 whole[span] = record[name] if masters else read_moment(record, name)
         return gathered

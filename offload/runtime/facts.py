@@ -26,8 +26,8 @@ def random_states(device: torch.device) -> dict[str, Any]:
             "MT19937", torch.from_numpy(np.array(inner["key"], np.int64)), int(inner["pos"]),
             int(found["has_gauss"]), float(found["gauss"]),
         ]  # fmt: skip
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
@@ -39,8 +39,8 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     if "numpy" in states:
         kind, keys, position, has_gauss, cached = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -28,8 +28,8 @@ class _Clock:
         self._since_s = self._now_s()
 
     def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def _turn(self) -> None:

@@ -22,6 +22,7 @@ from . import torch_private
 from .accelerators.base import Accelerator
 from .executor import Executor
 from .parameters import Managed, WeightAccess
+from .stubs import Stubs
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,6 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
 _TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
 
 
-def make_stub(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of one NaN, expanded: ``numel()`` is true and there is no memory behind it."""
-    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
-
-
 class Residences:
     """Opens and closes units for compute.  Counts uses; the first opens, the last closes."""
 
@@ -79,6 +75,7 @@ class Residences:
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._place_of = place_of
+        self.stubs = Stubs(parts.units, accelerator.device)
         count = len(parts.units)
         homes = executor.machine.layout.homes
         self.fixed = [home.resident for home in homes]
@@ -114,14 +111,10 @@ class Residences:
                 residence = self.current[unit.index] = self._residence(unit.index)
                 self._stubs[unit.index] = tuple(residence.views)
             else:
-                self._stubs[unit.index] = self._empty(unit)
+                self._stubs[unit.index] = self.stubs.of(unit)
             torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
             self._manage(unit, access)
             self._to_stubs(unit.index)
-
-    def _empty(self, unit: Unit) -> tuple[torch.Tensor, ...]:
-        device = self.accelerator.device
-        return tuple(make_stub(spec.shape, chunk.dtype, device) for chunk, spec in unit.params)
 
     def _manage(self, unit: Unit, access: WeightAccess) -> None:
         self._managed[unit.index] = tuple(
@@ -152,7 +145,7 @@ class Residences:
         watches = [held.watch for held in self._held]
         for unit, residence in enumerate(self.current):
             if self._managed[unit]:  # and not given away
-                self._stubs[unit] = self._empty(self.parts.units[unit])
+                self._stubs[unit] = self.stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)
                 torch_private.outdate(self._params[unit])
             if residence is not None:

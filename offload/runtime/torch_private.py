@@ -86,12 +86,15 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def storage_over(memory: torch.Tensor) -> torch.UntypedStorage:
-    """A new storage object over the bytes of ``memory``, which must outlive it."""
+def storage_over(memory: torch.Tensor, *, keep: bool = False) -> torch.UntypedStorage:
+    """A new storage object over the bytes of ``memory``, which must outlive it; with ``keep`` it
+    does: torch keeps the Python side of a storage as long as any tensor has it."""
     made: Any = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), memory.device, memory.numel() * memory.element_size()
     )
     assert isinstance(made, torch.UntypedStorage)
+    if keep:
+        made._memory = memory  # type: ignore[attr-defined]
     return made
 
 

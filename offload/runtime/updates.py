@@ -273,5 +273,5 @@ def _kept(value: Any) -> Any:
 
 def _same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(left), torch.as_tensor(right)))
+        return bool(torch.equal(*(torch.as_tensor(each, device="cpu") for each in (left, right))))
     return bool(left == right)

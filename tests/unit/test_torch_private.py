@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import overspill
 from overspill.runtime import torch_private as private
@@ -45,6 +48,20 @@ def test_the_releases_tried_are_those_that_are_claimed() -> None:
     pinned = re.search(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
     assert oldest and pinned
     assert oldest[1] == private.TRIED[0] and pinned[1] in private.TRIED
+
+
+def test_a_storage_may_keep_its_memory() -> None:
+    """As long as a tensor has it, whether or not Python still knows the storage."""
+    memory = torch.full((4,), 7.0)
+    alive = weakref.ref(memory)
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.data = torch.empty(0).set_(private.storage_over(memory[2:], keep=True), 0, (2,), (1,))
+    del memory
+    gc.collect()
+    assert alive() is not None and parameter.tolist() == [7.0, 7.0]
+    parameter.data = torch.zeros(2)
+    gc.collect()
+    assert alive() is None
 
 
 def test_storage_over_memory_aliases_and_expires() -> None:

@@ -1,32 +1,38 @@
-"""An NVIDIA GPU: side streams for copies and updates, page-locked host memory, CUDA events.
+"""A device that torch serves with streams and events: a GPU of any vendor.
 
-The only file that knows CUDA.  Importing it needs no GPU; constructing it does.
+Side streams for copies and updates, page-locked host memory.  Importing it needs no device;
+constructing it does.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ...errors import OffloadError, format_bytes
 from ...observe.rates import Rates
 from .base import CopyDone, Event, OnDone, aligned_bytes, copied_bytes, deliver
+from .vendors import VENDORS, Vendor
+
+log = logging.getLogger("overspill")
 
 PIECE_BYTES = 1 << 30  # page-locked at a time: larger registrations fail on some systems
 
 
-class _CudaEvent:
-    """A point of a CUDA stream.  ``blocking``: whoever waits for it sleeps, and does not spin."""
+class _StreamEvent:
+    """A point of a stream."""
 
-    def __init__(self, *, timing: bool) -> None:
-        self.event = torch.cuda.Event(enable_timing=timing, blocking=True)
+    def __init__(self, event: Any) -> None:
+        self.event = event
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -37,18 +43,40 @@ class _CudaEvent:
 
 @dataclass(frozen=True)
 class _Copy:
-    started: _CudaEvent
-    finished: _CudaEvent
+    started: _StreamEvent
+    finished: _StreamEvent
     nbytes: int
     on_done: OnDone
+
+
+class _Maker:
+    """Makes streams and events of one device."""
+
+    def __init__(self, device: torch.device, vendor: Vendor) -> None:
+        self.device = device
+        self.module: Any = torch.get_device_module(device)
+        self._options = dict(vendor.event_options)
+
+    def stream(self) -> Any:
+        return self.module.Stream(device=self.device)
+
+    def event(self, *, timing: bool) -> _StreamEvent:
+        return _StreamEvent(self.module.Event(enable_timing=timing, **self._options))
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self.module.stream(stream)
+        return context
+
+    def current(self) -> Any:
+        return self.module.current_stream(self.device)
 
 
 class _CopyStream:
     """One direction: a stream, and a thread that tells of each copy's end, in order."""
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._device = device
+    def __init__(self, name: str, make: _Maker) -> None:
+        self.stream = make.stream()
+        self._make = make
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
         self._thread.start()
@@ -60,8 +88,8 @@ class _CopyStream:
         on_done: OnDone,
     ) -> Event:
         """Gives the stream all ``(dst, src)`` pieces of one copy."""
-        started, finished = _CudaEvent(timing=True), _CudaEvent(timing=True)
-        with torch.cuda.stream(self.stream):
+        started, finished = self._make.event(timing=True), self._make.event(timing=True)
+        with self._make.on(self.stream):
             for event in after:
                 self.stream.wait_event(_event_of(event))
             started.event.record(self.stream)
@@ -73,7 +101,7 @@ class _CopyStream:
         return finished
 
     def _run(self) -> None:
-        torch.cuda.set_device(self._device)
+        torch.accelerator.set_device_index(self._make.device)
         while (copy := self._copies.get()) is not None:
             error: BaseException | None = None
             took_ns = 0
@@ -91,28 +119,30 @@ class _CopyStream:
         self._thread.join()
 
 
-def _event_of(event: Event) -> torch.cuda.Event:
-    if not isinstance(event, _CudaEvent):
+def _event_of(event: Event) -> Any:
+    if not isinstance(event, _StreamEvent):
         raise TypeError(f"an event of another accelerator: {event!r}")
     return event.event
 
 
-class CudaAccelerator:
-    """See ``Accelerator``.  ``device`` is a CUDA device with an index."""
+class StreamsAccelerator:
+    """See ``Accelerator``.  ``device`` is of any kind that torch has streams for, with an index."""
 
-    kind = "cuda"
     limits = Rates()
     has_device_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.kind = device.type
+        self._vendor = VENDORS.get(device.type, Vendor())
+        self._arenas: list[torch.Tensor] = []  # kept until nothing of ours can touch them
         self._locked: list[tuple[int, int]] = []  # (address, bytes) of each registered piece
         self._lock = threading.Lock()
         self._closed = False
-        torch.cuda.init()
-        self._in = _CopyStream("copy_in", device)
-        self._out = _CopyStream("copy_out", device)
-        self._update = torch.cuda.Stream(device)
+        self._make = _Maker(device, self._vendor)
+        self._in = _CopyStream("copy_in", self._make)
+        self._out = _CopyStream("copy_out", self._make)
+        self._update = self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -120,23 +150,29 @@ class CudaAccelerator:
         self._refuse_closed()
         memory = aligned_bytes(nbytes, self.device)
         # The memory may have had users on the stream that the allocator knows; ours are others.
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
+        self._arenas.append(memory)
         return memory
 
     def page_lock(self, address: int, nbytes: int) -> None:
         self._refuse_closed()
-        runtime = torch.cuda.cudart()
+        if self._vendor.register is None:
+            log.warning(
+                "overspill: torch cannot page-lock host memory for %s; copies will be slow and "
+                "will not run beside compute", self.device,
+            )  # fmt: skip
+            return
         for start in range(address, address + nbytes, PIECE_BYTES):
             length = min(PIECE_BYTES, address + nbytes - start)
-            with torch.cuda.device(self.device):
-                result = runtime.cudaHostRegister(start, length, 0)
-            if result != runtime.cudaError.success:
+            try:
+                self._vendor.register(start, length, self.device)
+            except RuntimeError as error:
                 raise OffloadError(
                     f"could not page-lock {format_bytes(length)} of host memory at {start:#x} for "
-                    f"{self.device} (CUDA error {int(result)}); "
+                    f"{self.device} ({error}); "
                     f"{format_bytes(sum(n for _, n in self._locked))} of {format_bytes(nbytes)} "
                     "are locked; lower host_memory, or raise the memory limit of this container"
-                )
+                ) from error
             self._locked.append((start, length))
 
     def _pieces(
@@ -176,22 +212,21 @@ class CudaAccelerator:
     # -- compute --------------------------------------------------------------------------------
 
     def record(self) -> Event:
-        event = _CudaEvent(timing=False)
-        event.event.record(torch.cuda.current_stream(self.device))
+        event = self._make.event(timing=False)
+        event.event.record(self._make.current())
         return event
 
     def wait(self, event: Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(_event_of(event))
+        self._make.current().wait_event(_event_of(event))
 
     def used(self, memory: torch.Tensor) -> None:
         return None
 
     def update_stream(self) -> AbstractContextManager[object]:
-        stream: AbstractContextManager[object] = torch.cuda.stream(self._update)
-        return stream
+        return self._make.on(self._update)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.accelerator.synchronize(self.device)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -204,10 +239,13 @@ class CudaAccelerator:
             first, self._closed = not self._closed, True
         if not first:
             return
-        self._in.close()
-        self._out.close()
-        torch.cuda.synchronize(self.device)
-        runtime = torch.cuda.cudart()
-        while self._locked:
-            address, _ = self._locked.pop()
-            runtime.cudaHostUnregister(address)
+        try:
+            self._in.close()
+            self._out.close()
+            self.synchronize()
+        finally:  # after an error of the device nothing of it runs any more
+            self._arenas.clear()
+            while self._locked:
+                address, _ = self._locked.pop()
+                assert self._vendor.unregister is not None
+                self._vendor.unregister(address)

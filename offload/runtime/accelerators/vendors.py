@@ -1,0 +1,60 @@
+"""What each vendor's devices have of their own: registration of host memory, and kinds of events.
+
+The only file that knows CUDA's names.  Everything else goes through ``torch.accelerator`` and the
+device's module, which is the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """How devices of one kind (``torch.device.type``) are used.
+
+    Attributes:
+        register: page-locks ``(address, bytes)`` of host memory for a device, or raises
+            ``RuntimeError`` with the reason.  ``None``: there is no way; copies then are those of
+            pageable memory, right and slow.
+        unregister: undoes it, by address.
+        event_options: for the events of the device's module, beside ``enable_timing``.
+        built: why torch knows no such device although it may be there, or ``None``.
+    """
+
+    register: Callable[[int, int, torch.device], None] | None = None
+    unregister: Callable[[int], None] | None = None
+    event_options: Mapping[str, Any] = field(default_factory=dict)
+    built: Callable[[], str | None] = lambda: None
+
+
+def _register_cuda(address: int, nbytes: int, device: torch.device) -> None:
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        result = runtime.cudaHostRegister(address, nbytes, 0)
+    if result != runtime.cudaError.success:
+        raise RuntimeError(f"CUDA error {int(result)}")
+
+
+def _unregister_cuda(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _cuda_built() -> str | None:
+    known = torch.version.cuda or torch.version.hip
+    return None if known else "this PyTorch is built without CUDA"
+
+
+# ROCm answers to CUDA's names.  Of kinds that are not here, torch's own interface is all there is.
+VENDORS: dict[str, Vendor] = {
+    "cuda": Vendor(
+        register=_register_cuda,
+        unregister=_unregister_cuda,
+        event_options={"blocking": True},  # whoever waits sleeps, and does not spin
+        built=_cuda_built,
+    )
+}
