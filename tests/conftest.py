@@ -4,11 +4,26 @@ one torch thread: models this small wait for a second one longer than it works."
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes; processes of tests inherit it
+
+
+from tests.devices import NAME
+
+
+@pytest.fixture(autouse=True)
+def ordered() -> Iterator[None]:
+    """On the test device: whatever two streams touch is ordered."""
+    yield
+    if NAME == "testdev":
+        from tests.device.install import install
+
+        races = install().take_races()
+        assert not races, f"{len(races)} races, the first: {races[0]}"
 
 
 @pytest.fixture(scope="session", autouse=True)

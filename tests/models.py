@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.devices import DEVICE
+
 VOCABULARY = 500
 
 
@@ -65,7 +67,8 @@ class TinyLM(nn.Module):
 def batch(seed: int, rows: int = 2, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator)
+    ids = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator, device="cpu")
+    ids = ids.to(DEVICE)
     return ids[:, :-1], ids[:, 1:]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, normal
 
 WIDTH = 96
 
@@ -23,7 +24,7 @@ def build() -> nn.Module:
 def options(path: Path | Sequence[Path], **more: Any) -> dict[str, Any]:
     """Tight budgets: some of everything lives on disk, some in memory."""
     return {
-        "nvme": path, "device": "cpu", "host_memory": "700KiB", "rates": overspill.Rates(), **more
+        "nvme": path, "device": CPU, "host_memory": "700KiB", "rates": overspill.Rates(), **more
     }  # fmt: skip
 
 
@@ -33,8 +34,7 @@ def train(
     """The data of a step come from its number, dropout from the global generator."""
     while optimizer.step_count < steps:
         torch.rand(3)  # what a loop draws for its batch
-        draw = torch.Generator().manual_seed(optimizer.step_count)
-        batch = torch.randn(6, WIDTH, generator=draw)
+        batch = normal(optimizer.step_count, 6, WIDTH)
         model(batch.to(next(model.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         if schedule is not None:

@@ -27,6 +27,7 @@ from torch import nn
 
 import overspill
 from overspill.io_engine import manifest
+from tests.devices import CPU, normal
 
 STEPS, WIDTH = 24, 96
 SECTOR = 4096
@@ -61,7 +62,7 @@ def work(folder: Path, mode: dict[str, Any], out: Path, told: int) -> None:
     which step it begins and which it has taken."""
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"device": "cpu", "host_memory": "600KiB", "rates": overspill.Rates(), **mode}
+    options = {"device": CPU, "host_memory": "600KiB", "rates": overspill.Rates(), **mode}
     places = folders(folder, options.pop("stripes", 1))
     manifest.LARGEST_LOG_BYTES = 0  # written anew after eight commits
     try:
@@ -76,8 +77,7 @@ def work(folder: Path, mode: dict[str, Any], out: Path, told: int) -> None:
     with optimizer:
         os.write(told, bytes([optimizer.step_count]))
         while optimizer.step_count < STEPS:
-            draw = torch.Generator().manual_seed(optimizer.step_count)
-            batch = torch.randn(4, WIDTH, generator=draw).to(next(model.parameters()).dtype)
+            batch = normal(optimizer.step_count, 4, WIDTH).to(next(model.parameters()).dtype)
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -16,6 +16,7 @@ from overspill.durable.inspect import inspect_store
 from overspill.io_engine import StoreReader, find_store
 from overspill.io_engine.manifest import MANIFEST_NAME, Kind
 from overspill.io_engine.store import STORE_NAME
+from tests.devices import CPU, normal
 
 WIDTH = 48
 
@@ -26,7 +27,7 @@ def build() -> nn.Module:
 
 
 def options() -> dict[str, Any]:
-    return {"device": "cpu", "host_memory": "200KiB", "rates": overspill.Rates()}
+    return {"device": CPU, "host_memory": "200KiB", "rates": overspill.Rates()}
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -74,8 +75,7 @@ def test_single_bits(tmp_path: Path, flips: int) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     with overspill.wrap(model, inner, nvme=tmp_path, **options()) as optimizer:
         for number in range(3):
-            draw = torch.Generator().manual_seed(number)
-            model(torch.randn(4, WIDTH, generator=draw)).square().mean().backward()
+            model(normal(number, 4, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         wanted = weights(model)

@@ -27,6 +27,7 @@ from overspill.io_engine.manifest import MANIFEST_NAME, Kind, read_manifest
 from overspill.io_engine.native import NATIVE
 from overspill.io_engine.simulated import Faults, faulty_disk
 from overspill.io_engine.store import STORE_NAME
+from tests.devices import CPU, normal
 
 WIDTH, STEPS = 64, 6
 MODES: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def start(folder: Path, mode: dict[str, Any]) -> tuple[nn.Module, Any]:
     """Goes on in the store, or begins it where nothing was ever committed."""
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"device": "cpu", "rates": overspill.Rates(), **mode}
+    options = {"device": CPU, "rates": overspill.Rates(), **mode}
     try:
         return model, overspill.resume(model, folder, inner, **options)[0]
     except overspill.CorruptionError:
@@ -60,8 +61,7 @@ def start(folder: Path, mode: dict[str, Any]) -> tuple[nn.Module, Any]:
 
 def train(model: nn.Module, optimizer: Any) -> None:
     while optimizer.step_count < STEPS:
-        draw = torch.Generator().manual_seed(optimizer.step_count)
-        model(torch.randn(4, WIDTH, generator=draw)).square().mean().backward()
+        model(normal(optimizer.step_count, 4, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 

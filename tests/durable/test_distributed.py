@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import overspill
 from overspill.distributed import DistributedFolder
 from overspill.loading import WeightFiles
+from tests.devices import CPU
 from tests.models import TinyLM, train
 
 
@@ -65,9 +66,7 @@ def test_training_goes_on_from_a_folder(
     for model, source in ((by_hand, trained[1].state_dict()), (empty()[0], tmp_path / "dcp")):
         adamw = torch.optim.AdamW(model.parameters(), lr=1.0)
         weights = {"weights": source} if isinstance(source, Path) else {}
-        with overspill.wrap(
-            model, adamw, device="cpu", host_memory="64MiB", **weights
-        ) as optimizer:
+        with overspill.wrap(model, adamw, device=CPU, host_memory="64MiB", **weights) as optimizer:
             optimizer.load_state_dict(source)
             assert optimizer.param_groups[0]["lr"] == 2e-3
             train(model, optimizer, 2)
@@ -84,8 +83,8 @@ def test_another_model_is_refused(
     model = torch.nn.Linear(3, 3)
     adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="weight is missing"):
-        overspill.wrap(model, adamw, device="cpu", host_memory="64MiB", weights=tmp_path / "dcp")
-    with overspill.wrap(model, adamw, device="cpu", host_memory="64MiB") as optimizer:
+        overspill.wrap(model, adamw, device=CPU, host_memory="64MiB", weights=tmp_path / "dcp")
+    with overspill.wrap(model, adamw, device=CPU, host_memory="64MiB") as optimizer:
         with pytest.raises(ValueError, match="does not train"):
             optimizer.load_state_dict(tmp_path / "dcp")
         with pytest.raises(ValueError, match="no optimizer state"):
@@ -140,7 +139,7 @@ def test_an_import_holds_a_few_tensors(
         other = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False)
                                       for _ in range(layers)))  # fmt: skip
     with overspill.wrap(
-        other, torch.optim.AdamW(other.parameters()), device="cpu", host_memory="64MiB",
+        other, torch.optim.AdamW(other.parameters()), device=CPU, host_memory="64MiB",
         weights=tmp_path,
     ) as optimizer:  # fmt: skip
         if form == "distributed":

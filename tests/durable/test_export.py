@@ -17,6 +17,7 @@ from overspill.durable.export import export_store
 from overspill.durable.inspect import inspect_store
 from overspill.errors import OffloadError
 from overspill.io_engine import CorruptionError, blocks
+from tests.devices import CPU
 from tests.models import TinyLM, adamw, batch, train
 
 
@@ -49,7 +50,7 @@ def test_saved_model_has_the_same_logits(tmp_path: Path, tied: bool, moments: st
     with overspill.wrap(
         model,
         given,
-        device="cpu",
+        device=CPU,
         nvme=tmp_path / "store",
         host_memory="64MiB",
         moments=moments,
@@ -75,7 +76,7 @@ def test_torch_goes_on_with_an_exported_state(tmp_path: Path) -> None:
     model = TinyLM()
     (tmp_path / "store").mkdir()
     with overspill.wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=3e-3), device="cpu",
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), device=CPU,
         nvme=tmp_path / "store", host_memory="64MiB",
     ) as optimizer:  # fmt: skip
         train(model, optimizer, 2)
@@ -98,7 +99,7 @@ def test_an_export_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Mon
     model = nn.Sequential(*(nn.Linear(2048, 1536) for _ in range(4))).bfloat16()
     given = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped = overspill.wrap(
-        model, given, device="cpu", nvme=tmp_path / "store", host_memory="192MiB", precision="bf16"
+        model, given, device=CPU, nvme=tmp_path / "store", host_memory="192MiB", precision="bf16"
     )
     with wrapped as optimizer:
         for layer in model:
@@ -124,7 +125,7 @@ def test_damage_of_a_store_is_told_and_not_exported(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     model = TinyLM()
     with overspill.wrap(
-        model, adamw(model), device="cpu", nvme=tmp_path / "store", host_memory="64MiB"
+        model, adamw(model), device=CPU, nvme=tmp_path / "store", host_memory="64MiB"
     ) as optimizer:
         train(model, optimizer, 1)
     found = inspect_store(tmp_path / "store")
@@ -142,6 +143,6 @@ def test_damage_of_a_store_is_told_and_not_exported(tmp_path: Path) -> None:
 
 def test_save_without_a_store_says_what_to_do() -> None:
     model = TinyLM()
-    optimizer = overspill.wrap(model, adamw(model), device="cpu")
+    optimizer = overspill.wrap(model, adamw(model), device=CPU)
     with optimizer, pytest.raises(OffloadError, match="nvme="):
         optimizer.save("nowhere")

@@ -13,6 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import normal
 from tests.resumed import adamw, assert_same, build, options, train, weights
 
 
@@ -82,7 +83,7 @@ def test_buffers_are_those_of_the_step_however_the_model_is_called(
     optimizer = overspill.wrap(model, torch.optim.SGD(model.parameters(), 0.1), **given)
     seen: list[dict[str, torch.Tensor]] = [weights(model)]
     for number in range(3):
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number))
+        x = normal(number, 8, 32)
         run(model, x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import overspill
+from tests.devices import CPU
 from tests.models import TinyLM, train
 
 
@@ -18,7 +19,7 @@ def test_training_goes_on_from_an_export(tmp_path: Path, precision: str) -> None
     torch.manual_seed(0)
     model = TinyLM()
     with overspill.wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=3e-3), device="cpu",
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), device=CPU,
         nvme=tmp_path / "store", host_memory="64MiB", precision=precision,
     ) as optimizer:  # fmt: skip
         train(model, optimizer, 2)
@@ -28,7 +29,7 @@ def test_training_goes_on_from_an_export(tmp_path: Path, precision: str) -> None
     with overspill.empty_init():
         other = TinyLM()
     with overspill.wrap(
-        other, torch.optim.AdamW(other.parameters()), device="cpu", host_memory="64MiB",
+        other, torch.optim.AdamW(other.parameters()), device=CPU, host_memory="64MiB",
         precision=precision, weights=tmp_path / "out",
     ) as optimizer:  # fmt: skip
         mapped = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True, mmap=True)

@@ -12,6 +12,7 @@ import overspill
 from overspill.cli.app import app
 from overspill.io_engine.manifest import MANIFEST_NAME, Kind, read_manifest
 from overspill.io_engine.store import STORE_NAME
+from tests.devices import CPU
 from tests.resumed import adamw, assert_same, build, options, train, weights
 
 
@@ -53,7 +54,7 @@ def test_repair_asks_first(store: Path) -> None:
     assert done.exit_code == 1
     assert (store / MANIFEST_NAME).read_bytes() == before
     with pytest.raises(overspill.CorruptionError, match="generation 3, step 2"):
-        overspill.resume(build(), store, device="cpu", rates=overspill.Rates())
+        overspill.resume(build(), store, device=CPU, rates=overspill.Rates())
 
 
 def test_training_goes_on_from_what_a_repair_leaves(store: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.runtime.commits import CommitWriter
+from tests.devices import CPU, normal
 from tests.patience import WAIT_S
 
 WIDTH = 32
@@ -28,13 +29,12 @@ def build() -> nn.Module:
 
 def wrapped(path: Path, model: nn.Module, **more: Any) -> Any:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"device": "cpu", "host_memory": "64MiB", "rates": overspill.Rates(), **more}
+    given = {"device": CPU, "host_memory": "64MiB", "rates": overspill.Rates(), **more}
     return overspill.wrap(model, inner, nvme=path, **given)
 
 
 def step(model: nn.Module, optimizer: Any, number: int, factor: float = 1.0) -> None:
-    draw = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, WIDTH, generator=draw) * factor).square().mean()
+    loss = model(normal(number, 4, WIDTH) * factor).square().mean()
     (loss * factor).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -48,7 +48,7 @@ def reopened(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer, _ = overspill.resume(
-        model, path, inner, device="cpu", host_memory="64MiB", rates=overspill.Rates()
+        model, path, inner, device=CPU, host_memory="64MiB", rates=overspill.Rates()
     )
     with optimizer:
         return optimizer.step_count, state(model)
@@ -161,7 +161,7 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(
         model = build()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         with overspill.wrap(
-            model, inner, device="cpu", host_memory="64MiB", update="backward",
+            model, inner, device=CPU, host_memory="64MiB", update="backward",
             rates=overspill.Rates(), **given,
         ) as optimizer:  # fmt: skip
             (model(torch.randn(4, WIDTH)).sum() * float("nan")).backward()

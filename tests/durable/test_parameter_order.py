@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, normal
 
 
 def model_of_equals() -> nn.Module:
@@ -25,7 +26,7 @@ def adamw(model: nn.Module, *, turned: bool) -> torch.optim.AdamW:
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for seed in range(steps):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        x = normal(seed, 4, 8)
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -39,7 +40,7 @@ def exported(folder: Path, *, turned: bool) -> tuple[dict[str, Any], dict[str, t
     given = adamw(model, turned=turned)
     listed = [names[id(p)] for p in given.param_groups[0]["params"]]
     with overspill.wrap(
-        model, given, device="cpu", nvme=folder / "store", host_memory="64MiB"
+        model, given, device=CPU, nvme=folder / "store", host_memory="64MiB"
     ) as optimizer:
         train(model, optimizer, 2)
         optimizer.save(folder / "out")
@@ -68,7 +69,7 @@ def test_names_are_matched_in_any_order(tmp_path: Path, turned: bool) -> None:
     given = adamw(model, turned=turned)
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [names[id(p)] for p in given.param_groups[0]["params"]]
-    with overspill.wrap(model, given, device="cpu") as optimizer:
+    with overspill.wrap(model, given, device=CPU) as optimizer:
         optimizer.load_state_dict(tree)
         state = optimizer.state_dict()["state"]
     for number, name in enumerate(listed):
@@ -80,7 +81,7 @@ def test_other_names_are_an_error(tmp_path: Path) -> None:
     tree["param_groups"][0]["param_names"][1] = "elsewhere.weight"
     model = model_of_equals()
     with (
-        overspill.wrap(model, adamw(model, turned=False), device="cpu") as optimizer,
+        overspill.wrap(model, adamw(model, turned=False), device=CPU) as optimizer,
         pytest.raises(ValueError, match=r"lack '1\.weight'"),
     ):
         optimizer.load_state_dict(tree)
@@ -91,7 +92,7 @@ def test_resume_keeps_the_order(tmp_path: Path) -> None:
     exported(tmp_path, turned=True)
     model = model_of_equals()
     names = {id(p): name for name, p in model.named_parameters()}
-    optimizer, _ = overspill.resume(model, tmp_path / "store", device="cpu", host_memory="64MiB")
+    optimizer, _ = overspill.resume(model, tmp_path / "store", device=CPU, host_memory="64MiB")
     with optimizer:
         listed = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
     assert listed == [f"{i}.weight" for i in (3, 2, 1, 0)]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, SIM
 from tests.resumed import adamw, assert_same, build, options, train, weights, whole_run
 
 MODES: list[dict[str, Any]] = [
@@ -19,8 +20,8 @@ MODES: list[dict[str, Any]] = [
     {"update": "next_forward", "host_memory": "64MiB"},
     {"update": "next_forward", "precision": "bf16", "moments": "int8", "max_grad_norm": 1.0},
     {"update": "backward", "precision": "bf16", "moments": "bf16", "host_memory": "64MiB"},
-    {"device": "sim", "device_memory": "400KiB", "host_memory": "1MiB"},
-    {"device": "sim", "device_memory": "64MiB", "host_memory": "64MiB", "update": "backward"},
+    {"device": SIM, "device_memory": "400KiB", "host_memory": "1MiB"},
+    {"device": SIM, "device_memory": "64MiB", "host_memory": "64MiB", "update": "backward"},
 ]
 
 
@@ -57,7 +58,7 @@ def test_resume_is_bit_for_bit(tmp_path: Path, mode: dict[str, Any], monkeypatch
 OTHERS: list[dict[str, Any]] = [
     {"update": "backward", "host_memory": "64MiB"},
     {"update": "next_forward", "host_memory": "500KiB"},
-    {"device": "sim", "device_memory": "400KiB", "host_memory": "1MiB"},
+    {"device": SIM, "device_memory": "400KiB", "host_memory": "1MiB"},
 ]
 
 
@@ -91,7 +92,7 @@ def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
         train(model, optimizer, 1)
     other = nn.Sequential(build(), nn.Linear(8, 8))
     with pytest.raises(overspill.OffloadError, match="the store does not fit: "):
-        overspill.resume(other, tmp_path, adamw(other), device="cpu", rates=overspill.Rates())
+        overspill.resume(other, tmp_path, adamw(other), device=CPU, rates=overspill.Rates())
     model = build()
     with pytest.raises(overspill.IoError, match="store committed at step 1; continue it with"):
         overspill.wrap(model, adamw(model), **options(tmp_path))

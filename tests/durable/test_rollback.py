@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, normal
 
 WIDTH = 64
 
@@ -18,14 +19,13 @@ WIDTH = 64
 def wrapped(path: Path, **more: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    options = {"nvme": path, "device": "cpu", "host_memory": "400KiB", "rates": overspill.Rates()}
+    options = {"nvme": path, "device": CPU, "host_memory": "400KiB", "rates": overspill.Rates()}
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, overspill.wrap(model, inner, **{**options, **more})
 
 
 def step(model: nn.Module, optimizer: Any, number: int, factor: float = 1.0) -> None:
-    draw = torch.Generator().manual_seed(number)
-    (model(torch.randn(4, WIDTH, generator=draw)).square().mean() * factor).backward()
+    (model(normal(number, 4, WIDTH)).square().mean() * factor).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -97,7 +97,7 @@ def test_a_bad_update_is_not_committed(tmp_path: Path) -> None:
 def test_without_a_store_there_is_nowhere_to_go_back_to() -> None:
     model = nn.Linear(8, 8)
     inner = torch.optim.AdamW(model.parameters())
-    with overspill.wrap(model, inner, device="cpu", host_memory="64MiB") as optimizer:
+    with overspill.wrap(model, inner, device=CPU, host_memory="64MiB") as optimizer:
         with pytest.raises(overspill.OffloadError, match="needs a durable store; pass nvme="):
             optimizer.commit()
         with pytest.raises(overspill.OffloadError, match="needs a durable store"):

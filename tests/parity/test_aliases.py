@@ -15,6 +15,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, plainly
 from tests.models import TinyLM, adamw, batch, train
 from tests.parity.test_readers import PLACES, same
 
@@ -255,7 +256,7 @@ def test_it_is_as_in_memory(loop: Loop, place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, plain = TinyLM(), TinyLM()
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(adamw(plain).param_groups)
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
     train(plain, theirs, 2)
     wanted = loop(plain, theirs)
     theirs.step()
@@ -315,7 +316,7 @@ def test_it_is_refused(loop: Loop) -> None:
     torch.manual_seed(0)
     model = TinyLM()
     with overspill.wrap(
-        model, adamw(model), device="sim", device_memory="1GiB", host_memory="64MiB",
+        model, adamw(model), device=SIM, device_memory="1GiB", host_memory="64MiB",
         rates=overspill.Rates(),
     ) as optimizer:  # fmt: skip
         train(model, optimizer, 1)
@@ -327,7 +328,7 @@ def test_what_backward_has_applied_cannot_be_dropped_or_changed(tmp_path: Path) 
     torch.manual_seed(0)
     model = TinyLM()
     with overspill.wrap(
-        model, adamw(model), device="cpu", nvme=tmp_path, update="backward",
+        model, adamw(model), device=CPU, nvme=tmp_path, update="backward",
         rates=overspill.Rates(),
     ) as optimizer:  # fmt: skip
         train(model, optimizer, 1)
@@ -345,10 +346,10 @@ def test_parameters_over_the_same_memory_are_refused() -> None:
     model = TinyLM()
     model.head.weight.data = model.embed.weight.data
     with pytest.raises(OffloadError, match="lie over the same memory"):
-        overspill.wrap(model, adamw(model), device="cpu")
+        overspill.wrap(model, adamw(model), device=CPU)
     flat = torch.randn(128)
     apart = nn.ParameterList([nn.Parameter(flat[:64]), nn.Parameter(flat[64:])])
-    overspill.wrap(apart, torch.optim.SGD(apart.parameters(), 0.1), device="cpu").close()
+    overspill.wrap(apart, torch.optim.SGD(apart.parameters(), 0.1), device=CPU).close()
 
 
 def test_a_backward_that_gives_no_gradient_is_no_micro_step(tmp_path: Path) -> None:
@@ -356,7 +357,7 @@ def test_a_backward_that_gives_no_gradient_is_no_micro_step(tmp_path: Path) -> N
     torch.manual_seed(0)
     model, plain = nn.Linear(8, 1), nn.Linear(8, 1)
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(torch.optim.AdamW(plain.parameters()).param_groups)
+    theirs = plainly(overspill.optim.AdamW, torch.optim.AdamW(plain.parameters()).param_groups)
 
     def steps(model: Any, optimizer: Any) -> None:
         for number in range(4):
@@ -370,7 +371,7 @@ def test_a_backward_that_gives_no_gradient_is_no_micro_step(tmp_path: Path) -> N
 
     steps(plain, theirs)
     with overspill.wrap(
-        model, torch.optim.AdamW(model.parameters()), device="cpu", nvme=tmp_path,
+        model, torch.optim.AdamW(model.parameters()), device=CPU, nvme=tmp_path,
         update="backward", accumulate=2, rates=overspill.Rates(),
     ) as optimizer:  # fmt: skip
         steps(model, optimizer)
@@ -379,7 +380,7 @@ def test_a_backward_that_gives_no_gradient_is_no_micro_step(tmp_path: Path) -> N
 
 def test_what_would_be_replaced_unseen_is_refused() -> None:
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         train(model, optimizer, 1)
         for name, value in (("state", {}), ("param_groups", list(optimizer.param_groups))):
             with pytest.raises(OffloadError, match=f"optimizer.{name} cannot be replaced"):
@@ -395,7 +396,7 @@ def test_a_fused_optimizer_beside(kind: Any) -> None:
         torch.manual_seed(0)
         model = TinyLM()
         rest = [p for p in model.parameters() if p is not model.head.weight]
-        optimizer = overspill.wrap(model, torch.optim.AdamW(rest), device="cpu")
+        optimizer = overspill.wrap(model, torch.optim.AdamW(rest), device=CPU)
         beside = kind([model.head.weight], lr=0.05, fused=fused)
         with optimizer:
             for number in range(3):
@@ -461,7 +462,7 @@ def test_graphs_see_edits_of_what_they_saved_alone(place: str, tmp_path: Path) -
 
 def test_two_parameters_over_one_memory_are_told_at_the_step() -> None:
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         train(model, optimizer, 1)
         one, other = model.blocks[0].up.weight, model.blocks[1].up.weight
         one.data = other.data
@@ -472,7 +473,7 @@ def test_two_parameters_over_one_memory_are_told_at_the_step() -> None:
 
 def test_a_part_of_a_state_dict_is_a_copy_each_time() -> None:
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         train(model, optimizer, 1)
         first = model.head.state_dict()["weight"]
         first.zero_()
@@ -482,7 +483,7 @@ def test_a_part_of_a_state_dict_is_a_copy_each_time() -> None:
 
 def test_weights_changed_between_forward_and_backward_are_told() -> None:
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         train(model, optimizer, 1)
         loss = model(*batch(1))
         model.norm.weight.data.mul_(0.5)

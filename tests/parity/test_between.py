@@ -13,6 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES, same
 from tests.patience import WAIT_S
@@ -50,7 +51,7 @@ def test_a_gradient_that_was_applied_cannot_be_dropped(place: str, tmp_path: Pat
         folder = tmp_path / str(to_none)
         folder.mkdir()
         model, plain = make(), make()
-        theirs = overspill.optim.AdamW(adamw(plain).param_groups)
+        theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
         with overspill.wrap(
             model, adamw(model), nvme=folder, update="backward", rates=overspill.Rates(),
             **PLACES[place],
@@ -72,7 +73,7 @@ def test_a_gradient_that_was_applied_cannot_be_dropped(place: str, tmp_path: Pat
 
 def test_zeroed_gradients_are_not_stepped_with_after_they_were_applied() -> None:
     model = make()
-    with overspill.wrap(model, adamw(model), device="cpu", update="backward") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU, update="backward") as optimizer:
         model(*batch(0)).backward()
         optimizer.zero_grad(set_to_none=False)
         with pytest.raises(OffloadError, match="already in this step"):
@@ -84,7 +85,7 @@ def test_zeroed_gradients_are_not_stepped_with_after_they_were_applied() -> None
 def test_norms_are_those_of_the_gradients_now(place: str, update: str, tmp_path: Path) -> None:
     """Clipped by value first, in this step or in the one before; and added to since."""
     model, plain = make(), make()
-    theirs = overspill.optim.AdamW(adamw(plain).param_groups)
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, rates=overspill.Rates(), **PLACES[place]
     ) as ours:
@@ -113,8 +114,8 @@ def test_parameters_that_are_unfrozen_later() -> None:
     for m in (model, plain):
         m.blocks[0].requires_grad_(False)
         m.embed.requires_grad_(False)
-    theirs = overspill.optim.AdamW(adamw(plain).param_groups)
-    with overspill.wrap(model, adamw(model), device="cpu") as ours:
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
+    with overspill.wrap(model, adamw(model), device=CPU) as ours:
         train(model, ours, 2)
         train(plain, theirs, 2)
         for m in (model, plain):
@@ -129,7 +130,7 @@ def test_parameters_that_are_unfrozen_later() -> None:
             model(*batch(0))
         state = ours.state_dict()
         overspill.unwrap(model)
-    with overspill.wrap(model, adamw(model), device="cpu") as ours:
+    with overspill.wrap(model, adamw(model), device=CPU) as ours:
         ours.load_state_dict(state)
         train(model, ours, 2)
         train(plain, theirs, 2)
@@ -149,7 +150,7 @@ def test_shards_are_refused() -> None:
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(model, mesh=mesh)
         with pytest.raises(OffloadError, match=r"parameter '0\.weight' is no plain tensor.*FSDP2"):
-            overspill.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
+            overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU)
     finally:
         dist.destroy_process_group()
 
@@ -157,9 +158,9 @@ def test_shards_are_refused() -> None:
 def test_a_parameter_of_two_models_is_refused() -> None:
     model = make()
     other = nn.Sequential(model.head)
-    with overspill.wrap(model, adamw(model), device="cpu") as ours:
+    with overspill.wrap(model, adamw(model), device=CPU) as ours:
         with pytest.raises(OffloadError, match=r"parameter '0\.weight' belongs to another wrapped"):
-            overspill.wrap(other, torch.optim.AdamW(other.parameters()), device="cpu")
+            overspill.wrap(other, torch.optim.AdamW(other.parameters()), device=CPU)
         train(model, ours, 1)
 
 
@@ -169,7 +170,7 @@ from torch import nn
 place, how = sys.argv[1:]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-more = {"device_memory": "64MiB"} if place == "sim" else {}
+more = {"device_memory": "64MiB"} if place != "cpu" else {}
 optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=place,
                            host_memory="64MiB", update="step", **more)
 loss = model(torch.ones(1, 512)).sum()
@@ -204,7 +205,7 @@ print("well")
 
 
 @pytest.mark.parametrize("how", ["close", "collect"])
-@pytest.mark.parametrize("place", ["cpu", "sim"])
+@pytest.mark.parametrize("place", [CPU, SIM])
 def test_weights_after_the_end(place: str, how: str) -> None:
     """Printing them ends no process; tensors that somebody holds over them stay as they are."""
     done = subprocess.run(
@@ -235,9 +236,10 @@ def test_options_of_groups_are_the_groups_own(tmp_path: Path) -> None:
             params = list(m.parameters())
             return [{"params": params[:5], **options[0]}, {"params": params[5:], **options[1]}]
 
-        theirs, torchs_own = reference(groups(plain), lr=1e-2), kind(groups(torchs), lr=1e-2)
+        theirs = plainly(reference, groups(plain), lr=1e-2)
+        torchs_own = kind(groups(torchs), lr=1e-2)
         with overspill.wrap(
-            model, kind(groups(model), lr=1e-2), nvme=folder, device="cpu", host_memory="1MiB",
+            model, kind(groups(model), lr=1e-2), nvme=folder, device=CPU, host_memory="1MiB",
             rates=overspill.Rates(),
         ) as ours:  # fmt: skip
             for m, o in ((model, ours), (plain, theirs), (torchs, torchs_own)):
@@ -251,7 +253,7 @@ def test_options_of_groups_are_the_groups_own(tmp_path: Path) -> None:
                 assert held == kept.get(index, {}).keys() - {"step"}, (kind, index)
             wanted = weights(model)
         model = make()
-        optimizer, _ = overspill.resume(model, folder, device="cpu", host_memory="1MiB")
+        optimizer, _ = overspill.resume(model, folder, device=CPU, host_memory="1MiB")
         with optimizer:  # the store knows the options
             for name, value in wanted.items():
                 assert torch.equal(weights(model)[name], value)
@@ -259,7 +261,7 @@ def test_options_of_groups_are_the_groups_own(tmp_path: Path) -> None:
 
 def test_options_that_change_the_state_cannot_change_later() -> None:
     model = make()
-    with overspill.wrap(model, adamw(model), device="cpu") as ours:
+    with overspill.wrap(model, adamw(model), device=CPU) as ours:
         train(model, ours, 1)
         before = weights(model)
         ours.param_groups[0]["amsgrad"] = True

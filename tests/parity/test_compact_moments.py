@@ -12,6 +12,7 @@ import torch
 import overspill
 import overspill.optim as optim
 from overspill.schedule import subgroups
+from tests.devices import CPU
 from tests.models import TinyLM, adamw, train, weights
 from tests.parity.test_placements import PLACEMENTS
 
@@ -115,7 +116,7 @@ def test_moments_that_do_not_start_at_zero(tmp_path: Path) -> None:
 def test_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = make(torch.bfloat16)
     with pytest.raises(ValueError, match=r"stores its moments as 'int8'.*moments='int8' to wrap"):
-        overspill.wrap(model, ours(model, moments="int8"), device="cpu")
+        overspill.wrap(model, ours(model, moments="int8"), device=CPU)
     with pytest.raises(ValueError, match="amsgrad needs moments='fp32'"):
-        overspill.wrap(model, ours(model, amsgrad=True), device="cpu", moments="int8")
-    assert overspill.plan(model, ours(model), device="cpu", moments="int8").fits
+        overspill.wrap(model, ours(model, amsgrad=True), device=CPU, moments="int8")
+    assert overspill.plan(model, ours(model), device=CPU, moments="int8").fits

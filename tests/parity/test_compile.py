@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import overspill
+from tests.devices import SIM
 from tests.models import TinyLM, adamw, train
 
 
@@ -45,7 +46,7 @@ def test_compiled_models_train_the_same(
     torch._dynamo.reset()
     clear_compilation_metrics()
     with overspill.wrap(
-        model, adamw(model), nvme=tmp_path, device="sim", device_memory="700KiB",
+        model, adamw(model), nvme=tmp_path, device=SIM, device_memory="700KiB",
         host_memory="1500KiB", update=update,
     ) as optimizer:  # fmt: skip
         assert train(compiled(model), optimizer, 3) == expected

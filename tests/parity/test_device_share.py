@@ -18,13 +18,14 @@ from overspill.schedule.bounds import device_update_share
 from overspill.schedule.choose import choose_plan
 from overspill.schedule.plan import Budgets, Preference
 from overspill.schedule.planner import make_layout
+from tests.devices import SIM
 from tests.models import TinyLM, adamw, train, weights
 from tests.patience import in_the_end
 from tests.sim.test_choice import RATES, draw
 
 
 def run(
-    prefer: Preference, update: str, options: dict[str, Any], device: str = "sim"
+    prefer: Preference, update: str, options: dict[str, Any], device: str = SIM
 ) -> tuple[float, Any, Any]:
     torch.manual_seed(0)
     model = TinyLM(depth=16)
@@ -155,7 +156,7 @@ def test_a_run_is_faster_by_what_the_plan_says() -> None:
             prefer = Preference(visiting=share)
             with (
                 mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
-                overspill.wrap(model, adamw(model), device="sim", update="step", **options) as ours,
+                overspill.wrap(model, adamw(model), device=SIM, update="step", **options) as ours,
             ):
                 train(model, ours, 6)
                 measured.append(ours.stats.step_s)

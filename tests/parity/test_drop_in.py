@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, SIM
 from tests.models import adamw, batch, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -45,7 +46,7 @@ def test_clip_grad_norm_is_exact(pair: Any) -> None:
     close(weights(model), weights(plain))
 
 
-@pytest.mark.parametrize("where", [NVME, {"device": "sim"}, {"device": "cpu"}])
+@pytest.mark.parametrize("where", [NVME, {"device": SIM}, {"device": CPU}])
 @pytest.mark.parametrize("clip", [None, "inside", "outside"])
 def test_gradients_stay_until_they_are_zeroed(
     where: dict[str, Any], clip: str | None, tmp_path: Path
@@ -70,7 +71,7 @@ def test_gradients_stay_until_they_are_zeroed(
         close(weights(model), weights(plain))
 
 
-@pytest.mark.parametrize("where", [NVME, {"device": "sim"}, {"device": "cpu"}])
+@pytest.mark.parametrize("where", [NVME, {"device": SIM}, {"device": CPU}])
 def test_max_grad_norm_inside(where: dict[str, Any], tmp_path: Path) -> None:
     plain, model = make(), make()
     theirs = adamw(plain)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import overspill
+from tests.devices import CPU, SIM, plainly
 from tests.models import adamw, batch, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -50,11 +51,11 @@ def test_moved_weights_are_found_out(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "next_forward"])
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 def test_resident_weights_that_are_replaced_are_the_weights(update: str, device: str) -> None:
     """Else the engine would go on with its own, and the model with the user's."""
     model, plain = make(), make()
-    theirs = overspill.optim.AdamW(adamw(plain).param_groups)
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
     with overspill.wrap(model, adamw(model), update=update, device=device) as optimizer:
         for m, o in ((model, optimizer), (plain, theirs)):
             m(*batch(0)).backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import overspill
+from tests.devices import CPU, plainly
 from tests.models import adamw, batch, weights
 from tests.parity.twins import NVME, make
 
@@ -106,8 +107,8 @@ def test_resident_weights_are_not_read_while_they_are_updated() -> None:
     """Whoever reads them between step and the next forward waits, also without calling a module;
     and what he computes with them is theirs in backward."""
     model, plain = make(), make()
-    theirs = overspill.optim.AdamW(adamw(plain).param_groups)
-    with overspill.wrap(model, adamw(model), device="cpu", host_memory="1GiB") as ours:
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
+    with overspill.wrap(model, adamw(model), device=CPU, host_memory="1GiB") as ours:
         for m, o in ((model, ours), (plain, theirs)):
             m(*batch(0)).backward()
             o.step()

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.devices import CPU, SIM
+
 MIB = 2**20
 
 # The C library gives freed memory back at once, so that resident means held.
@@ -76,12 +78,12 @@ def child(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 def test_held_bytes_are_resident_bytes_and_traffic_is_the_plans(
     device: str, update: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"device": device, "host_memory": "48MiB", "update": update}
-    if device == "sim":
+    if device == SIM:
         options["device_memory"] = "24MiB"
     result = child(tmp_path, **options)
     assert result["full"] > 4 * result["held"], "the model must not fit"

@@ -10,6 +10,7 @@ import torch
 
 import overspill
 from overspill.schedule.messages import GradRoom, Need, Settled, Signal, Step
+from tests.devices import SIM
 from tests.models import TinyLM, adamw, batch
 
 
@@ -21,7 +22,7 @@ def test_updates_and_io_lie_under_compute(update: str, tmp_path: Path) -> None:
     rates = overspill.Rates(h2d_bytes_s=2e9, d2h_bytes_s=2e9)
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, rates=rates,
-        device="sim", device_memory="10MiB", host_memory="24MiB",
+        device=SIM, device_memory="10MiB", host_memory="24MiB",
     ) as optimizer:  # fmt: skip
         trace = model.__dict__["_overspill_engine"].trace
         shares = []
@@ -51,7 +52,7 @@ def test_gradients_left_at_zero_wait_for_the_last_update() -> None:
     adamw = torch.optim.AdamW(model.parameters())
     slow_link = overspill.Rates(h2d_bytes_s=5e6)
     with overspill.wrap(
-        model, adamw, device="sim", device_memory="1MiB", rates=slow_link
+        model, adamw, device=SIM, device_memory="1MiB", rates=slow_link
     ) as optimizer:
         assert optimizer.plan.device_update_share == 0, "updates come from the host"
         x = torch.ones(2, 256)
@@ -62,7 +63,7 @@ def test_gradients_left_at_zero_wait_for_the_last_update() -> None:
 
 
 @pytest.mark.parametrize("update", ["step", "next_forward"])
-@pytest.mark.parametrize("where", [{}, {"device": "sim"}])
+@pytest.mark.parametrize("where", [{}, {"device": SIM}])
 def test_what_is_at_hand_is_not_asked_for(
     update: str, where: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,24 +12,25 @@ import pytest
 import torch
 
 import overspill
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, train, weights
 
 STEPS = 20
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "cpu all in memory": {"device": "cpu", "host_memory": "1GiB"},
-    "cpu nvme": {"device": "cpu", "host_memory": "1400KiB", "nvme": True},
-    "cpu partly nvme": {"device": "cpu", "host_memory": "3MiB", "nvme": True},
+    "cpu all in memory": {"device": CPU, "host_memory": "1GiB"},
+    "cpu nvme": {"device": CPU, "host_memory": "1400KiB", "nvme": True},
+    "cpu partly nvme": {"device": CPU, "host_memory": "3MiB", "nvme": True},
     "sim streamed from host": {
-        "device": "sim", "device_memory": "700KiB", "host_memory": "1GiB"
+        "device": SIM, "device_memory": "700KiB", "host_memory": "1GiB"
     },
     "sim nvme": {
-        "device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "nvme": True
+        "device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "nvme": True
     },
     "sim partly resident": {
-        "device": "sim", "device_memory": "1200KiB", "host_memory": "4MiB", "nvme": True
+        "device": SIM, "device_memory": "1200KiB", "host_memory": "4MiB", "nvme": True
     },
     "sim all on the device": {
-        "device": "sim", "device_memory": "1GiB", "host_memory": "1MiB", "nvme": True
+        "device": SIM, "device_memory": "1GiB", "host_memory": "1MiB", "nvme": True
     },
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def reference(
 ) -> tuple[list[float], dict[str, Any]]:
     """The same engine with everything in memory."""
     model = make(kind)
-    with overspill.wrap(model, adamw(model), device="cpu", host_memory="1GiB", **more) as opt:
+    with overspill.wrap(model, adamw(model), device=CPU, host_memory="1GiB", **more) as opt:
         return train(model, opt, steps, micro_steps=micro_steps), weights(model)
 
 
@@ -112,7 +113,7 @@ def test_close_to_torch() -> None:
             group.update(flags)
         runs.append((train(model, optimizer, 20), weights(model)))
     model = make("odd")
-    with overspill.wrap(model, adamw(model, lr=1e-3), device="cpu") as wrapped_optimizer:
+    with overspill.wrap(model, adamw(model, lr=1e-3), device=CPU) as wrapped_optimizer:
         losses, ours = train(model, wrapped_optimizer, 20), weights(model)
     assert losses == pytest.approx(runs[0][0], rel=1e-6)
     for name, value in ours.items():

@@ -18,6 +18,7 @@ from overspill.decide import decide
 from overspill.runtime.accelerators.sim import SimAccelerator
 from overspill.runtime.updates import Updater
 from overspill.schedule.plan import Preference
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch
 
 
@@ -77,7 +78,7 @@ def drawn_options(rng: random.Random, folder: Path) -> dict[str, Any]:
         "threads": rng.choice([None, 1, 2, 3]),
         "durable": rng.random() < 0.5,
         "checksum": rng.random() < 0.5,
-        "device": rng.choice(["cpu", "sim", "sim"]),
+        "device": rng.choice([CPU, SIM, SIM]),
     }
     if rng.random() < 0.8:
         stripes = [folder / f"disk{i}" for i in range(rng.randint(1, 3))]
@@ -93,7 +94,7 @@ def fitting(model: nn.Module, rng: random.Random, options: dict[str, Any]) -> di
     tight = rng.random() < 0.7
     for _ in range(24 if tight else 0):
         smaller = {"host_memory": int(host * 0.75)}
-        if options["device"] == "sim":
+        if options["device"] == SIM:
             smaller["device_memory"] = int(device * 0.75)
         if not overspill.plan(model, adamw(model), **options, **smaller).fits:
             break
@@ -101,7 +102,7 @@ def fitting(model: nn.Module, rng: random.Random, options: dict[str, Any]) -> di
         if rng.random() < 0.05:
             break
     chosen = {**options, "host_memory": host}
-    return {**chosen, "device_memory": device} if options["device"] == "sim" else chosen
+    return {**chosen, "device_memory": device} if options["device"] == SIM else chosen
 
 
 def trained(model: Drawn, options: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
@@ -123,7 +124,7 @@ def trained(model: Drawn, options: dict[str, Any], steps: int) -> dict[str, torc
 def check(seed: int, steps: int, folder: Path) -> None:
     rng = random.Random(seed)
     expected = trained(
-        drawn_model(seed), {"device": "cpu", "host_memory": "1GiB", "update": "step"}, steps
+        drawn_model(seed), {"device": CPU, "host_memory": "1GiB", "update": "step"}, steps
     )
     model = drawn_model(seed)
     options = fitting(model, rng, drawn_options(rng, folder))
@@ -160,9 +161,7 @@ def test_delayed_copies_and_updates_change_nothing(
 ) -> None:
     """Copies and updates that come late at random: who does not wait for them computes with the
     poison that a slot holds, or is found by the vector clocks."""
-    expected = trained(
-        drawn_model(1), {"device": "cpu", "host_memory": "1GiB", "update": "step"}, 8
-    )
+    expected = trained(drawn_model(1), {"device": CPU, "host_memory": "1GiB", "update": "step"}, 8)
     rng = random.Random(7)
     work_on = Updater.work_on
 
@@ -184,7 +183,7 @@ def test_delayed_copies_and_updates_change_nothing(
     monkeypatch.setenv("OVERSPILL_VALIDATE", "1")
     model = drawn_model(1)
     options = {
-        "device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "nvme": tmp_path,
+        "device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "nvme": tmp_path,
         "update": update,
     }  # fmt: skip
     got = trained(model, options, 8)

@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, normal, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
 
 PLACES: dict[str, dict[str, Any]] = {
-    "memory": {"device": "cpu", "host_memory": "1GiB"},
-    "streamed": {"device": "cpu", "host_memory": "1MiB"},
-    "device": {"device": "sim", "device_memory": "1GiB", "host_memory": "1GiB"},
-    "streamed in": {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB"},
+    "memory": {"device": CPU, "host_memory": "1GiB"},
+    "streamed": {"device": CPU, "host_memory": "1MiB"},
+    "device": {"device": SIM, "device_memory": "1GiB", "host_memory": "1GiB"},
+    "streamed in": {"device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB"},
 }
 UPDATES = ("step", "next_forward", "backward")
 
@@ -37,7 +38,7 @@ def twins(request: Any, tmp_path: Path) -> Iterator[Any]:
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, rates=overspill.Rates(), **PLACES[place]
     ) as ours:
-        yield model, ours, plain, overspill.optim.AdamW(adamw(plain).param_groups)
+        yield model, ours, plain, plainly(overspill.optim.AdamW, adamw(plain).param_groups)
 
 
 def same(model: nn.Module, plain: nn.Module) -> None:
@@ -85,7 +86,7 @@ def replaced(model: Any) -> None:
     with torch.no_grad():
         model.head.weight.copy_(model.embed.weight * 0.5)
         model.blocks[2].down.bias.zero_()
-        nn.init.normal_(model.blocks[1].norm.weight, generator=torch.Generator().manual_seed(1))
+        model.blocks[1].norm.weight.copy_(normal(1, *model.blocks[1].norm.weight.shape))
     model.blocks[0].up.weight.data = model.blocks[3].up.weight.data * 0.5
 
 
@@ -212,7 +213,7 @@ def test_weights_changed_in_forward_are_refused(
 def test_an_embedding_that_renormalises_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 4))
     with pytest.raises(OffloadError, match=r"module '0' changes its weight in forward \(max_norm"):
-        overspill.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
+        overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU)
 
 
 def test_a_leaf_is_not_changed_with_gradients_on(twins: Any) -> None:
@@ -255,10 +256,10 @@ def test_bags_of_parameters(update: str) -> None:
     torch.manual_seed(0)
     model, plain = Bags(), Bags()
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(plain.parameters(), lr=0.01)
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     x = torch.randn(4, 16)
-    with overspill.wrap(model, inner, device="cpu", host_memory="64MiB", update=update) as ours:
+    with overspill.wrap(model, inner, device=CPU, host_memory="64MiB", update=update) as ours:
         for m, o in ((model, ours), (plain, theirs)):
             for _ in range(4):
                 m(x).backward()
@@ -291,11 +292,11 @@ def test_a_tied_head_is_called_without_its_embedding(
     torch.manual_seed(0)
     model, plain = TiedHead(), TiedHead()
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(plain.parameters(), lr=0.01)
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     tokens, hidden = torch.arange(8).view(2, 4), torch.randn(2, 16)
     with overspill.wrap(
-        model, inner, device="cpu", host_memory=memory, update=update, nvme=tmp_path,
+        model, inner, device=CPU, host_memory=memory, update=update, nvme=tmp_path,
         rates=overspill.Rates(),
     ) as ours:  # fmt: skip
         for _ in range(3):
@@ -341,12 +342,12 @@ def test_encoder_decoders_with_tied_embeddings(family: str, memory: str, tmp_pat
     torch.manual_seed(0)
     model, plain = kinds[1](kinds[0](**small)), kinds[1](kinds[0](**small))
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(plain.parameters(), lr=0.01)
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    ids = torch.randint(3, 64, (2, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(12).view(2, 6) * 5 % 61 + 3
     host = memory if memory != "tight" else "320KiB"
     with overspill.wrap(
-        model, inner, device="cpu", host_memory=host, nvme=tmp_path, rates=overspill.Rates()
+        model, inner, device=CPU, host_memory=host, nvme=tmp_path, rates=overspill.Rates()
     ) as ours:
         for _ in range(3):
             losses = []
@@ -371,7 +372,7 @@ def test_a_commit_of_weights_that_change_under_it_is_not_made(tmp_path: Path) ->
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = overspill.wrap(
-        model, inner, device="cpu", host_memory="1GiB", nvme=tmp_path, rates=overspill.Rates()
+        model, inner, device=CPU, host_memory="1GiB", nvme=tmp_path, rates=overspill.Rates()
     )
     x = torch.randn(2, 1024)
     told, kept = "", []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch, train, weights
 
 
@@ -40,7 +41,7 @@ def test_changes_of_what_is_trained_are_told(change: Callable[[Any, Any], None],
     torch.manual_seed(0)
     model = TinyLM()
     with overspill.wrap(
-        model, adamw(model), device="sim", device_memory="600KiB", host_memory="32MiB",
+        model, adamw(model), device=SIM, device_memory="600KiB", host_memory="32MiB",
         rates=overspill.Rates(),
     ) as optimizer:  # fmt: skip
         train(model, optimizer, 2)
@@ -65,7 +66,7 @@ def test_other_modules_in_a_model_are_left_alone() -> None:
     what the engine holds is still what the old module has."""
     torch.manual_seed(0)
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         model.blocks[1].up = nn.Sequential(model.blocks[1].up, nn.Identity())
         model.blocks[2].register_buffer("seen", torch.zeros(1))
         train(model, optimizer, 2)

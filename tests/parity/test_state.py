@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -104,7 +105,7 @@ def test_buffers_stay_and_integers_too(tmp_path: Path) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     with overspill.wrap(model, inner, nvme=tmp_path, **NVME) as ours:
         for step in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            x = normal(step, 4, 8)
             for m, o in ((twin, theirs), (model, ours)):
                 m(x).square().sum().backward()
                 o.step()

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from tests.devices import SIM
 from tests.models import TinyLM
 
 NVME: dict[str, Any] = {
-    "device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False
+    "device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False
 }  # fmt: skip
 
 

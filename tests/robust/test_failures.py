@@ -15,6 +15,7 @@ import overspill
 from overspill.errors import IoError, OffloadError
 from overspill.runtime.updates import Updater
 from overspill.schedule.messages import GradRoom, Landed, Need, Settled, Step
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch, train
 
 UPDATES = ["step", "backward", "next_forward"]
@@ -23,7 +24,7 @@ UPDATES = ["step", "backward", "next_forward"]
 def wrapped(folder: Path, update: str, device: str) -> tuple[TinyLM, Any]:
     torch.manual_seed(0)
     model = TinyLM(width=128, depth=6)
-    more = {"device_memory": "2MiB"} if device == "sim" else {}
+    more = {"device_memory": "2MiB"} if device == SIM else {}
     optimizer = overspill.wrap(
         model, adamw(model), device=device, update=update, nvme=folder, host_memory="4MiB", **more
     )
@@ -56,7 +57,7 @@ def is_store(fd: Path, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_store_that_lost_its_data(update: str, device: str, tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, update, device)
@@ -70,7 +71,7 @@ def test_a_store_that_lost_its_data(update: str, device: str, tmp_path: Path) ->
     assert str(tmp_path) in str(error)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 @pytest.mark.parametrize("update", UPDATES)
 def test_an_update_that_fails(
     update: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +109,7 @@ def within(seconds: float, call: Callable[[], None]) -> None:
         raise raised[0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_machine_that_fails_wakes_whoever_waits(
     update: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,7 +150,7 @@ def test_a_machine_that_fails_wakes_whoever_waits(
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_step_that_the_user_drops(update: str, tmp_path: Path) -> None:
     """Code of the user's raises in forward, in backward and between; later steps go on."""
-    model, optimizer = wrapped(tmp_path, update, "cpu")
+    model, optimizer = wrapped(tmp_path, update, CPU)
 
     def refuse(*_: Any) -> None:
         raise KeyError("the user's own")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, plainly
 from tests.models import TinyLM, adamw, batch, weights
 from tests.patience import WAIT_S
 
@@ -45,7 +46,7 @@ def trained(seed: int, epochs: int = 1) -> dict[str, torch.Tensor]:
     """Weights of a model trained by the same optimizer in memory."""
     torch.manual_seed(seed)
     model = TinyLM()
-    optimizer = overspill.optim.AdamW(adamw(model).param_groups)
+    optimizer = plainly(overspill.optim.AdamW, adamw(model).param_groups)
     for _ in range(epochs):
         fit(model, optimizer, iter(Batches()))
     return weights(model)
@@ -116,7 +117,7 @@ import os, sys, time
 import torch, overspill
 from torch import nn
 place, folder = sys.argv[1:]
-more = {"device_memory": "128MiB"} if place == "sim" else {}
+more = {"device_memory": "128MiB"} if place != "cpu" else {}
 model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
 optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=place,
                            host_memory="256MiB", nvme=folder, durable=False, **more)
@@ -151,7 +152,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("place", ["cpu", "sim"])
+@pytest.mark.parametrize("place", [CPU, SIM])
 def test_children_cost_no_memory_of_the_engine(place: str, tmp_path: Path) -> None:
     """What the parent writes while they live is not kept twice: 256 MiB would be."""
     # torch's gradients go back to the system when they are freed: no part of the figure.
@@ -169,7 +170,7 @@ def test_weights_that_show_are_not_a_childs() -> None:
     is an error, and the end of no process."""
     torch.manual_seed(0)
     model = TinyLM()
-    with overspill.wrap(model, adamw(model), device="cpu", host_memory="64MiB") as optimizer:
+    with overspill.wrap(model, adamw(model), device=CPU, host_memory="64MiB") as optimizer:
         loss = model(*batch(0))
 
         def look() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import CPU, SIM
 from tests.patience import WAIT_S
 
 CHILD = """
@@ -23,7 +24,7 @@ from tests.models import TinyLM, adamw, batch
 
 
 folder, update, device, caught = sys.argv[1:]
-more = {"device_memory": "2MiB"} if device == "sim" else {}
+more = {"device_memory": "2MiB"} if device != "cpu" else {}
 torch.manual_seed(0)
 model = TinyLM(width=64, depth=6)
 optimizer = overspill.wrap(model, adamw(model), device=device, update=update, nvme=folder,
@@ -88,7 +89,7 @@ def interrupted(
     return child.returncode, out, err
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 def test_an_interrupt_that_is_caught(update: str, device: str, tmp_path: Path) -> None:
     after_s = random.Random(update + device).uniform(0, 0.05)
@@ -98,7 +99,7 @@ def test_an_interrupt_that_is_caught(update: str, device: str, tmp_path: Path) -
 
 
 def test_an_interrupt_that_is_not_caught(tmp_path: Path) -> None:
-    status, _, err = interrupted(tmp_path, "next_forward", "cpu", False, 0.01)
+    status, _, err = interrupted(tmp_path, "next_forward", CPU, False, 0.01)
     assert status in (-signal.SIGINT, 130), err
     assert err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt"), err
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +107,7 @@ def test_an_interrupt_that_is_not_caught(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", [CPU, SIM])
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 def test_many_interrupts(update: str, device: str, tmp_path: Path) -> None:
     rng = random.Random(update + device)

@@ -21,6 +21,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, normal
 
 WIDTH, STEPS, FROM = 48, 6, 3
 PACKAGE = str(Path(overspill.__file__).parent)
@@ -31,7 +32,7 @@ MODES: list[dict[str, Any]] = [
     {"update": "next_forward", "commit_every": 3, "host_memory": "64MiB", "max_grad_norm": 1.0},
     {"update": "backward"},
     {"update": "backward", "commit_every": 3, "host_memory": "64MiB"},
-    {"update": "next_forward", "device": "sim", "device_memory": "200KiB"},
+    {"update": "next_forward", "device": SIM, "device_memory": "200KiB"},
 ]
 
 
@@ -91,13 +92,12 @@ def build() -> nn.Module:
 def make(path: Path, mode: dict[str, Any]) -> tuple[nn.Module, Any]:
     model = build()
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    given = {"device": "cpu", "host_memory": "200KiB", "rates": overspill.Rates(), **mode}
+    given = {"device": CPU, "host_memory": "200KiB", "rates": overspill.Rates(), **mode}
     return model, overspill.wrap(model, inner, nvme=path, **given)
 
 
 def one_step(model: nn.Module, optimizer: Any, number: int) -> None:
-    draw = torch.Generator().manual_seed(number)
-    model(torch.randn(4, WIDTH, generator=draw)).square().mean().backward()
+    model(normal(number, 4, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -141,7 +141,7 @@ def interrupted(path: Path, mode: dict[str, Any], at: int | None) -> tuple[Any, 
 def resumed(path: Path, mode: dict[str, Any], wanted: list[dict[str, torch.Tensor]]) -> None:
     again = build()
     options = {k: v for k, v in mode.items() if k != "nvme"}
-    given = {"device": "cpu", "host_memory": "200KiB", "rates": overspill.Rates(), **options}
+    given = {"device": CPU, "host_memory": "200KiB", "rates": overspill.Rates(), **options}
     optimizer, _ = overspill.resume(again, path, **given)
     with optimizer:
         count = optimizer.step_count
@@ -228,8 +228,7 @@ def play_reads(folder: Path, number: int, few: int) -> None:
     with optimizer:
         for step in range(FROM):
             one_step(model, optimizer, step)
-        draw = torch.Generator().manual_seed(FROM)
-        model(torch.randn(4, WIDTH, generator=draw)).square().mean().backward()
+        model(normal(FROM, 4, WIDTH)).square().mean().backward()
         seen = look(model, optimizer, mode)
         with Tripwire(None) as count:
             look(model, optimizer, mode)

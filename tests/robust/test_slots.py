@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import overspill
+from tests.devices import CPU, SIM, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
 
 PLACES: dict[str, dict[str, Any]] = {
-    "streamed": {"device": "cpu", "host_memory": "1800KiB", "prefetch_depth": 4},
-    "streamed in": {"device": "sim", "device_memory": "800KiB", "host_memory": "2MiB"},
+    "streamed": {"device": CPU, "host_memory": "1800KiB", "prefetch_depth": 4},
+    "streamed in": {"device": SIM, "device_memory": "800KiB", "host_memory": "2MiB"},
 }
 
 
@@ -103,7 +104,7 @@ def test_graphs_that_keep_all_room_end_in_a_clear_error(tmp_path: Path) -> None:
     roomy.load_state_dict(model.state_dict())
     options: dict[str, Any] = {"update": "step", "rates": overspill.Rates()}
     with (
-        overspill.wrap(roomy, adamw(roomy), device="cpu", host_memory="64MiB", **options) as other,
+        overspill.wrap(roomy, adamw(roomy), device=CPU, host_memory="64MiB", **options) as other,
         overspill.wrap(
             model, adamw(model), nvme=tmp_path, **PLACES["streamed"], **options
         ) as optimizer,
@@ -163,7 +164,7 @@ def test_a_weight_of_another_module_as_input_comes_to_an_end(factor: float, tmp_
         inner = torch.optim.AdamW(model.parameters(), 1e-3)
         try:
             optimizer = overspill.wrap(
-                model, inner, device="cpu", host_memory=int(needed * factor), nvme=tmp_path,
+                model, inner, device=CPU, host_memory=int(needed * factor), nvme=tmp_path,
                 rates=overspill.Rates(),
             )  # fmt: skip
             break
@@ -201,10 +202,10 @@ def test_an_update_in_backward_waits_for_all_that_share_the_weight() -> None:
     torch.manual_seed(0)
     model, plain = TiedLater(), TiedLater()
     plain.load_state_dict(model.state_dict())
-    theirs = overspill.optim.AdamW(torch.optim.AdamW(plain.parameters(), 1e-3).param_groups)
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-3)
     tokens = torch.randint(0, 300, (2, 16))
     with overspill.wrap(
-        model, torch.optim.AdamW(model.parameters(), 1e-3), device="sim", update="backward",
+        model, torch.optim.AdamW(model.parameters(), 1e-3), device=SIM, update="backward",
         device_memory="400KiB", host_memory="64MiB", rates=overspill.Rates(),
     ) as optimizer:  # fmt: skip
         for _ in range(4):

@@ -16,6 +16,7 @@ import torch
 import overspill
 from overspill.errors import OffloadError
 from overspill.runtime.unsignalled import Unsignalled
+from tests.devices import CPU
 from tests.models import TinyLM, adamw, train, weights
 from tests.parity.test_readers import PLACES
 from tests.patience import WAIT_S
@@ -124,7 +125,7 @@ def test_a_handler_that_commits_is_served_or_told(place: str, tmp_path: Path) ->
     optimizer.close()
     again = TinyLM()
     optimizer, _ = overspill.resume(
-        again, tmp_path, adamw(again), device="cpu", host_memory="64MiB", rates=overspill.Rates()
+        again, tmp_path, adamw(again), device=CPU, host_memory="64MiB", rates=overspill.Rates()
     )
     with optimizer:
         assert optimizer.step_count == 60

@@ -24,6 +24,7 @@ from overspill.runtime.visits import Parts, Visits
 from overspill.schedule.arena import Place
 from overspill.schedule.messages import Update
 from overspill.schedule.plan import Preference
+from tests.devices import SIM
 from tests.models import TinyLM, adamw, train
 from tests.robust.test_failures import fails_once
 
@@ -42,7 +43,7 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
         ),
     ):
         optimizer = overspill.wrap(
-            model, adamw(model), device="sim", device_memory="8MiB", host_memory="64MiB",
+            model, adamw(model), device=SIM, device_memory="8MiB", host_memory="64MiB",
             update="step",
         )  # fmt: skip
         assert optimizer.plan.device_update_share == 1

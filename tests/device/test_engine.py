@@ -1,0 +1,189 @@
+"""What the engine owes a device with memory of its own."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.config import Tier
+from tests.models import TinyLM, adamw, batch, train
+
+STREAMED: dict[str, Any] = {
+    "device": "testdev", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False
+}  # fmt: skip
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(*batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+def test_a_step_copies_no_pageable_memory(native: ModuleType, update: str, tmp_path: Path) -> None:
+    model = TinyLM()
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, update=update, **STREAMED
+    ) as optimizer:  # fmt: skip
+        batches = [batch(number) for number in range(3)]
+        step(model, optimizer, 0)
+        before = native.counters()
+        for tokens, targets in batches:
+            model(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        after = native.counters()
+    assert after["pageable_bytes"] == before["pageable_bytes"]
+    assert after["tasks"] > before["tasks"] + 100
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+def test_the_allocators_peak_is_what_was_told(update: str, tmp_path: Path) -> None:
+    """Beside the budget: what a unit needs while it runs, which a plain step needs as well."""
+    torch.accelerator.empty_cache()
+    plain = TinyLM()
+    inner = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step(plain, inner, 0)
+    grown = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    step(plain, inner, 1)
+    activations = torch.accelerator.max_memory_allocated() - grown
+    del plain, inner
+    held = torch.accelerator.memory_allocated()
+    model = TinyLM().cpu()
+    torch.accelerator.reset_peak_memory_stats()
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, update=update, **STREAMED
+    ) as optimizer:  # fmt: skip
+        train(model, optimizer, 3)
+        told = optimizer.memory[Tier.DEVICE].peak_bytes
+        peak = torch.accelerator.max_memory_allocated() - held
+    # An arena starts on a page; stubs take 1024 NaNs of every dtype.
+    assert peak - told <= activations + 4096 + 4096
+    assert told <= 700 << 10
+
+
+def test_a_thousand_parameters_cost_no_more_than_one(tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(500)))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.accelerator.empty_cache()
+    held = torch.accelerator.memory_allocated()
+    with overspill.wrap(
+        model, inner, device="testdev", device_memory="64KiB", host_memory="16MiB", durable=False
+    ) as optimizer:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = optimizer.memory[Tier.DEVICE].held_bytes
+        assert torch.accelerator.memory_allocated() - held <= told + 4096 + 4096 + 2048
+    del model
+    assert torch.accelerator.memory_allocated() - held <= 4096
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+def test_a_broken_device_is_closed_all_the_same(
+    native: ModuleType, update: str, tmp_path: Path
+) -> None:
+    locked, held = native.registered_bytes(), torch.accelerator.memory_allocated()
+    model = TinyLM().cpu()
+    optimizer = overspill.wrap(model, adamw(model), nvme=tmp_path, update=update, **STREAMED)
+    train(model, optimizer, 1)
+    assert native.registered_bytes() > locked
+    native.break_down("an illegal address, say")
+    with pytest.raises((overspill.errors.OffloadError, RuntimeError), match="an illegal address"):
+        train(model, optimizer, 2)
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        optimizer.close()
+    optimizer.close()
+    assert native.registered_bytes() == locked
+    native.break_down("")
+    del model, optimizer
+    gc.collect()
+    native.take_races()  # what was under way when the device broke was waited for by nobody
+    assert torch.accelerator.memory_allocated() <= held + 8192
+
+
+def test_host_memory_that_cannot_be_locked(native: ModuleType, tmp_path: Path) -> None:
+    locked, held = native.registered_bytes(), torch.accelerator.memory_allocated()
+    native.set_lockable_bytes(locked + (1 << 20))
+    model = TinyLM().cpu()
+    with pytest.raises(overspill.errors.OffloadError, match=r"could not page-lock.*host_memory"):
+        overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED)
+    assert native.registered_bytes() == locked
+    assert torch.accelerator.memory_allocated() <= held + 8192
+    native.set_lockable_bytes(1 << 40)
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED) as optimizer:
+        train(model, optimizer, 1)
+
+
+def test_the_device_runs_out_of_memory_in_a_step(native: ModuleType, tmp_path: Path) -> None:
+    """At any allocation; the step that is made again gives the bits of one that was not cut."""
+    torch.manual_seed(0)
+    model = TinyLM().cpu()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED) as optimizer:
+        wanted = train(model, optimizer, 3)
+    cut = 0
+    for room in range(0, 1 << 20, 100_000):
+        again = TinyLM().cpu()
+        again.load_state_dict(first)
+        with overspill.wrap(again, adamw(again), nvme=tmp_path, **STREAMED) as optimizer:
+            native.set_budget(torch.accelerator.memory_allocated() + room)
+            try:
+                again(*batch(0)).backward()
+            except torch.OutOfMemoryError:
+                cut += 1
+            native.set_budget(4 << 30)
+            optimizer.zero_grad()
+            assert train(again, optimizer, 3) == wanted
+    assert cut >= 3
+
+
+def test_random_states_of_the_device_are_kept(tmp_path: Path) -> None:
+    """Dropout after a resume is that of the run that was not cut."""
+
+    def build() -> nn.Module:
+        with torch.device("cpu"):
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+
+    def run(model: nn.Module, optimizer: Any, until: int) -> None:
+        while optimizer.step_count < until:
+            model(torch.ones(4, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    options: dict[str, Any] = {"device": "testdev", "host_memory": "64MiB"}
+    stores = []
+    for cut in (False, True):
+        model, store = build(), tmp_path / str(cut)
+        store.mkdir()
+        torch.manual_seed(7)
+        optimizer = overspill.wrap(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nvme=store, **options
+        )
+        run(model, optimizer, 2 if cut else 4)
+        if cut:
+            optimizer.close()
+            torch.manual_seed(99)
+            model = build()
+            torch.manual_seed(99)
+            optimizer, _ = overspill.resume(
+                model, store, torch.optim.SGD(model.parameters(), lr=0.1), host_memory="64MiB"
+            )
+            run(model, optimizer, 4)
+        stores.append({name: value.cpu() for name, value in model.state_dict().items()})
+        optimizer.close()
+    for name, value in stores[0].items():
+        assert torch.equal(value, stores[1][name]), name

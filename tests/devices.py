@@ -1,0 +1,64 @@
+"""The devices that tests run on.
+
+They name two: ``CPU``, where host memory is the device, and ``SIM``, which has memory of its own.
+With ``OVERSPILL_TEST_DEVICE`` set, to ``testdev`` (see ``tests/device``) or ``cuda``, both are that
+one: what tests build is built there, and nothing else about them changes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAME = os.environ.get("OVERSPILL_TEST_DEVICE", "")
+CPU = NAME or "cpu"
+SIM = NAME or "sim"
+
+if NAME == "testdev":
+    from tests.device.install import install
+
+    native = install()
+    seed = os.environ.get("OVERSPILL_TEST_DELAYS")
+    if seed is not None:
+        native.set_delays(int(seed), 20, 2000)
+
+DEVICE = torch.device(NAME or "cpu")
+if NAME:
+    torch.set_default_device(DEVICE)
+
+
+def normal(seed: int, *sizes: int) -> torch.Tensor:
+    """Numbers drawn on the CPU, the same for the same seed wherever tests run."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*sizes, generator=draw, device="cpu").to(DEVICE)
+
+
+class _OnHost(torch.optim.Optimizer):
+    """One of our CPU optimizers for a model on a device: gradients go there, weights come back."""
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer], params: Any, **options: Any):
+        super().__init__(params, options)
+        groups = [
+            {**group, "params": [p.detach().cpu().requires_grad_() for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        self._inner = kind(groups, **options)
+
+    def step(self, closure: Any = None) -> None:
+        for group, there in zip(self.param_groups, self._inner.param_groups, strict=True):
+            there.update({name: value for name, value in group.items() if name != "params"})
+            for p, twin in zip(group["params"], there["params"], strict=True):
+                twin.grad = None if p.grad is None else p.grad.cpu()
+        self._inner.step()
+        with torch.no_grad():
+            for group, there in zip(self.param_groups, self._inner.param_groups, strict=True):
+                for p, twin in zip(group["params"], there["params"], strict=True):
+                    p.copy_(twin)
+
+
+def plainly(kind: Callable[..., torch.optim.Optimizer], params: Any, **options: Any) -> Any:
+    """One of ``overspill.optim``'s, with the model where it is: what a wrapped run must equal."""
+    return _OnHost(kind, params, **options) if NAME else kind(params, **options)
