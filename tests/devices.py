@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 NAME = os.environ.get("OVERSPILL_TEST_DEVICE", "")
@@ -28,6 +29,11 @@ if NAME == "testdev":
 DEVICE = torch.device(NAME or "cpu")
 if NAME:
     torch.set_default_device(DEVICE)
+
+
+# Of tests that are about a device of their own.
+about_sim = pytest.mark.skipif(bool(NAME), reason="about the simulated device")
+about_cpu = pytest.mark.skipif(bool(NAME), reason="about weights in host memory")
 
 
 def normal(seed: int, *sizes: int) -> torch.Tensor:
@@ -52,11 +58,15 @@ class _OnHost(torch.optim.Optimizer):
             there.update({name: value for name, value in group.items() if name != "params"})
             for p, twin in zip(group["params"], there["params"], strict=True):
                 twin.grad = None if p.grad is None else p.grad.cpu()
+                if not torch.equal(twin.detach(), p.detach().cpu()):  # somebody has edited it
+                    twin.data.copy_(p.detach())
         self._inner.step()
         with torch.no_grad():
             for group, there in zip(self.param_groups, self._inner.param_groups, strict=True):
                 for p, twin in zip(group["params"], there["params"], strict=True):
-                    p.copy_(twin)
+                    self.state[p] = self._inner.state[twin]
+                    if twin.grad is not None:
+                        p.copy_(twin)
 
 
 def plainly(kind: Callable[..., torch.optim.Optimizer], params: Any, **options: Any) -> Any:

@@ -64,11 +64,13 @@ class TinyLM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def batch(seed: int, rows: int = 2, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    seed: int, rows: int = 2, length: int = 16, device: torch.device = DEVICE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator, device="cpu")
-    ids = ids.to(DEVICE)
+    ids = ids.to(device)
     return ids[:, :-1], ids[:, 1:]
 
 

@@ -155,6 +155,9 @@ class DirectAccess:
 
     def _refresh_device(self, unit: int, place: Place) -> None:
         device = self._layout.homes[unit].device_place
-        if device is not None and device != place:
-            arenas = self._executor.arenas
-            arenas.bytes_of(device).copy_(arenas.bytes_of(place))
+        if device is not None and device != place and device.nbytes:
+            executor = self._executor
+            executor.wait_for(device)  # compute on a stream of the caller's may still read it
+            executor.accelerator.used(executor.arenas.bytes_of(device))
+            executor.arenas.bytes_of(device).copy_(executor.arenas.bytes_of(place))
+            executor.mark_device_use(device, executor.accelerator.record())

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 
 SOURCES = Path(__file__).with_name("csrc")
-BUILT = Path(__file__).parents[2] / "build" / "test-device"
+BUILT = Path(__file__).resolve().parents[2] / "build" / "test-device"
 
 
 def build() -> ModuleType:

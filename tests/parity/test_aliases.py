@@ -167,8 +167,8 @@ def look_at_gradients(model: Any, optimizer: Any) -> Any:
     file.seek(0)
     return torch.stack(
         [
-            torch.from_numpy(grad.cpu().numpy().copy()), torch.tensor(grad.tolist()),
-            copy.deepcopy(grad), torch.load(file),
+            torch.from_numpy(grad.cpu().numpy().copy()).to(grad.device),
+            torch.tensor(grad.tolist()), copy.deepcopy(grad), torch.load(file).to(grad.device),
         ]
     )  # fmt: skip
 
@@ -429,8 +429,7 @@ def test_graphs_see_edits_of_what_they_saved_alone(place: str, tmp_path: Path) -
     for wrapped in (False, True):
         torch.manual_seed(0)
         model = Around()
-        inner = overspill.optim.AdamW(model.first.parameters(), lr=0.01)
-        optimizer: Any = inner
+        optimizer: Any = plainly(overspill.optim.AdamW, model.first.parameters(), lr=0.01)
         if wrapped:
             inner = torch.optim.AdamW(model.first.parameters(), lr=0.01)
             optimizer = overspill.wrap(

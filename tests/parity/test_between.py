@@ -166,6 +166,7 @@ def test_a_parameter_of_two_models_is_refused() -> None:
 
 END = """
 import gc, sys, torch, overspill
+import tests.devices
 from torch import nn
 place, how = sys.argv[1:]
 torch.manual_seed(0)

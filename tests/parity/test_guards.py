@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import overspill
-from tests.devices import CPU, SIM, plainly
+from tests.devices import CPU, SIM, about_cpu, plainly
 from tests.models import adamw, batch, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -39,6 +39,7 @@ def test_copies_of_a_wrapped_model_are_refused(pair: Any) -> None:
         pickle.dumps(model)
 
 
+@about_cpu
 def test_moved_weights_are_found_out(pair: Any) -> None:
     model, _, _, _ = pair
     before = weights(model)
@@ -50,6 +51,7 @@ def test_moved_weights_are_found_out(pair: Any) -> None:
     model(*batch(0))
 
 
+@about_cpu
 @pytest.mark.parametrize("update", ["step", "next_forward"])
 @pytest.mark.parametrize("device", [CPU, SIM])
 def test_resident_weights_that_are_replaced_are_the_weights(update: str, device: str) -> None:

@@ -18,7 +18,7 @@ from overspill.decide import decide
 from overspill.runtime.accelerators.sim import SimAccelerator
 from overspill.runtime.updates import Updater
 from overspill.schedule.plan import Preference
-from tests.devices import CPU, SIM
+from tests.devices import CPU, SIM, about_sim
 from tests.models import TinyLM, adamw, batch
 
 
@@ -155,6 +155,7 @@ def test_options_do_not_change_a_bit_in_fifty_steps(tmp_path: Path) -> None:
             raise AssertionError(f"seed {seed}") from error
 
 
+@about_sim
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 def test_delayed_copies_and_updates_change_nothing(
     update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ def test_state_dict_round_trip_through_torch(pair: Any, tmp_path: Path) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             got = state["state"][number][name]
             assert got.dtype == torch.float32
-            torch.testing.assert_close(got, entry[name], atol=1e-6, rtol=1e-3)
+            torch.testing.assert_close(got, entry[name].cpu(), atol=1e-6, rtol=1e-3)
     # Into another engine, from torch's own: both go on alike.
     again = make()
     folder = tmp_path / "again"

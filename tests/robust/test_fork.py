@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import overspill
 from overspill.errors import OffloadError
-from tests.devices import CPU, SIM, plainly
+from tests.devices import CPU, DEVICE, SIM, about_cpu, plainly
 from tests.models import TinyLM, adamw, batch, weights
 from tests.patience import WAIT_S
 
@@ -32,12 +32,12 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         if number >= len(self):
             raise IndexError(number)
-        return batch(number)
+        return batch(number, device=torch.device("cpu"))
 
 
 def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Batch]) -> None:
     for tokens, targets in data:
-        model(tokens, targets).backward()
+        model(tokens.to(DEVICE), targets.to(DEVICE)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -115,6 +115,7 @@ def test_a_child_may_not_use_the_engine_and_harms_nothing(tmp_path: Path) -> Non
 MEMORY = """
 import os, sys, time
 import torch, overspill
+import tests.devices
 from torch import nn
 place, folder = sys.argv[1:]
 more = {"device_memory": "128MiB"} if place != "cpu" else {}
@@ -152,6 +153,7 @@ finally:
 """
 
 
+@about_cpu
 @pytest.mark.parametrize("place", [CPU, SIM])
 def test_children_cost_no_memory_of_the_engine(place: str, tmp_path: Path) -> None:
     """What the parent writes while they live is not kept twice: 256 MiB would be."""
@@ -198,7 +200,7 @@ def test_two_engines_side_by_side(tmp_path: Path) -> None:
         if not (tmp_path / str(n)).mkdir()
     ]
     for tokens, targets in Batches():
-        losses = [model(tokens, targets) for model in models]
+        losses = [model(tokens.to(DEVICE), targets.to(DEVICE)) for model in models]
         for loss, optimizer in zip(losses, wrapped, strict=True):
             loss.backward()
             optimizer.step()

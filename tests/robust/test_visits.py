@@ -24,7 +24,7 @@ from overspill.runtime.visits import Parts, Visits
 from overspill.schedule.arena import Place
 from overspill.schedule.messages import Update
 from overspill.schedule.plan import Preference
-from tests.devices import SIM
+from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train
 from tests.robust.test_failures import fails_once
 
@@ -51,6 +51,7 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
         optimizer.close()
 
 
+@about_sim
 @pytest.mark.parametrize("lane", ["copy_in", "copy_out"])
 @pytest.mark.parametrize("number", [1, 2, 3, 10])
 def test_a_copy_that_fails(lane: str, number: int) -> None:
@@ -71,6 +72,7 @@ def test_a_copy_that_fails(lane: str, number: int) -> None:
         assert isinstance(error.__cause__, ArithmeticError) and "link broke" in str(error)
 
 
+@about_sim
 def test_an_update_that_fails_there() -> None:
     with visiting() as (model, optimizer):
         train(model, optimizer, 1)
