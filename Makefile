@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 FAST := not gpu and not soak
 
-.PHONY: demo test check bench gpu sanitize soak versions clean venv
+.PHONY: demo test test-device mutants check bench gpu sanitize soak versions clean venv
 
 venv: $(STAMP)
 
@@ -35,10 +35,33 @@ demo: $(STAMP)
 	  $(shell $(BIN)/python -c "import torch; print('--device cuda' if torch.cuda.is_available() else '--device sim')" 2>/dev/null || echo --device sim) \
 	  --device-memory 24MiB --host-memory 64MiB --nvme $(DEMO)/store --compare --out $(DEMO)
 
-# What measures time goes last, with the machine to itself.  5: PYTEST_ARGS leave nothing to run.
+# The second run is on a device that is not the CPU (tests/device): that which a missing wait would
+# show in.  What measures time goes last, with the machine to itself.  5: PYTEST_ARGS leave nothing
+# to run.
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "$(FAST) and not alone" -n $(JOBS) --maxprocesses 4 $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(if $(PYTEST_ARGS),,$(call ON_DEVICE,$(WAITS)))
 	$(BIN)/python -m pytest -m "$(FAST) and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+WAITS := tests/device tests/conformance/test_accelerator.py tests/parity/test_device_share.py \
+  tests/parity/test_placements.py tests/robust/test_slots.py tests/robust/test_failures.py \
+  tests/durable/test_rollback.py
+DEVICE_SUITES := $(WAITS) tests/robust $(addprefix tests/parity/test_, aliases.py between.py \
+  drop_in.py guards.py held_gradients.py properties.py readers.py roster.py state.py) \
+  $(addprefix tests/durable/test_, resume.py edits.py facts.py last_finite.py commit_faults.py)
+ON_DEVICE = $(if $(shell command -v $${CXX:-c++}),export OVERSPILL_TEST_DEVICE=testdev && \
+  $(BIN)/python -c "import tests.devices" && $(BIN)/python -m pytest --timeout-method thread \
+  -m "$(FAST) and not alone" -n $(JOBS) --maxprocesses 4 $(1),\
+  @echo "no C++ compiler: nothing was run on the test device")
+
+# All suites that mean something there, then once more with random delays.
+test-device: $(STAMP)
+	$(call ON_DEVICE,$(DEVICE_SUITES))
+	export OVERSPILL_TEST_DELAYS=1 && $(call ON_DEVICE,$(filter-out tests/device,$(DEVICE_SUITES)))
+
+# Takes one wait at a time out of the code that moves memory: the suites must find nine of ten.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.device.mutants
 
 # mypy does not follow mapped packages: it sees the tree through links.
 build/typing/overspill: setup.py $(wildcard offload/*)

@@ -94,7 +94,8 @@ class OffloadConfig:
     """Every keyword of ``wrap``, ``plan`` and ``resume``.
 
     Attributes:
-        device: ``"cuda[:i]"``, ``"cpu"``, ``"sim"``; ``None`` takes the accelerator, else the CPU.
+        device: ``"cuda[:i]"`` or another accelerator of torch's, ``"cpu"``, ``"sim"``; ``None``
+            takes the accelerator, else the CPU.
         device_memory, host_memory: what the engine may HOLD there: bytes, ``"10GiB"``, ``"80%"``
             of what is free, or ``"auto"`` (free memory less a margin, cgroup limits honoured).
         nvme: a directory, or a list of directories that are striped; ``None`` for no third tier.

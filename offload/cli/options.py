@@ -19,7 +19,7 @@ Model = Annotated[
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="cuda[:i], cpu or sim; default: the GPU, else cpu."),
+    typer.Option(help="An accelerator such as cuda[:i], cpu or sim; default: it, else cpu."),
 ]
 DeviceMemory = Annotated[
     str | None,

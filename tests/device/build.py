@@ -25,6 +25,8 @@ def build() -> ModuleType:
     folder = BUILT / digest.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
+    # ninja comes with the test extra, beside the interpreter.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return cpp_extension.load(
         name="overspill_test_device",
         sources=[str(file) for file in files if file.suffix == ".cpp"],

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import normal
+from tests.devices import about_cpu, normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -125,3 +125,31 @@ def test_frozen_weights_on_disk_can_be_loaded(tmp_path: Path) -> None:
         model.load_state_dict(twice)
         assert all(torch.equal(v, twice[k]) for k, v in model.state_dict().items())
         train(model, ours, 1)
+
+
+@about_cpu
+def test_nothing_of_the_engine_follows_torchs_default_device(tmp_path: Path) -> None:
+    """With ``torch.set_default_device``, what is made without saying where is made there."""
+    seen = []
+    for default in ("cpu", "meta"):
+        with torch.device("cpu"):
+            model, folder = make(), tmp_path / default
+            folder.mkdir()
+        options = {**NVME, "device": "sim", "durable": True, "rates": overspill.Rates()}
+        with (
+            torch.device(default),
+            overspill.wrap(model, adamw(model), nvme=folder, **options) as optimizer,
+        ):
+            losses = [*map(float, train(model, optimizer, 2))]
+            optimizer.commit()
+            optimizer.rollback()
+            state = optimizer.state_dict()
+            optimizer.load_state_dict(state)
+            losses += map(float, train(model, optimizer, 2))
+            seen.append((losses, weights(model), state))
+    (first, ours, moments), (second, theirs, others) = seen
+    assert first == second
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for number, entry in moments["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, others["state"][number][name])

@@ -41,6 +41,25 @@ def test_it_comes_to_its_end_on_sim(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.glob("store-*"))
 
 
+def test_suites_leave_a_log_and_their_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = tmp_path / "test_it.py"
+    suite.write_text(
+        "import os, time\n"
+        "def test_where(): assert os.environ['OVERSPILL_TEST_DEVICE'] == 'cuda'\n"
+        "def test_wrong():\n    found = 41\n    assert found == 42\n"
+        "def test_slow(): time.sleep(60)\n"
+    )
+    passes, fails = (f"{suite}::test_{name}" for name in ("where", "wrong"))
+    log = tmp_path / "tests.log"
+    assert gpu.run_tests("cuda", [passes], log, 60)
+    assert not gpu.run_tests("cuda", [passes, fails], log, 60)
+    assert "found      = 41" in log.read_text() and "1 failed, 1 passed" in capsys.readouterr().out
+    assert not gpu.run_tests("cuda", [f"{suite}::test_slow"], log, 5)
+    assert "ended after 5 s" in log.read_text()
+
+
 def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:
     plan = arms.Plan(SIM.shapes["1 B"], "bf16", rounds=1, steps=1, warmup=2)
     late = arms.Worker("late", plan, "cpu", None)

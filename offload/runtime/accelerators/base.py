@@ -2,7 +2,8 @@
 
 Work on a device runs on streams.  What one stream was given runs in order; between streams nothing
 is ordered unless one waits for an event of the other.  Three implementations follow: ``cpu``, where
-host memory is the device, ``sim``, which finds missing waits without a GPU, and ``cuda``.
+host memory is the device, ``sim``, which finds missing waits without a GPU, and ``streams``, which
+is every device that torch has streams for.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Accelerator(Protocol):
 
     @property
     def kind(self) -> str:
-        """``"cpu"``, ``"sim"`` or ``"cuda"``."""
+        """``"cpu"``, ``"sim"``, or what torch calls the device: ``"cuda"``."""
         ...
 
     @property
