@@ -18,7 +18,7 @@ from overspill.decide import decide
 from overspill.runtime.accelerators.sim import SimAccelerator
 from overspill.runtime.updates import Updater
 from overspill.schedule.plan import Preference
-from tests.devices import CPU, SIM, about_sim
+from tests.devices import CPU, DEVICE, SIM, about_sim
 from tests.models import TinyLM, adamw, batch
 
 
@@ -105,17 +105,19 @@ def fitting(model: nn.Module, rng: random.Random, options: dict[str, Any]) -> di
     return {**chosen, "device_memory": device} if options["device"] == SIM else chosen
 
 
-def trained(model: Drawn, options: dict[str, Any], steps: int) -> dict[str, torch.Tensor]:
+def trained(
+    model: Drawn, options: dict[str, Any], steps: int, device: torch.device = DEVICE
+) -> dict[str, torch.Tensor]:
     with overspill.wrap(model, adamw(model), **options) as optimizer:
         for step in range(steps):
             model.turn = step // 3
             if step % 7 == 5:
                 with torch.no_grad():
                     model.eval()
-                    model(*batch(step, rows=1, length=7))
+                    model(*batch(step, rows=1, length=7, device=device))
                     model.train()
             rows = 1 + step % 3
-            model(*batch(step, rows=rows)).backward()
+            model(*batch(step, rows=rows, device=device)).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         return {name: value.clone() for name, value in model.state_dict().items()}
