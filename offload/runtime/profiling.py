@@ -28,7 +28,7 @@ class _Clock:
         self._since_s = self._now_s()
 
     def _now_s(self) -> float:
-        if self._device.type != "cpu":
+        if self._device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 

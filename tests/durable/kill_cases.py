@@ -1,12 +1,12 @@
 """Ends a training process at random instants, again and again; run as a program.
 
-``python kill_cases.py FOLDER CASES SEED``: every case is a process forked from this one, which has
-everything imported.  It is ended by SIGKILL, by Ctrl-C or by a SIGTERM whose handler raises, some
-of them twice; another one resumes from what is there, and must end with the weights of a run that
-nobody ended, bit for bit.  Whoever may close its store must leave all steps it has taken in it; a
-kill may cost the last few.  In every other case the power goes with the process: of what was
-written since the last flush, each sector is there or is not.  The log is written anew as often as
-it may be, so that this is interrupted too.
+``python -m tests.durable.kill_cases FOLDER CASES SEED``: every case is a process forked from this
+one, which has everything imported.  It is ended by SIGKILL, by Ctrl-C or by a SIGTERM whose handler
+raises, some of them twice; another one resumes from what is there, and must end with the weights of
+a run that nobody ended, bit for bit.  Whoever may close its store must leave all steps it has taken
+in it; a kill may cost the last few.  In every other case the power goes with the process: of what
+was written since the last flush, each sector is there or is not.  The log is written anew as often
+as it may be, so that this is interrupted too.
 """
 
 from __future__ import annotations

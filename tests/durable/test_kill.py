@@ -12,10 +12,10 @@ import pytest
 
 def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
     """The cases run in a program of their own, which forks: this process has threads."""
-    script = Path(__file__).with_name("kill_cases.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(cases), str(seed)],
+        [sys.executable, "-m", "tests.durable.kill_cases", str(folder), str(cases), str(seed)],
         capture_output=True, text=True, timeout=seconds, check=False, env=os.environ,
+        cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert f"{cases} cases passed" in done.stdout
