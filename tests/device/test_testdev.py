@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-SLEEP_US = 60_000
+SLEEP_US = 400_000  # longer than a busy machine keeps a thread from running
 
 
 def train(model: nn.Module, device: str, steps: int = 4) -> list[float]:
