@@ -43,9 +43,7 @@ test: $(STAMP)
 	$(if $(PYTEST_ARGS),,$(call ON_DEVICE,$(WAITS)))
 	$(BIN)/python -m pytest -m "$(FAST) and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
-WAITS := tests/device tests/conformance/test_accelerator.py tests/parity/test_device_share.py \
-  tests/parity/test_placements.py tests/robust/test_slots.py tests/robust/test_failures.py \
-  tests/durable/test_rollback.py
+WAITS := tests/device @tests/device/moves.txt
 DEVICE_SUITES := $(WAITS) tests/robust $(addprefix tests/parity/test_, aliases.py between.py \
   drop_in.py guards.py held_gradients.py properties.py readers.py roster.py state.py) \
   $(addprefix tests/durable/test_, resume.py edits.py facts.py last_finite.py commit_faults.py)

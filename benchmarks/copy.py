@@ -44,7 +44,7 @@ def _ours(accelerator: Accelerator, host: torch.Tensor, device: torch.Tensor) ->
 
 
 def _torch(accelerator: Accelerator, nbytes: int) -> Call:
-    locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=accelerator.kind == "cuda")
+    locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=accelerator.device.type != "cpu")
     there = torch.empty(nbytes, dtype=torch.uint8, device=accelerator.device)
 
     def copied() -> float:
@@ -77,7 +77,7 @@ def _compare(accelerator: Accelerator, nbytes: int, rounds: int) -> Comparison:
         ("time over torch", spread),
         ("others", others),
     ]
-    title = f"Copies of {nbytes // MIB} MiB, device '{accelerator.kind}'"
+    title = f"Copies of {nbytes // MIB} MiB, device '{accelerator.name}'"
     return Comparison(title, {"nbytes": nbytes, "rounds": rounds}, rows, columns)
 
 

@@ -33,12 +33,7 @@ from .step import columns
 
 ROUNDS = 2
 TESTS_S, KERNELS_S, COPY_S = 150.0, 30.0, 40.0
-# By what they tell of a device that nobody has tried: the ones that name a defect first.
-SUITES = (
-    "tests/conformance/test_accelerator.py", "tests/robust/test_slots.py",
-    "tests/parity/test_placements.py", "tests/parity/test_device_share.py",
-    "tests/robust/test_failures.py", "tests/durable/test_rollback.py",
-)  # fmt: skip
+SUITES = ("@tests/device/moves.txt",)  # the ones that name a defect first
 
 
 @dataclass

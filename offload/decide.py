@@ -310,5 +310,5 @@ def calibrated(
         sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
     update = case_of(rules_for(optimizer)[0], dtype, _master_of(dtype, config), config.moments)
-    kept = calibrate(config.nvme or (), accelerator.kind, Task(update, dtype), anew=anew)
+    kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), anew=anew)
     return replace(config, rates=kept.for_task(Task(update, dtype))), kept

@@ -146,8 +146,9 @@ class Engine:
         )
         if self.accelerator.has_device_memory:
             self._held.take_device(
-                self.budgets[Tier.DEVICE], regions.device_bytes, self.accelerator.allocate
-            )
+                self.budgets[Tier.DEVICE], regions.device_bytes, self.accelerator.allocate,
+                self.accelerator.free,
+            )  # fmt: skip
 
     def _allocate_host(self, nbytes: int) -> torch.Tensor:
         self._lease = allocate_host(nbytes)

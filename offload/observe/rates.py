@@ -114,7 +114,7 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
     Args:
         directories: where the store will be.  Without any, or where less than 32 MiB is free, the
             disk rates are ``None``.
-        device: ``"cuda[:i]"``, ``"cpu"`` or ``"sim"``; without a link of its own (``cpu``,
+        device: of torch's, such as ``"cuda:0"``, or ``"sim"``; without a link of its own (``cpu``,
             ``sim``) the link's rates are ``None``.
 
     Raises:

@@ -122,14 +122,15 @@ class HeldMemory:
             self._undo.append(free)
             self.arenas = Arenas(allocate(nbytes), self.arenas.device)
 
-    def take_device(
-        self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor]
-    ) -> None:
+    def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+                    free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip
         """Reserves and allocates the device arena."""
         if nbytes:
             reservation = budget.reserve(nbytes, "the device arena", "raise device_memory")
             self._undo.append(reservation.release)
-            self.arenas = Arenas(self.arenas.host, allocate(nbytes))
+            arena = allocate(nbytes)
+            self._undo.append(lambda: free(arena))
+            self.arenas = Arenas(self.arenas.host, arena)
 
     def close(self, watches: Sequence[Watch] = ()) -> None:
         """Frees everything, in the opposite order; a second call does nothing.

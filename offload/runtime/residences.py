@@ -89,7 +89,7 @@ class Residences:
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
         self.current: list[Residence | None] = [None] * count
         self.by_storage: dict[int, Residence] = {}
-        self._stubs: list[tuple[torch.Tensor, ...]] = [()] * count
+        self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
         self._params: list[tuple[nn.Parameter, ...]] = [
             tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
         ]
@@ -109,9 +109,9 @@ class Residences:
             if self.fixed[unit.index]:
                 # Hidden, they have their weights all the same: graphs may have saved them.
                 residence = self.current[unit.index] = self._residence(unit.index)
-                self._stubs[unit.index] = tuple(residence.views)
+                self._hidden[unit.index] = tuple(residence.views)
             else:
-                self._stubs[unit.index] = self.stubs.of(unit)
+                self._hidden[unit.index] = self.stubs.of(unit)
             torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
             self._manage(unit, access)
             self._to_stubs(unit.index)
@@ -145,7 +145,7 @@ class Residences:
         watches = [held.watch for held in self._held]
         for unit, residence in enumerate(self.current):
             if self._managed[unit]:  # and not given away
-                self._stubs[unit] = self.stubs.of(self.parts.units[unit])
+                self._hidden[unit] = self.stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)
                 torch_private.outdate(self._params[unit])
             if residence is not None:
@@ -160,7 +160,7 @@ class Residences:
         return Residence(unit, storage, make_views(self.parts.units[unit], storage))
 
     def _to_stubs(self, unit: int) -> None:
-        params = zip(self._params[unit], self._managed[unit], self._stubs[unit], strict=True)
+        params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=True)
         for p, known, stub in params:
             known.hide(p, stub)
         self._hid[unit] = self._versions(unit)

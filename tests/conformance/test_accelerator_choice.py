@@ -11,17 +11,17 @@ from overspill.runtime.accelerator import make_accelerator
 
 
 @pytest.mark.parametrize(
-    ("device", "kind"), [("cpu", "cpu"), (torch.device("cpu"), "cpu"), ("sim", "sim")]
+    ("device", "name"), [("cpu", "cpu"), (torch.device("cpu"), "cpu"), ("sim", "sim")]
 )
-def test_names(device: str | torch.device, kind: str) -> None:
+def test_names(device: str | torch.device, name: str) -> None:
     accelerator = make_accelerator(device, Rates(h2d_bytes_s=1e9))
-    assert accelerator.kind == kind
+    assert accelerator.name == name
     accelerator.close()
 
 
 def test_without_an_accelerator_the_default_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert make_accelerator(None, None).kind == "cpu"
+    assert make_accelerator(None, None).name == "cpu"
 
 
 @pytest.mark.parametrize("device", ["tpu", "", "cuda:x", "cuda:-1", "sim:0", "CPU", "meta"])

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUITES = (
-    "tests/device/test_engine.py", "tests/conformance/test_accelerator.py",
-    "tests/parity/test_device_share.py", "tests/robust/test_slots.py",
-    "tests/parity/test_between.py", "tests/parity/test_placements.py",
-)  # fmt: skip
+SUITES = ("tests/device/test_engine.py", "@tests/device/moves.txt", "tests/parity/test_between.py")
 LIMIT_S = 900
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,8 +86,7 @@ def test_a_thousand_parameters_cost_no_more_than_one(tmp_path: Path) -> None:
         optimizer.zero_grad()
         told = optimizer.memory[Tier.DEVICE].held_bytes
         assert torch.accelerator.memory_allocated() - held <= told + 4096 + 4096 + 2048
-    del model, inner, optimizer
-    gc.collect()
+    # Closed, it has given all back but the stubs, whoever still has the model and the optimizer.
     assert torch.accelerator.memory_allocated() - held <= 4096
 
 
@@ -109,8 +107,6 @@ def test_a_broken_device_is_closed_all_the_same(
     optimizer.close()
     assert native.registered_bytes() == locked
     native.break_down("")
-    del model, optimizer
-    gc.collect()
     native.take_races()  # what was under way when the device broke was waited for by nobody
     assert torch.accelerator.memory_allocated() <= held + 8192
 

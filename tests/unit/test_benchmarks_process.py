@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,16 +24,35 @@ print(json.dumps({"child": child.pid}), flush=True)
 time.sleep(600)
 """
 
+# Answers with its environment.
+TELLS = """
+import json, os, sys
+sys.stdin.readline()
+print(json.dumps(dict(os.environ)), flush=True)
+"""
+
+Start = Callable[..., Process]
+
 
 @pytest.fixture
-def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "stuck.py").write_text(STUCK)
-    monkeypatch.setattr(process, "ROOT", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "")
-    return Process("stuck")
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts an arm of this source, by the name ``arm``."""
+
+    def started(source: str, **options: Any) -> Process:
+        folder = tmp_path / "benchmarks"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        (folder / "arm.py").write_text(source)
+        monkeypatch.setattr(process, "ROOT", tmp_path)
+        monkeypatch.setenv("PYTHONPATH", "")
+        return Process("arm", **options)
+
+    return started
+
+
+@pytest.fixture
+def stuck(start: Start) -> Process:
+    return start(STUCK)
 
 
 def test_a_process_that_does_not_answer_is_ended_with_all_it_started(stuck: Process) -> None:
@@ -72,14 +93,10 @@ def test_an_error_is_an_answer() -> None:
     arm.close()
 
 
-def test_a_peer_runs_in_its_own_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_runs_in_its_own_environment(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "python_of", lambda name: Path(sys.executable))
-    monkeypatch.setattr(
-        process, "environment_of", lambda python: {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    )
-    arm = Process("worker", peer="torchao")
-    assert psutil.Process(arm._process.pid).environ()["PATH"] == str(tmp_path)
-    arm.kill("done")
+    monkeypatch.setattr(process, "environment_of", lambda python: {"ONLY": "this"})
+    arm = start(TELLS, peer="torchao")
+    environment = arm.ask({}, WAIT_S)
+    assert environment["ONLY"] == "this" and "PYTHONPATH" not in environment
     arm.close()

@@ -68,8 +68,8 @@ class Accelerator(Protocol):
     """One device.  Every method may be called from any thread."""
 
     @property
-    def kind(self) -> str:
-        """``"cpu"``, ``"sim"``, or what torch calls the device: ``"cuda"``."""
+    def name(self) -> str:
+        """``"cpu"``, ``"sim"``, or what torch calls the device: ``"cuda:0"``."""
         ...
 
     @property
@@ -90,8 +90,13 @@ class Accelerator(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of device memory, 4096-aligned; its contents are arbitrary.
 
-        The caller accounts for it.  ``close`` takes it back.
+        The caller accounts for it, and gives it back with ``free``.
         """
+        ...
+
+    def free(self, memory: torch.Tensor) -> None:
+        """Gives back what ``allocate`` gave, whoever still has a view of it; also after ``close``.
+        Nothing may be under way there."""
         ...
 
     def page_lock(self, address: int, nbytes: int) -> None:
@@ -144,7 +149,7 @@ class Accelerator(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets copies end, joins threads, unlocks and frees memory.  A second call does nothing."""
+        """Lets copies end, joins threads and unlocks memory.  A second call does nothing."""
         ...
 
 

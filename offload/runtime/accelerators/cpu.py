@@ -25,7 +25,7 @@ class _Passed:
 class CpuAccelerator:
     """See ``Accelerator``.  Asking it for device memory or a copy is a bug of the engine."""
 
-    kind = "cpu"
+    name = "cpu"
     limits = Rates()
     has_device_memory = False
 
@@ -40,6 +40,9 @@ class CpuAccelerator:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._refuse(f"an arena of {nbytes} bytes")
+
+    def free(self, memory: torch.Tensor) -> None:
+        self._refuse("to free an arena")
 
     def page_lock(self, address: int, nbytes: int) -> None:
         return None

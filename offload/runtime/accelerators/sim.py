@@ -66,7 +66,7 @@ class SimAccelerator:
             tests sleep in it, or raise what is then delivered as the copy's error.
     """
 
-    kind = "sim"
+    name = "sim"
     has_device_memory = True
 
     def __init__(
@@ -94,6 +94,9 @@ class SimAccelerator:
         arena = torch.from_numpy(allocate_host(nbytes).array).fill_(POISON)
         self._arenas.append(arena)
         return arena
+
+    def free(self, memory: torch.Tensor) -> None:
+        return None  # it goes with its last view
 
     def page_lock(self, address: int, nbytes: int) -> None:
         return None

@@ -6,6 +6,7 @@ constructing it does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -119,6 +120,14 @@ class _CopyStream:
         self._thread.join()
 
 
+@functools.cache
+def _tell_unlocked(kind: str) -> None:
+    log.warning(
+        "overspill: host memory cannot be page-locked for %r; copies will be slow and will not run "
+        "beside compute", kind,
+    )  # fmt: skip
+
+
 def _event_of(event: Event) -> Any:
     if not isinstance(event, _StreamEvent):
         raise TypeError(f"an event of another accelerator: {event!r}")
@@ -133,9 +142,8 @@ class StreamsAccelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.kind = device.type
+        self.name = str(device)
         self._vendor = VENDORS.get(device.type, Vendor())
-        self._arenas: list[torch.Tensor] = []  # kept until nothing of ours can touch them
         self._locked: list[tuple[int, int]] = []  # (address, bytes) of each registered piece
         self._lock = threading.Lock()
         self._closed = False
@@ -151,16 +159,15 @@ class StreamsAccelerator:
         memory = aligned_bytes(nbytes, self.device)
         # The memory may have had users on the stream that the allocator knows; ours are others.
         self.synchronize()
-        self._arenas.append(memory)
         return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        memory.untyped_storage().resize_(0)
 
     def page_lock(self, address: int, nbytes: int) -> None:
         self._refuse_closed()
         if self._vendor.register is None:
-            log.warning(
-                "overspill: torch cannot page-lock host memory for %s; copies will be slow and "
-                "will not run beside compute", self.device,
-            )  # fmt: skip
+            _tell_unlocked(self.device.type)
             return
         for start in range(address, address + nbytes, PIECE_BYTES):
             length = min(PIECE_BYTES, address + nbytes - start)
@@ -244,7 +251,6 @@ class StreamsAccelerator:
             self._out.close()
             self.synchronize()
         finally:  # after an error of the device nothing of it runs any more
-            self._arenas.clear()
             while self._locked:
                 address, _ = self._locked.pop()
                 assert self._vendor.unregister is not None

@@ -1,7 +1,7 @@
 """What each vendor's devices have of their own: registration of host memory, and kinds of events.
 
-The only file that knows CUDA's names.  Everything else goes through ``torch.accelerator`` and the
-device's module, which is the same for all.
+The only file here that knows CUDA's names.  Everything else goes through ``torch.accelerator`` and
+the device's module, which is the same for all; kernels are ``optim``'s.
 """
 
 from __future__ import annotations
