@@ -72,7 +72,7 @@ check: $(STAMP) build/typing/overspill
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p overspill
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	@if command -v nvcc >/dev/null; then for f in $$(git ls-files 'csrc/cuda/*.cu'); do \
 	  echo "nvcc $$f" && nvcc -std=c++17 --fmad=false -c $$f -o /dev/null || exit 1; done; \
 	  else echo "no nvcc here: csrc/cuda is not compiled"; fi

@@ -79,7 +79,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     TORCH_CHECK(queryEvent(first) && queryEvent(second), "both events must be over");
     return static_cast<double>((*static_cast<PointPtr*>(second))->when_ns -
-                               (*static_cast<PointPtr*>(first))->when_ns) / 1e6;
+                               (*static_cast<PointPtr*>(first))->when_ns) /
+           1e6;
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -104,11 +105,12 @@ struct Allocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, std::size_t nbytes) const override {
     Device& device = Device::get();
     const auto start = [](const void* at) { return reinterpret_cast<uintptr_t>(at); };
-    device.submit(current_stream(), "copy of a storage",
-                  {{start(from), start(from) + nbytes, false}, {start(to), start(to) + nbytes, true}},
-                  [to = device.worker(to), from = device.worker(from), nbytes] {
-                    std::memcpy(to, from, nbytes);
-                  });
+    device.submit(
+        current_stream(), "copy of a storage",
+        {{start(from), start(from) + nbytes, false}, {start(to), start(to) + nbytes, true}},
+        [to = device.worker(to), from = device.worker(from), nbytes] {
+          std::memcpy(to, from, nbytes);
+        });
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { Device::get().empty_cache(); }
@@ -283,13 +285,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     device.with_memory([&](testdev::Memory& memory) { memory.budget = nbytes; });
   });
   m.def("set_delays", [](uint64_t seed, int percent, int longest_us) {
-    device.settings.seed = seed;
-    device.settings.delayed_percent = percent;
-    device.settings.delay_us = longest_us;
+    device.settings.pace.seed = seed;
+    device.settings.pace.delayed_percent = percent;
+    device.settings.pace.delay_us = longest_us;
   });
   m.def("set_rates", [](double in_bytes_s, double out_bytes_s) {
-    device.settings.in_bytes_s = in_bytes_s;
-    device.settings.out_bytes_s = out_bytes_s;
+    device.settings.pace.in_bytes_s = in_bytes_s;
+    device.settings.pace.out_bytes_s = out_bytes_s;
   });
   m.def("check_races", [](bool check) { device.settings.races = check; });
   m.def("take_races", [] { return device.take_races(); });
@@ -306,9 +308,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return dict;
   });
   m.def("sleep", [](int64_t us) {  // a kernel that takes its time, on the current stream
-    device.submit(testdev::current_stream(), "sleep", {}, [us] {
-      std::this_thread::sleep_for(std::chrono::microseconds(us));
-    });
+    device.submit(testdev::current_stream(), "sleep", {},
+                  [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   });
   m.def("default_generator", [] { return testdev::default_generator(); });
   m.def("stop", [] { device.stop(); });

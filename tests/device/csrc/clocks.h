@@ -42,7 +42,8 @@ struct Race {
 // The last write of every byte, and the reads since.
 class Shadow {
  public:
-  // Notes an access of the task `mark`, which comes after `clock`; tells of the first race it is in.
+  // Notes an access of the task `mark`, which comes after `clock`; tells of the first race it is
+  // in.
   void access(const Access& access, const Mark& mark, const Clock& clock, std::vector<Race>& races);
   // Whatever happened to these bytes is over.
   void forget(uintptr_t start, uintptr_t stop);
@@ -50,8 +51,8 @@ class Shadow {
  private:
   struct Span {
     uintptr_t stop;
-    Mark write;                // at == 0: never written
-    std::vector<Mark> reads;   // at most one per stream
+    Mark write;               // at == 0: never written
+    std::vector<Mark> reads;  // at most one per stream
   };
   void cut(uintptr_t at);
   std::map<uintptr_t, Span> spans_;

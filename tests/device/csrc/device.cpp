@@ -5,7 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstring>
 #include <sstream>
 #include <stdexcept>
@@ -15,10 +14,6 @@ namespace {
 
 const pid_t owner = getpid();  // a forked child has no threads of ours
 thread_local int stream_of_thread = 0;
-
-int64_t now_ns() {
-  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-}
 
 // The GIL is given back while C++ waits: whoever is waited for may need it.
 class Unlocked {
@@ -33,13 +28,6 @@ class Unlocked {
  private:
   PyThreadState* saved_ = nullptr;
 };
-
-uint64_t mixed(uint64_t x) {  // splitmix64
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 
 // The main thread waits for backward, which runs on the autograd thread of the device: what one of
 // them knows to be over, the other may take for over.
@@ -79,70 +67,12 @@ int exchange_stream(int stream) {
   return stream;
 }
 
-// -- queues -------------------------------------------------------------------------------------
-
-void Queue::push(Task task) {
-  std::lock_guard<std::mutex> held(lock_);
-  if (!thread_.joinable()) thread_ = std::thread(&Queue::work, this);
-  tasks_.push_back(std::move(task));
-  wake_.notify_one();
-}
-
-void Queue::wait(uint64_t at) {
-  std::unique_lock<std::mutex> held(lock_);
-  passed_.wait(held, [&] { return over(at) || stopping_; });
-}
-
-void Queue::stop() {
-  {
-    std::lock_guard<std::mutex> held(lock_);
-    stopping_ = true;
-    wake_.notify_one();
-    passed_.notify_all();
-  }
-  if (thread_.joinable()) thread_.join();
-}
-
-void Queue::work() {
-  pthread_setname_np(pthread_self(), "test device");
-  Device& device = Device::get();
-  const auto stream = static_cast<uint64_t>(this - &device.queue(0));
-  while (true) {
-    Task task;
-    {
-      std::unique_lock<std::mutex> held(lock_);
-      wake_.wait(held, [&] { return stopping_ || !tasks_.empty(); });
-      if (stopping_) return;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
-    }
-    const Settings& settings = device.settings;
-    const uint64_t draw = mixed(settings.seed + stream * 0x1000003 + task.at);
-    if (static_cast<int>(draw % 100) < settings.delayed_percent)
-      std::this_thread::sleep_for(
-          std::chrono::microseconds((draw >> 32) % (settings.delay_us + 1)));
-    const int64_t began = now_ns();
-    try {
-      if (task.run) task.run();
-    } catch (const std::exception& error) {
-      device.break_down(error.what());
-    }
-    task.run = nullptr;  // what it held is gone before it counts as done
-    const double rate = task.link == Link::In    ? settings.in_bytes_s.load()
-                        : task.link == Link::Out ? settings.out_bytes_s.load()
-                                                 : 0.0;
-    if (rate > 0) {
-      const auto takes = static_cast<int64_t>(static_cast<double>(task.link_bytes) / rate * 1e9);
-      const int64_t rest = began + takes - now_ns();
-      if (rest > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(rest));
-    }
-    std::lock_guard<std::mutex> held(lock_);
-    done_.store(task.at, std::memory_order_release);
-    passed_.notify_all();
-  }
-}
-
 // -- work ---------------------------------------------------------------------------------------
+
+Device::Device() {
+  for (int stream = 0; stream < kStreams; ++stream)
+    queues_[stream].open(stream, &settings.pace, [this](const auto& why) { break_down(why); });
+}
 
 Device& Device::get() {
   static Device* device = new Device;  // never destroyed: tensors outlive everything
@@ -151,8 +81,7 @@ Device& Device::get() {
 
 std::shared_ptr<Clock> Device::knowledge() {
   static auto of_trainers = std::make_shared<Clock>();
-  thread_local std::shared_ptr<Clock> own =
-      trains() ? of_trainers : std::make_shared<Clock>();
+  thread_local std::shared_ptr<Clock> own = trains() ? of_trainers : std::make_shared<Clock>();
   return own;
 }
 
@@ -179,36 +108,33 @@ uint64_t Device::follow(Queue& queue, int stream, const char* name,
   return queue.given;
 }
 
-void Device::submit(int stream, const char* name, const std::vector<Access>& accesses,
-                    std::function<void()> run, Link link, int64_t link_bytes) {
+uint64_t Device::submit(int stream, const char* name, const std::vector<Access>& accesses,
+                        std::function<void()> run, Link link, int64_t link_bytes) {
   check();
-  if (stopped_) return;
+  if (stopped_) return 0;
   std::vector<Race> races;
+  uint64_t at;
   {
     std::lock_guard<std::mutex> held(lock_);
     Queue& queue = queues_[stream];
     come_after(queue);
-    const uint64_t at = follow(queue, stream, name, accesses, races);
+    at = follow(queue, stream, name, accesses, races);
     queue.push({std::move(run), at, link_bytes, link});
   }
   tell(races);
+  return at;
 }
 
 void Device::run_now(int stream, const char* name, const std::vector<Access>& accesses,
                      const std::function<void()>& run) {
   std::exception_ptr raised;
-  uint64_t at;
-  submit(stream, name, accesses, [&] {
+  const uint64_t at = submit(stream, name, accesses, [&] {
     try {
       run();
     } catch (...) {
       raised = std::current_exception();
     }
   });
-  {
-    std::lock_guard<std::mutex> held(lock_);
-    at = queues_[stream].given;
-  }
   {
     Unlocked unlocked;
     queues_[stream].wait(at);
@@ -308,7 +234,7 @@ int Device::new_stream() { return 1 + streams_++ % (kStreams - 1); }
 // -- memory -------------------------------------------------------------------------------------
 
 // Blocks whose last uses on other streams are over go back to the stream that allocated them.
-void Device::give_back(std::unique_lock<std::mutex>&) {
+void Device::give_back() {
   std::vector<Race> races;
   for (size_t i = 0; i < waiting_.size();) {
     auto& [block, points] = waiting_[i];
@@ -347,7 +273,7 @@ void* Device::allocate(size_t nbytes) {
   for (int attempt = 0;; ++attempt) {
     {
       std::unique_lock<std::mutex> held(lock_);
-      give_back(held);
+      give_back();
       bool fresh = false;
       if (void* found = memory_.allocate(nbytes, stream, fresh)) {
         if (fresh) std::memset(memory_.worker(found), 0xFF, nbytes);
@@ -399,7 +325,7 @@ void Device::wait_idle() {
 void Device::empty_cache() {
   wait_idle();
   std::unique_lock<std::mutex> held(lock_);
-  give_back(held);
+  give_back();
   held.unlock();
   wait_idle();  // for their poison
   held.lock();

@@ -2,58 +2,12 @@
 // memory that it may reach.
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
+#include <map>
 
-#include "clocks.h"
 #include "memory.h"
+#include "queue.h"
 
 namespace testdev {
-
-// A point in the work of a stream: over once the stream has done task number `at`.
-struct Point {
-  int stream = 0;
-  uint64_t at = 0;
-  Clock clock{};
-  std::atomic<int64_t> when_ns{0};  // when the stream passed it
-};
-using PointPtr = std::shared_ptr<Point>;
-
-enum class Link { None, In, Out };  // whose rate a task keeps to
-
-struct Task {
-  std::function<void()> run;
-  uint64_t at = 0;
-  int64_t link_bytes = 0;
-  Link link = Link::None;
-};
-
-// One stream: a queue, and the thread that works it off in order.
-class Queue {
- public:
-  void push(Task task);
-  bool over(uint64_t at) const { return done_.load(std::memory_order_acquire) >= at; }
-  void wait(uint64_t at);
-  void stop();
-
-  Clock clock{};  // guarded by the device's lock
-  uint64_t given = 0;
-
- private:
-  void work();
-  std::thread thread_;
-  std::mutex lock_;
-  std::condition_variable wake_, passed_;
-  std::deque<Task> tasks_;
-  std::atomic<uint64_t> done_{0};
-  bool stopping_ = false;
-};
 
 struct Counters {
   std::atomic<int64_t> tasks{0}, learned{0};
@@ -62,9 +16,7 @@ struct Counters {
 };
 
 struct Settings {
-  std::atomic<uint64_t> seed{0};
-  std::atomic<int> delayed_percent{0}, delay_us{0};  // so many tasks wait, for up to so long
-  std::atomic<double> in_bytes_s{0}, out_bytes_s{0};  // 0: as fast as it goes
+  Pace pace;
   std::atomic<bool> races{true};
   std::atomic<int64_t> lockable{INT64_MAX};  // bytes of host memory that may be registered
 };
@@ -74,9 +26,10 @@ class Device {
   static Device& get();
 
   // -- work
-  // Gives `stream` a task.  The calling thread's knowledge of what is over comes before it.
-  void submit(int stream, const char* name, const std::vector<Access>& accesses,
-              std::function<void()> run, Link link = Link::None, int64_t link_bytes = 0);
+  // Gives `stream` a task, and says its number.  The calling thread's knowledge of what is over
+  // comes before it.
+  uint64_t submit(int stream, const char* name, const std::vector<Access>& accesses,
+                  std::function<void()> run, Link link = Link::None, int64_t link_bytes = 0);
   // As `submit`, and waits; what `run` raises is raised here.  It teaches the clocks nothing.
   void run_now(int stream, const char* name, const std::vector<Access>& accesses,
                const std::function<void()>& run);
@@ -114,21 +67,20 @@ class Device {
   void break_down(const std::string& why);  // from now on every call raises, as after a bad kernel
   void check();
   std::vector<std::string> take_races();
-  Queue& queue(int stream) { return queues_[stream]; }
   void stop();
 
   Counters counters;
   Settings settings;
 
  private:
-  Device() = default;
+  Device();
   std::shared_ptr<Clock> knowledge();
   void learn(const Clock& clock);
   void come_after(Queue& queue);
   PointPtr tail(int stream);
   uint64_t follow(Queue& queue, int stream, const char* name, const std::vector<Access>& accesses,
                   std::vector<Race>& races);
-  void give_back(std::unique_lock<std::mutex>& held);
+  void give_back();
   void release(const Memory::Block& block, std::vector<Race>& races);
   void tell(const std::vector<Race>& races);
 

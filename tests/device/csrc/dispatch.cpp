@@ -42,7 +42,9 @@ struct Call {
   Stack given, seen;  // as the caller gave them; as a worker sees them
   std::vector<Access> accesses;
   std::string key;
-  bool learnable = true, draws = false;
+  bool learnable = true;
+  bool has_generator = false;  // where it draws from
+  bool draws_from_default = false;
 
   void add(const IValue& value, bool writes);
   IValue tensor(const Tensor& value, bool writes);
@@ -90,7 +92,7 @@ void Call::add(const IValue& value, bool writes) {
     seen.emplace_back(c10::Device(at::kCPU));
   } else if (value.isGenerator()) {
     seen.emplace_back(cpu_generator_of(value.toGenerator()));
-    draws = true;
+    has_generator = true;
   } else {
     seen.push_back(value);
     note(value.tagKind().front());
@@ -218,8 +220,8 @@ void first_call(Call& call, Stack* stack, int stream) {
   Device& device = Device::get();
   const char* name = schema.name().c_str();
   Stack results = call.seen;
-  const bool from_default = call.draws;
-  device.run_now(stream, name, call.accesses, [&] { run_on_cpu(op, results, from_default); });
+  device.run_now(stream, name, call.accesses,
+                 [&] { run_on_cpu(op, results, call.draws_from_default); });
   for (size_t i = 0; i < schema.arguments().size(); ++i) {  // empty out= tensors that were resized
     if (!call.given[i].isTensor() || !on_device(call.given[i].toTensor())) continue;
     const Tensor &was = call.given[i].toTensor(), &is = call.seen[i].toTensor();
@@ -273,11 +275,11 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
     const c10::AliasInfo* alias = schema.arguments()[i].alias_info();
     call.add(call.given[i], alias != nullptr && alias->isWrite());
   }
-  bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (draws || call.draws || op.hasTag(at::Tag::dynamic_output_shape) ||
+  const bool draws = call.has_generator || op.hasTag(at::Tag::nondeterministic_seeded);
+  call.draws_from_default = draws && !call.has_generator;
+  if (draws || op.hasTag(at::Tag::dynamic_output_shape) ||
       op.hasTag(at::Tag::data_dependent_output))
     call.learnable = false;
-  call.draws = draws && !call.draws;
   torch::jit::drop(*stack, count);
   const int stream = current_stream();
   std::optional<Outputs> outputs;
@@ -294,11 +296,21 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
 
 // What operations.cpp has, and what needs no kernel of the CPU's.
 bool by_hand(const std::string& name) {
-  static const std::set<std::string> names = {
-      "aten::empty", "aten::empty_strided", "aten::as_strided", "aten::view",
-      "aten::_reshape_alias", "aten::resize_", "aten::set_", "aten::_local_scalar_dense",
-      "aten::unfold", "aten::view_as_real", "aten::view_as_complex", "aten::_fused_sdp_choice",
-      "aten::is_set_to", "aten::_nested_view_from_buffer", "aten::from_file"};
+  static const std::set<std::string> names = {"aten::empty",
+                                              "aten::empty_strided",
+                                              "aten::as_strided",
+                                              "aten::view",
+                                              "aten::_reshape_alias",
+                                              "aten::resize_",
+                                              "aten::set_",
+                                              "aten::_local_scalar_dense",
+                                              "aten::unfold",
+                                              "aten::view_as_real",
+                                              "aten::view_as_complex",
+                                              "aten::_fused_sdp_choice",
+                                              "aten::is_set_to",
+                                              "aten::_nested_view_from_buffer",
+                                              "aten::from_file"};
   return names.count(name) != 0;
 }
 
@@ -307,8 +319,8 @@ bool by_hand(const std::string& name) {
 // By name, for each operation: a fallback for all would stand behind torch's decompositions, which
 // give other bits than the CPU's kernels.
 void register_kernels() {
-  static torch::Library library(torch::Library::IMPL, "aten",
-                                c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1,
+                                __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || by_hand(name.name)) continue;

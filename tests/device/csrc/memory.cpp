@@ -8,7 +8,7 @@
 
 namespace testdev {
 
-constexpr size_t kLarge = size_t{1} << 20;        // smaller ones do not cut up larger ones
+constexpr size_t kLarge = size_t{1} << 20;       // smaller ones do not cut up larger ones
 constexpr size_t kAddresses = size_t{16} << 30;  // pages come as they are touched
 
 Memory::Memory() : budget(size_t{4} << 30), limit_(kAddresses) {

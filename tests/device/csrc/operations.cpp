@@ -23,8 +23,8 @@ namespace {
 using at::Tensor;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
-             std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool> pinned,
+Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device>, std::optional<bool> pinned,
              std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "only memory of the host can be pinned");
   return at::detail::empty_generic(sizes, c10::GetAllocator(at::kPrivateUse1), kKeys,
@@ -80,8 +80,7 @@ bool same_bytes(const Tensor& a, const Tensor& b) {
 
 // Pinned is what lies in one registered range; everything else is copied as pageable memory is.
 bool pinned(const Tensor& host) {
-  return Device::get().is_locked(reinterpret_cast<uintptr_t>(host.const_data_ptr()),
-                                 host.nbytes());
+  return Device::get().is_locked(reinterpret_cast<uintptr_t>(host.const_data_ptr()), host.nbytes());
 }
 
 void copy_in(const Tensor& host, const Tensor& to, bool non_blocking) {
@@ -92,16 +91,18 @@ void copy_in(const Tensor& host, const Tensor& to, bool non_blocking) {
   if (same_bytes(host, to) && pinned(host)) {
     // As DMA does: from memory as it is then, whoever owns it by that time.
     const void* from = host.const_data_ptr();
-    device.submit(stream, "copy in", {access_of(to, true)},
-                  [=] { std::memcpy(seen.mutable_data_ptr(), from, nbytes); }, Link::In, nbytes);
+    device.submit(
+        stream, "copy in", {access_of(to, true)},
+        [=] { std::memcpy(seen.mutable_data_ptr(), from, nbytes); }, Link::In, nbytes);
     if (!non_blocking) device.synchronize_stream(stream);
     return;
   }
   ++device.counters.pageable_in;
   device.counters.pageable_bytes += nbytes;
   const Tensor staged = host.to(host.options(), /*non_blocking=*/false, /*copy=*/true);
-  device.submit(stream, "pageable copy in", {access_of(to, true)},
-                [seen, staged] { seen.copy_(staged); }, Link::In, nbytes);
+  device.submit(
+      stream, "pageable copy in", {access_of(to, true)}, [seen, staged] { seen.copy_(staged); },
+      Link::In, nbytes);
 }
 
 void copy_out(const Tensor& from, const Tensor& host, bool non_blocking) {
@@ -111,15 +112,17 @@ void copy_out(const Tensor& from, const Tensor& host, bool non_blocking) {
   const auto nbytes = static_cast<int64_t>(from.nbytes());
   if (same_bytes(host, from) && pinned(host)) {
     void* to = host.mutable_data_ptr();
-    device.submit(stream, "copy out", {access_of(from, false)},
-                  [=] { std::memcpy(to, seen.const_data_ptr(), nbytes); }, Link::Out, nbytes);
+    device.submit(
+        stream, "copy out", {access_of(from, false)},
+        [=] { std::memcpy(to, seen.const_data_ptr(), nbytes); }, Link::Out, nbytes);
     if (!non_blocking) device.synchronize_stream(stream);
     return;
   }
   ++device.counters.pageable_out;
   device.counters.pageable_bytes += nbytes;
-  device.submit(stream, "pageable copy out", {access_of(from, false)},
-                [seen, host] { host.copy_(seen); }, Link::Out, nbytes);
+  device.submit(
+      stream, "pageable copy out", {access_of(from, false)}, [seen, host] { host.copy_(seen); },
+      Link::Out, nbytes);
   device.synchronize_stream(stream);
 }
 
@@ -128,8 +131,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   if (on_device(self) && on_device(to)) {
     const Tensor from = seen_by_worker(self), seen = seen_by_worker(to);
-    Device::get().submit(current_stream(), "copy_",
-                         {access_of(self, false), access_of(to, true)},
+    Device::get().submit(current_stream(), "copy_", {access_of(self, false), access_of(to, true)},
                          [from, seen] { seen.copy_(from); });
   } else if (on_device(to)) {
     copy_in(self, to, non_blocking);
