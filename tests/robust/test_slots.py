@@ -37,22 +37,29 @@ class Keeper:
 
 
 def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> None:
-    """A graph reads a view of old weights after the unit was let go; then the view goes, and the
-    slot is given to another unit: the copy into it comes after that read."""
+    """A late kernel reads a view of old weights after the unit was let go; then the view goes, and
+    the slot is given to another unit: the copy into it comes after that read."""
     torch.manual_seed(0)
     model = TinyLM(depth=6)
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed in"]
     ) as optimizer:
         train(model, optimizer, 2)
-        keeper = Keeper(model.blocks[1].up)
-        with torch.no_grad():
-            model(*batch(0))
-        keeper.stop()
         accelerator = optimizer._engine.accelerator
-        accelerator.used(keeper.kept[0].view(torch.uint8).flatten())  # a kernel, now
-        keeper.kept.clear()
-        train(model, optimizer, 3)  # a missing wait raises in the background
+        large = torch.ones(1500, 1500)
+        for block in model.blocks:  # not every one of their slots is handed on at once
+            expected = block.up.weight.detach().clone()
+            keeper = Keeper(block.up)
+            with torch.no_grad():
+                model(*batch(0))
+            keeper.stop()
+            for _ in range(2):  # the first of its kind is waited for on the test device
+                large @ large @ large @ large @ large
+                read = keeper.kept[0] + 0
+            accelerator.used(keeper.kept[0].view(torch.uint8).flatten())
+            keeper.kept.clear()
+            train(model, optimizer, 2)  # a missing wait raises in the background
+            assert torch.equal(read, expected)
 
 
 @pytest.mark.parametrize("place", PLACES)
