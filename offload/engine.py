@@ -99,7 +99,8 @@ class Engine:
         self.config, self.parts, self.layout = (
             blueprint.config, blueprint.parts, blueprint.plan.layout
         )  # fmt: skip
-        self.accelerator, self.trace = accelerator, Trace(ranges=ProfilerRanges())
+        self.accelerator = accelerator
+        self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
         self.closed = self.materialized = False
         self.roster = Roster(model, groups)
         self._owner = os.getpid()

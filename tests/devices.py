@@ -8,11 +8,14 @@ one: what tests build is built there, and nothing else about them changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+
+import overspill
 
 NAME = os.environ.get("OVERSPILL_TEST_DEVICE", "")
 CPU = NAME or "cpu"
@@ -34,6 +37,19 @@ if NAME:
 # Of tests that are about a device of their own.
 about_sim = pytest.mark.skipif(bool(NAME), reason="about the simulated device")
 about_cpu = pytest.mark.skipif(bool(NAME), reason="about weights in host memory")
+
+
+@contextmanager
+def link(bytes_s: float) -> Iterator[overspill.Rates]:
+    """Rates of a link that is so fast each way.  The simulated device keeps to them as an option;
+    the test device's links do meanwhile; a GPU has its own."""
+    if NAME == "testdev":
+        native.set_rates(bytes_s, bytes_s)
+    try:
+        yield overspill.Rates(h2d_bytes_s=bytes_s, d2h_bytes_s=bytes_s)
+    finally:
+        if NAME == "testdev":
+            native.set_rates(0.0, 0.0)
 
 
 def normal(seed: int, *sizes: int) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,6 +22,36 @@ class Span(NamedTuple):
     started_ns: int
     finished_ns: int
     nbytes: int
+
+
+class Instant(Protocol):
+    """A moment in compute, which on a device may still be to come."""
+
+    def ns(self) -> int | None:
+        """By ``time.perf_counter_ns``; ``None`` while compute has not come to it."""
+        ...
+
+
+class HostInstant:
+    """The moment at which it was made: compute of the host."""
+
+    __slots__ = ("_ns",)
+
+    def __init__(self) -> None:
+        self._ns = time.perf_counter_ns()
+
+    def ns(self) -> int:
+        return self._ns
+
+
+class _Pending(NamedTuple):
+    """A span between two moments that compute may not have come to; ``spans`` is where it goes."""
+
+    spans: deque[Span]
+    lane: str
+    name: str
+    started: Instant
+    finished: Instant
 
 
 class Level(NamedTuple):
@@ -65,12 +96,19 @@ NO_RANGE = nullcontext()
 
 
 class Trace:
-    """A bounded recorder that all threads of an engine write to; appends are atomic."""
+    """A bounded recorder that all threads of an engine write to; appends are atomic.
+
+    ``instant``: a moment in compute, now.
+    """
 
     def __init__(
-        self, longest: int = LONGEST, origin_ns: int | None = None, ranges: Ranges | None = None
+        self,
+        longest: int = LONGEST,
+        origin_ns: int | None = None,
+        ranges: Ranges | None = None,
+        instant: Callable[[], Instant] = HostInstant,
     ) -> None:
-        self._ranges = ranges
+        self._ranges, self.instant = ranges, instant
         self._spans: deque[Span] = deque(maxlen=longest)
         self._stalls: deque[Span] = deque(maxlen=longest)
         self._steps: deque[StepMark] = deque(maxlen=1000)
@@ -80,20 +118,20 @@ class Trace:
         if origin_ns is None:
             origin_ns = time.perf_counter_ns()
         self.origin_ns = self._last_step_end = origin_ns
-        self._computing: tuple[str, int] | None = None
+        self._computing: tuple[str, Instant] | None = None
+        self._pending: deque[_Pending] = deque(maxlen=longest)
+        self._settling = threading.Lock()
 
     # -- recording ------------------------------------------------------------------------------
 
     def add(self, lane: str, name: str, started_ns: int, finished_ns: int, nbytes: int = 0) -> None:
         """Records work of ``lane``.  ``KeyError`` for a lane that does not exist."""
-        if lane not in LANES:
-            raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
+        _check(lane)
         self._spans.append(Span(lane, name, started_ns, finished_ns, nbytes))
 
     def stall(self, lane: str, started_ns: int, finished_ns: int, name: str) -> None:
         """Records that compute waited for ``lane``."""
-        if lane not in LANES:
-            raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
+        _check(lane)
         self._stalls.append(Span(lane, name, started_ns, finished_ns, 0))
 
     def level(self, at_ns: int, device_bytes: int, host_bytes: int) -> None:
@@ -107,7 +145,14 @@ class Trace:
         self.compute_pause()
         if self._ranges is not None:
             self._ranges.begin(name)
-        self._computing = (name, time.perf_counter_ns())
+        self._computing = (name, self.instant())
+
+    def compute_waited(self, lane: str, since: Instant, name: str) -> None:
+        """Compute had to wait for ``lane`` since then, and goes on in the part called ``name``."""
+        _check(lane)
+        self.compute_resume(name)
+        assert self._computing is not None
+        self._later(_Pending(self._stalls, lane, name, since, self._computing[1]))
 
     def compute_pause(self) -> str | None:
         """The training thread waits, or has left the model; what it was computing, if anything."""
@@ -115,10 +160,27 @@ class Trace:
             return None
         name, started = self._computing
         self._computing = None
-        self.add("compute", name, started, time.perf_counter_ns())
+        self._later(_Pending(self._spans, "compute", name, started, self.instant()))
         if self._ranges is not None:
             self._ranges.end()
         return name
+
+    def _later(self, pending: _Pending) -> None:
+        self._pending.append(pending)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Keeps the spans that compute has come to the end of; they end in order."""
+        with self._settling:
+            while self._pending:
+                spans, lane, name, started, finished = self._pending[0]
+                end_ns = finished.ns()
+                if end_ns is None:
+                    return
+                start_ns = started.ns()
+                assert start_ns is not None, "what ended has begun"
+                spans.append(Span(lane, name, start_ns, end_ns, 0))
+                self._pending.popleft()
 
     def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block for a profiler that is active; the span itself is added later."""
@@ -148,11 +210,13 @@ class Trace:
         return tuple(self._steps)
 
     def spans(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
-        """Spans that overlap the window."""
+        """Spans that overlap the window; of compute, those that are over."""
+        self._settle()
         return _inside(list(self._spans), started_ns, finished_ns)
 
     def stalls(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
-        """Stalls that overlap the window."""
+        """Stalls that overlap the window, and are over."""
+        self._settle()
         return _inside(list(self._stalls), started_ns, finished_ns)
 
     def levels(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Level]:
@@ -177,6 +241,11 @@ class Trace:
             total += length(busy)
             covered += length(intersection(busy, compute))
         return covered / total if total else 1.0
+
+
+def _check(lane: str) -> None:
+    if lane not in LANES:
+        raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
 
 
 def _inside(spans: Iterable[Span], started_ns: int, finished_ns: int) -> list[Span]:

@@ -16,7 +16,7 @@ from overspill.errors import OffloadError
 from overspill.runtime.accelerator import Accelerator, CopyDone, Event, make_accelerator
 from overspill.runtime.accelerators.sim import SimAccelerator
 from tests.devices import NAME
-from tests.patience import WAIT_S
+from tests.patience import WAIT_S, in_the_end
 
 MIB = 1 << 20
 WITH_MEMORY = [NAME or "sim"]
@@ -97,6 +97,32 @@ def test_a_recorded_event_passes(any_accelerator: Accelerator) -> None:
     assert event.done()
     any_accelerator.wait(event)
     any_accelerator.synchronize()
+
+
+def test_an_instant_is_when_compute_came_to_it(any_accelerator: Accelerator) -> None:
+    """By the host's clock, however far ahead of the device the host is."""
+    large = torch.ones(500, 500, device=any_accelerator.device)
+
+    def products() -> None:
+        for _ in range(20):
+            large @ large
+
+    def is_right() -> None:
+        products()
+        any_accelerator.synchronize()
+        started_ns = time.perf_counter_ns()
+        first = any_accelerator.instant()
+        products()
+        last = any_accelerator.instant()
+        any_accelerator.synchronize()
+        ended_ns = time.perf_counter_ns()
+        first_ns, last_ns = first.ns(), last.ns()
+        assert first_ns is not None and last_ns is not None
+        took_ns = ended_ns - started_ns
+        assert started_ns - 0.1 * took_ns <= first_ns <= started_ns + 0.2 * took_ns
+        assert ended_ns - 0.2 * took_ns <= last_ns <= ended_ns + 0.1 * took_ns
+
+    in_the_end(is_right)
 
 
 def test_updates_see_what_compute_recorded(any_accelerator: Accelerator) -> None:

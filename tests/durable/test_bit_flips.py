@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,5 +116,5 @@ def resumes(folder: Path, wanted: dict[str, torch.Tensor], wrong: bool) -> bool:
     with optimizer:
         assert optimizer.step_count == 3
         for name, value in weights(model).items():
-            assert np.array_equal(value, wanted[name]), name
+            assert torch.equal(value, wanted[name]), name
     return True

@@ -10,7 +10,7 @@ import torch
 
 import overspill
 from overspill.schedule.messages import GradRoom, Need, Settled, Signal, Step
-from tests.devices import SIM
+from tests.devices import SIM, link
 from tests.models import TinyLM, adamw, batch
 
 
@@ -19,8 +19,7 @@ from tests.models import TinyLM, adamw, batch
 def test_updates_and_io_lie_under_compute(update: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM(width=256, depth=8)
-    rates = overspill.Rates(h2d_bytes_s=2e9, d2h_bytes_s=2e9)
-    with overspill.wrap(
+    with link(2e9) as rates, overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, rates=rates,
         device=SIM, device_memory="10MiB", host_memory="24MiB",
     ) as optimizer:  # fmt: skip
@@ -50,10 +49,9 @@ def test_gradients_left_at_zero_wait_for_the_last_update() -> None:
     torch.manual_seed(0)
     model = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
     adamw = torch.optim.AdamW(model.parameters())
-    slow_link = overspill.Rates(h2d_bytes_s=5e6)
-    with overspill.wrap(
-        model, adamw, device=SIM, device_memory="1MiB", rates=slow_link
-    ) as optimizer:
+    with link(5e6) as slow, overspill.wrap(
+        model, adamw, device=SIM, device_memory="1MiB", rates=slow
+    ) as optimizer:  # fmt: skip
         assert optimizer.plan.device_update_share == 0, "updates come from the host"
         x = torch.ones(2, 256)
         for turn in (0, 1, 0):

@@ -132,6 +132,42 @@ def test_a_span_costs_little() -> None:
     assert min(per_span_s() for _ in range(20)) < 2e-6
 
 
+class Later:
+    """A moment in compute that comes when it is told."""
+
+    def __init__(self) -> None:
+        self.at_ns: int | None = None
+
+    def ns(self) -> int | None:
+        return self.at_ns
+
+
+def test_compute_is_shown_when_a_device_came_to_it() -> None:
+    """The host is ahead: it gave the device all of this before the device had begun."""
+    made: list[Later] = []
+
+    def instant() -> Later:
+        made.append(Later())
+        return made[-1]
+
+    trace = Trace(instant=instant)
+    trace.compute_resume("a")
+    assert trace.compute_pause() == "a" and not trace.computing
+    since = trace.instant()
+    trace.compute_waited("copy_in", since, "b")
+    trace.compute_pause()
+    started_a, finished_a, waits, started_b, finished_b = made
+    assert trace.spans() == []
+    started_a.at_ns, finished_a.at_ns, waits.at_ns = 10, 20, 20
+    assert trace.spans() == [("compute", "a", 10, 20, 0)] and trace.stalls() == []
+    started_b.at_ns = 35
+    assert trace.stalls() == [("copy_in", "b", 20, 35, 0)] and len(trace.spans()) == 1
+    finished_b.at_ns = 50
+    assert trace.spans()[1:] == [("compute", "b", 35, 50, 0)]
+    with pytest.raises(KeyError, match="no lane 'gpu'"):
+        trace.compute_waited("gpu", since, "c")
+
+
 def test_a_saved_trace_is_read_again(tmp_path: Path) -> None:
     trace, path = Trace(origin_ns=0), tmp_path / "trace.json"
     trace.add("compute", "h.0", 1000, 5000)

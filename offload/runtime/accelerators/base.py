@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from ...observe.rates import Rates
+from ...observe.trace import Instant
 
 __all__ = [
     "ARENA_ALIGN",
@@ -126,6 +127,10 @@ class Accelerator(Protocol):
 
     def record(self) -> Event:
         """The point up to which the calling thread's compute stream has been given work."""
+        ...
+
+    def instant(self) -> Instant:
+        """When compute will have done what the calling thread's stream has been given."""
         ...
 
     def wait(self, event: Event) -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from ...observe.rates import Rates
+from ...observe.trace import HostInstant, Instant
 from .base import Event, OnDone
 
 
@@ -59,6 +60,9 @@ class CpuAccelerator:
 
     def record(self) -> Event:
         return _Passed()
+
+    def instant(self) -> Instant:
+        return HostInstant()
 
     def wait(self, event: Event) -> None:
         event.synchronize()

@@ -22,6 +22,7 @@ import torch
 from ...errors import OffloadError
 from ...io_engine import Once, allocate_host
 from ...observe.rates import Rates
+from ...observe.trace import HostInstant, Instant
 from .base import Event, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 from .ordering import Clock, Ordering, join
@@ -167,6 +168,9 @@ class SimAccelerator:
         event = _SimEvent(self, clock)
         event.passed.set()
         return event
+
+    def instant(self) -> Instant:
+        return HostInstant()
 
     def wait(self, event: Event) -> None:
         own = self._own(event)

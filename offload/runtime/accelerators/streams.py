@@ -21,7 +21,9 @@ import torch
 
 from ...errors import OffloadError, format_bytes
 from ...observe.rates import Rates
+from ...observe.trace import Instant
 from .base import CopyDone, Event, OnDone, aligned_bytes, copied_bytes, deliver
+from .stream_clock import StreamClock, StreamInstant
 from .vendors import VENDORS, Vendor
 
 log = logging.getLogger("overspill")
@@ -75,9 +77,9 @@ class _Maker:
 class _CopyStream:
     """One direction: a stream, and a thread that tells of each copy's end, in order."""
 
-    def __init__(self, name: str, make: _Maker) -> None:
+    def __init__(self, name: str, make: _Maker, clock: StreamClock) -> None:
         self.stream = make.stream()
-        self._make = make
+        self._make, self._clock = make, clock
         self._copies: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
         self._thread.start()
@@ -104,15 +106,16 @@ class _CopyStream:
     def _run(self) -> None:
         torch.accelerator.set_device_index(self._make.device)
         while (copy := self._copies.get()) is not None:
-            error: BaseException | None = None
-            took_ns = 0
             try:
                 copy.finished.synchronize()
-                took_ns = int(copy.started.event.elapsed_time(copy.finished.event) * 1e6)
-            except BaseException as raised:
-                error = raised
-            now_ns = time.perf_counter_ns()
-            deliver(copy.on_done, CopyDone(now_ns - took_ns, now_ns, copy.nbytes, error))
+                self._clock.saw(copy.finished.event, time.perf_counter_ns())
+                started_ns = self._clock.ns(copy.started.event)
+                finished_ns = self._clock.ns(copy.finished.event)
+                done = CopyDone(started_ns, finished_ns, copy.nbytes)
+            except BaseException as error:
+                now_ns = time.perf_counter_ns()
+                done = CopyDone(now_ns, now_ns, copy.nbytes, error)
+            deliver(copy.on_done, done)
 
     def close(self) -> None:
         """Lets what was queued end, and joins the thread."""
@@ -148,8 +151,11 @@ class StreamsAccelerator:
         self._lock = threading.Lock()
         self._closed = False
         self._make = _Maker(device, self._vendor)
-        self._in = _CopyStream("copy_in", self._make)
-        self._out = _CopyStream("copy_out", self._make)
+        base = self._make.event(timing=True).event
+        base.record(self._make.current())
+        self._clock = StreamClock(base)
+        self._in = _CopyStream("copy_in", self._make, self._clock)
+        self._out = _CopyStream("copy_out", self._make, self._clock)
         self._update = self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
@@ -222,6 +228,11 @@ class StreamsAccelerator:
         event = self._make.event(timing=False)
         event.event.record(self._make.current())
         return event
+
+    def instant(self) -> Instant:
+        event = self._make.event(timing=True).event
+        event.record(self._make.current())
+        return StreamInstant(event, self._clock)
 
     def wait(self, event: Event) -> None:
         self._make.current().wait_event(_event_of(event))
