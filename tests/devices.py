@@ -37,6 +37,7 @@ if NAME:
 # Of tests that are about a device of their own.
 about_sim = pytest.mark.skipif(bool(NAME), reason="about the simulated device")
 about_cpu = pytest.mark.skipif(bool(NAME), reason="about weights in host memory")
+about_forks = pytest.mark.skipif(bool(NAME), reason="forks: nothing of a device outlives that")
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class Executor:
         self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
         self._asked: dict[int, _Waiter] = {}  # training's; several only where it was interrupted
         self.lock = threading.Lock()
-        self._trainer = threading.get_ident()
+        self._trainer = threading.current_thread()
         self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
         self._error: BaseException | None = None
@@ -146,18 +146,22 @@ class Executor:
         self._queue.put(signal)
 
     def claim(self) -> None:
-        """The calling thread is the one that trains."""
-        self._trainer = threading.get_ident()
+        """The calling thread is the one that trains; not one that autograd lent it for a backward
+        pass, in which modules are called again where a checkpoint recomputes."""
+        if not in_backward():
+            self._trainer = threading.current_thread()
 
     def require_trainer(self) -> None:
-        """Raises unless the calling thread trains, or runs a backward pass.
+        """Raises unless the calling thread trains, or runs a backward pass; after the end of the one
+        that trained, any may go on.
 
         Raises:
             OffloadError: it does neither.
         """
-        if threading.get_ident() != self._trainer and not in_backward():
+        current = threading.current_thread()
+        if current is not self._trainer and self._trainer.is_alive() and not in_backward():
             raise OffloadError(
-                f"thread {threading.current_thread().name!r} uses the model or its optimizer while "
+                f"thread {current.name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"
             )
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.config import Tier
+from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 
 STREAMED: dict[str, Any] = {
@@ -145,6 +146,28 @@ def test_the_device_runs_out_of_memory_in_a_step(native: ModuleType, tmp_path: P
             optimizer.zero_grad()
             assert train(again, optimizer, 3) == wanted
     assert cut >= 3
+
+
+@pytest.mark.parametrize("checkpointed", ["yes", "reentrant"])
+def test_gradients_are_clipped_after_backward_has_recomputed(
+    checkpointed: str, tmp_path: Path
+) -> None:
+    """Modules are called again on the thread of autograd; the one that trains is still this."""
+    plain, model = TinyLM(checkpointed=checkpointed), TinyLM(checkpointed=checkpointed)
+    model.load_state_dict(plain.state_dict())
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-3)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with overspill.wrap(model, ours, nvme=tmp_path, **STREAMED) as optimizer:
+        for number in range(3):
+            norms = []
+            for each, its in ((plain, theirs), (model, optimizer)):
+                each(*batch(number)).backward()
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 1e9).item())
+                its.step()
+                its.zero_grad()
+            assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
 
 
 def test_random_states_of_the_device_are_kept(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import about_forks
+
+pytestmark = about_forks
+
 
 def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
     """The cases run in a program of their own, which forks: this process has threads."""

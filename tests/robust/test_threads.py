@@ -17,7 +17,7 @@ import overspill
 from overspill.errors import OffloadError
 from overspill.runtime.unsignalled import Unsignalled
 from tests.devices import CPU
-from tests.models import TinyLM, adamw, train, weights
+from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES
 from tests.patience import WAIT_S
 
@@ -93,6 +93,24 @@ def test_a_thread_may_train_that_did_not_wrap(tmp_path: Path) -> None:
     thread.join()
     assert not raised and optimizer.step_count == 3
     optimizer.close()
+
+
+@pytest.mark.parametrize("use", [*USES, "unwrap"])
+def test_after_a_thread_has_ended_any_other_goes_on(use: str, tmp_path: Path) -> None:
+    """One evaluates the model and is joined: nobody uses it any more."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed"]
+    ) as optimizer:
+        train(model, optimizer, 1)
+        thread = threading.Thread(target=model, args=batch(9))
+        thread.start()
+        thread.join()
+        if use == "unwrap":
+            overspill.unwrap(model)
+        else:
+            USES[use](model, optimizer)
 
 
 @pytest.mark.timeout(120)
