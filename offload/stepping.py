@@ -106,16 +106,19 @@ class Stepping:
 
     def _refuse_dropped(self) -> None:
         """Raises when gradients were dropped that this step's backward has applied already."""
-        dropped = {
-            self._residences.parts.unit_of[i]
-            for i in self.collector.consumed
-            if not self.collector.live(i)
-        } & self._ledger.early  # fmt: skip
+        dropped = [
+            unit
+            for unit in sorted(self._ledger.early)
+            if any(
+                i in self.collector.consumed and not self.collector.live(i)
+                for i in self._ledger.turns(unit)
+            )
+        ]
         if dropped and not self._told_of_dropped:
             self._told_of_dropped = True
             raise OffloadError(
                 f"update='backward' has applied the gradients of "
-                f"{', '.join(map(self.name_of, sorted(dropped)))} already, and they were dropped "
+                f"{', '.join(map(self.name_of, dropped))} already, and they were dropped "
                 "before step(); call step() before zero_grad(), or use update='next_forward'; "
                 "another step() takes the step as it is, rollback() goes back to the last commit"
             )

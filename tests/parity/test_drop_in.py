@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import CPU, SIM
+from tests.devices import CPU, SIM, normal, plainly
 from tests.models import adamw, batch, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -110,6 +110,53 @@ def test_unused_parameters_lag(tmp_path: Path) -> None:
         state = ours.state_dict()["state"]
         assert len(state) == len(theirs.state_dict()["state"]) < len(list(model.parameters()))
         close(weights(model), weights(plain))
+
+
+class Block(nn.Module):
+    """Has a part that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.extra = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        x = x + torch.tanh(self.main(x))
+        return x + torch.tanh(self.extra(x)) if extra else x
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, extra: bool) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, extra)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("device", sorted({CPU, SIM}))
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+@pytest.mark.parametrize("why", ["left out", "frozen"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_steps_have_used_may_be_unused_later(
+    why: str, to_none: bool, update: str, device: str
+) -> None:
+    plain, model = Blocks(), Blocks()
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-2)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, inner, device=device, update=update) as ours:
+        for number, used in enumerate((True, False, False, True, False)):
+            for m, o in ((plain, theirs), (model, ours)):
+                if why == "frozen":
+                    for block in m.blocks:
+                        block.extra.requires_grad_(used)
+                m(normal(number, 4, 16), used or why == "frozen").backward()
+                o.step()
+                o.zero_grad(set_to_none=to_none)
+        for name, value in weights(model).items():
+            assert torch.equal(value, weights(plain)[name]), name
 
 
 @pytest.mark.parametrize(
