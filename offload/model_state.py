@@ -32,8 +32,15 @@ class StateHooks:
         ours = {id(module) for module in model.modules()}
 
         def hook(method: Callable[..., None]) -> Callable[..., None]:
-            # A copy of a module has its hooks, and stands alone.
-            return lambda module, *args: method(module, *args) if id(module) in ours else None
+            me = weakref.WeakMethod(method)
+
+            def hooked(module: nn.Module, *args: Any) -> None:
+                mine = me()
+                # A copy of a module has its hooks, and stands alone.
+                if mine is not None and id(module) in ours:
+                    mine(module, *args)
+
+            return hooked
 
         forget, fill, load = hook(self._forget), hook(self._fill), hook(self._load)
         begin, end = hook(self._begin), hook(self._end)

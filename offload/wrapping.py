@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .config import OffloadConfig
 from .decide import calibrated, decide, foretell
 from .engine import ATTRIBUTE, Engine, engine_of
 from .errors import BudgetError, OffloadError
-from .filling import fill
+from .filling import Taken, fill
 from .importing import open_weights
 from .loading import match_files
 from .model_state import StateHooks
@@ -100,11 +101,27 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
     except BaseException:
         accelerator.close()
         raise
+    with undone(model, engine) as taken:
+        fill(model, optimizer, engine, taken)
+        wrapped = install(model, optimizer, engine)
+    optimizer.state.clear()
+    return wrapped
+
+
+@contextmanager
+def undone(model: nn.Module, engine: Engine) -> Iterator[Taken]:
+    """If the block, which wraps the model, raises, the model is as it was, and the engine ends."""
+    taken = Taken(model, engine)
     try:
-        fill(model, optimizer, engine)
-        return install(model, optimizer, engine)
+        yield taken
     except BaseException:
+        try:
+            taken.read()
+        except BaseException as error:
+            log.warning("overspill: weights cannot be read back: %s", error)
+        let_go(model, engine)
         engine.discard()
+        taken.give_back()
         raise
 
 
@@ -124,7 +141,6 @@ def install(
                 "overspill: unit %s: weights %s%s, gradients %s, state %s",
                 name, home.weights.value, " (resident)" if home.resident else "", grads, state,
             )  # fmt: skip
-    optimizer.state.clear()
     # Found on the instance, these refuse copies and pickles of the model before they begin.
     model.__dict__.update(
         {
@@ -135,6 +151,15 @@ def install(
     )
     torch_private.count_step(optimizer)
     return OffloadedOptimizer(engine, optimizer)
+
+
+def let_go(model: nn.Module, engine: Engine) -> None:
+    """Takes hooks and marks from the model; also after a part of ``install``."""
+    for part in ("hooks", "collector", "state_hooks"):
+        if hasattr(engine, part):
+            getattr(engine, part).remove()
+    for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
+        model.__dict__.pop(name, None)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -153,9 +178,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     for p in engine.parts.parameters:
         p.grad = None
     engine.residences.give_away(values)
-    engine.hooks.remove()
-    engine.state_hooks.remove()
+    let_go(model, engine)
     engine.close()
-    for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
-        del model.__dict__[name]
     return model

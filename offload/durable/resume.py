@@ -15,13 +15,12 @@ from ..config import OffloadConfig
 from ..decide import calibrated, decide
 from ..engine import Blueprint, Engine
 from ..errors import OffloadError
-from ..filling import free_unit, move_buffers
 from ..io_engine import FoundStore, OwnedStore, own_store
 from ..optimizer import OffloadedOptimizer
 from ..runtime.accelerator import make_accelerator
 from ..runtime.facts import decode_facts
 from ..schedule.describe import describe_units, difference
-from ..wrapping import install, raise_shortfall
+from ..wrapping import install, raise_shortfall, undone
 from .moving import move_store
 
 log = logging.getLogger("overspill")
@@ -119,17 +118,16 @@ def _take_over(
     engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[OffloadedOptimizer, Any]:
     """Gives the engine the commit instead of what the model and the optimizer hold."""
-    try:
+    with undone(model, engine) as taken:
+        taken.move_buffers()
         for unit in engine.parts.units:
-            free_unit(engine, unit)
-        move_buffers(model, engine)
+            taken.free(unit, theirs=False)
         engine.adopt()
         wrapped = install(model, optimizer, engine)
         assert engine.committing is not None
-        return wrapped, engine.committing.restart()
-    except BaseException:
-        engine.discard()
-        raise
+        extra = engine.committing.restart()
+    optimizer.state.clear()
+    return wrapped, extra
 
 
 def _with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -249,6 +249,17 @@ class Contents:
                 value = exact[spec.offset : spec.offset + spec.numel].clone()
                 yield spec, value.as_strided(spec.shape, spec.stride)
 
+    def exact(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """The exact value of every parameter of a unit: its master, else its weight."""
+        yield from self.masters(unit)
+        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        for chunk in self._layout.units[unit].chunks:
+            if chunk.group is None:
+                flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+                for spec in chunk.params:
+                    value = flat[spec.offset : spec.offset + spec.numel].cpu().clone()
+                    yield spec, value.as_strided(spec.shape, spec.stride)
+
     def _gather(
         self, unit: int, number: int, chunk: Chunk, *, masters: bool
     ) -> dict[str, torch.Tensor]:

@@ -92,6 +92,8 @@ class DirectAccess:
     def load(self, item: Item) -> Place:
         """Brings the current bytes of an item to its place (flat, on the device if home there)."""
         place = self.place(item)
+        if place.tier is Tier.DEVICE:
+            self._executor.wait_for(place)  # updates run on a stream of their own
         if self._on_disk(item) and place.nbytes:
             roles = self._roles(item)
             memory = self._executor.arenas.bytes_of(place)
@@ -108,6 +110,8 @@ class DirectAccess:
         ``first``: the item's first bytes, which go where a read will look for them.
         """
         place = self.place(item)
+        if place.tier is Tier.DEVICE:
+            self._executor.mark_device_use(place, self._executor.accelerator.record())
         if self._on_disk(item) and place.nbytes:
             roles = self._roles(item)
             role = 0 if roles is None or first else roles.target()

@@ -152,8 +152,8 @@ class Executor:
             self._trainer = threading.current_thread()
 
     def require_trainer(self) -> None:
-        """Raises unless the calling thread trains, or runs a backward pass; after the end of the one
-        that trained, any may go on.
+        """Raises unless the calling thread trains, or runs a backward pass.  After the end of the
+        one that trained, any may go on.
 
         Raises:
             OffloadError: it does neither.

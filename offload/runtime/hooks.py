@@ -65,14 +65,14 @@ class ModuleHooks:
         """
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trace, self._alive, self._before_root = trace, alive, before_root
-        self._catch_up, self._forward_over = catch_up, forward_over
+        self.catch_up, self._forward_over = catch_up, forward_over
         self._frames = _Frames()
         self._handles: list[Any] = []
         me = weakref.ref(self)
         for unit, found in enumerate(residences.parts.found):
             if residences.streamed[unit]:
                 self._hook_unit(me, unit, found.module)
-        self._hook_readers(catch_up, model)
+        self._hook_readers(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
 
@@ -94,7 +94,7 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _hook_readers(self, catch_up: Callable[[int], None], model: nn.Module) -> None:
+    def _hook_readers(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
         """Whoever calls a module that may read weights of a resident unit waits for their update:
         the unit's own module, and all that hold a parameter of it, wherever they are in the
         model."""
@@ -113,7 +113,7 @@ class ModuleHooks:
             if resident:
                 self._handles.append(
                     module.register_forward_pre_hook(
-                        _reader(catch_up, id(module), resident), prepend=True
+                        _reader(me, id(module), resident), prepend=True
                     )
                 )
 
@@ -121,7 +121,7 @@ class ModuleHooks:
 
     def before_forward(self, unit: int) -> None:
         """The unit's module is about to run."""
-        self._catch_up(unit)
+        self.catch_up(unit)
         self._residences.enter(unit)
         stack = self._frames.stack
         outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
@@ -196,12 +196,13 @@ class ModuleHooks:
             self._handles.pop().remove()
 
 
-def _reader(catch_up: Callable[[int], None], own: int, units: Sequence[int]) -> Callable[..., None]:
+def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Callable[..., None]:
     @torch_private.not_compiled
     def before(called: nn.Module, _args: Any) -> None:
-        if id(called) == own:
+        hooks = me()
+        if hooks is not None and id(called) == own:
             for unit in units:
-                catch_up(unit)
+                hooks.catch_up(unit)
 
     return before
 

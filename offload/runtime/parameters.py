@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import OffloadError
+from ..schedule.partition import ParamSpec
 from . import torch_private
 
 
@@ -53,14 +54,22 @@ class Managed:
     """What is known of a managed parameter; found by its identity, as the parameter itself may hold
     nothing: copies and pickles of it are ordinary parameters."""
 
-    __slots__ = ("_access", "_hidden", "_shown", "index", "plain")
+    __slots__ = ("_access", "_hidden", "_shown", "_spec", "plain")
 
-    def __init__(self, p: nn.Parameter, index: int, access: WeightAccess) -> None:
+    def __init__(self, p: nn.Parameter, spec: ParamSpec, access: WeightAccess) -> None:
         """Makes the parameter a managed one; what it shows stays as it is."""
-        self.index, self.plain = index, type(p)
+        self._spec, self.plain = spec, type(p)
         self._shown, self._hidden = _mixed(self.plain, Shown), _mixed(self.plain, Hidden)
         self._access = weakref.ref(access)
         _MANAGED[p] = self
+
+    @property
+    def index(self) -> int:
+        return self._spec.index
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Without memory, of the parameter's shape and strides."""
+        return torch.empty_strided(self._spec.shape, self._spec.stride, dtype=dtype, device="meta")
 
     @property
     def access(self) -> WeightAccess:
@@ -199,6 +208,11 @@ class Hidden(_Fixed):
     ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if (name in _LAYOUT or name in _LIKE) and args and isinstance(args[0], Hidden):
+            p: Any = args[0]  # its stub has the strides of a single number
+            if name in _LIKE and kwargs.get("device") is None:
+                kwargs = {**kwargs, "device": p.device}
+            return func(_known(p).empty(p.dtype), *args[1:], **kwargs)
         if name in _ABOUT or (name in ("__get__", "__set__", "__delete__") and not _is_view(func)):
             with torch_private.without_overrides():
                 return func(*args, **kwargs)
@@ -226,14 +240,16 @@ def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:
 # What says something about a tensor and touches no element of it.
 _ABOUT = frozenset({
     "__format__", "__hash__", "__len__", "__reduce_ex__", "__setstate__", "_make_subclass",
-    "backward", "can_cast", "data_ptr", "dim", "dim_order", "element_size", "empty_like",
-    "full_like", "get_device", "grad", "has_names", "is_coalesced", "is_complex", "is_conj",
-    "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg",
-    "is_non_overlapping_and_dense", "is_pinned", "is_same_size", "is_set_to", "is_shared",
-    "is_signed", "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full",
-    "new_ones", "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like",
+    "backward", "can_cast", "data_ptr", "dim", "element_size", "get_device", "grad", "has_names",
+    "is_coalesced", "is_complex", "is_conj", "is_distributed", "is_floating_point", "is_inference",
+    "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed", "ndimension",
+    "nelement", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "numel",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type",
-    "retain_grad", "size", "storage_offset", "storage_type", "stride", "zeros_like",
+    "retain_grad", "size", "storage_offset", "storage_type",
+})  # fmt: skip
+_LAYOUT = frozenset({"dim_order", "is_contiguous", "is_non_overlapping_and_dense", "stride"})
+_LIKE = frozenset({
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
 })  # fmt: skip
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})  # attributes that are tensors
 _CASTS = frozenset({

@@ -118,7 +118,7 @@ class Residences:
 
     def _manage(self, unit: Unit, access: WeightAccess) -> None:
         self._managed[unit.index] = tuple(
-            Managed(p, spec.index, access)
+            Managed(p, spec, access)
             for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True)
         )
 

@@ -7,6 +7,7 @@ last bit) and every chunk on a 4096-byte one (direct I/O).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     fused attention the one makes up for the other.
     """
     return sum(
-        (p.shape[0] + p.numel() // p.shape[0]) * (dtype or p.dtype).itemsize
+        (p.shape[0] + math.prod(p.shape[1:])) * (dtype or p.dtype).itemsize
         for p in _matrices(found)
     )
 

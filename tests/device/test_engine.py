@@ -148,6 +148,19 @@ def test_the_device_runs_out_of_memory_in_a_step(native: ModuleType, tmp_path: P
     assert cut >= 3
 
 
+def test_buffers_that_find_no_room_leave_the_model_whole(
+    native: ModuleType, tmp_path: Path
+) -> None:
+    model = TinyLM()
+    model.register_buffer("large", torch.zeros(1 << 20, device="cpu"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    native.set_budget(torch.accelerator.memory_allocated() + (2 << 20))
+    with pytest.raises(torch.OutOfMemoryError):
+        overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED)
+    for name, value in model.state_dict().items():
+        assert value.device == before[name].device and torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize("checkpointed", ["yes", "reentrant"])
 def test_gradients_are_clipped_after_backward_has_recomputed(
     checkpointed: str, tmp_path: Path

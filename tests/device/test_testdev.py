@@ -46,6 +46,35 @@ def test_bits_are_the_cpus(native: ModuleType, dtype: torch.dtype, delayed_perce
         assert torch.equal(mine.cpu(), theirs)
 
 
+def test_convolutions_are_the_cpus(native: ModuleType) -> None:
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.GroupNorm(2, 8),
+            nn.ConvTranspose2d(8, 4, 2, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        images = torch.randn(4, 3, 16, 16)
+    there = copy.deepcopy(model).to("testdev")
+    for _ in range(2):  # what they give is learned, then known
+        losses = []
+        for each, inputs in ((model, images), (there, images.to("testdev"))):
+            loss = each(inputs).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    for mine, theirs in zip(there.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert torch.equal(mine.grad.cpu(), theirs.grad)
+
+
+def test_leaves_on_the_host_are_copied_to(native: ModuleType) -> None:
+    leaf = nn.Parameter(torch.zeros(3, device="cpu"))
+    with torch.no_grad():
+        leaf.copy_(torch.ones(3))
+    assert leaf.tolist() == [1, 1, 1]
+
+
 def test_work_runs_by_itself(native: ModuleType) -> None:
     value = torch.ones(4)
     value + value  # what it gives is known from now on

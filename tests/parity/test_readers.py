@@ -117,6 +117,50 @@ def test_reads_between_steps_are_right(twins: Any) -> None:
     assert torch.equal(alone(hidden), plain.blocks[1](hidden))
 
 
+class Image(nn.Module):
+    """Parts whose weights lie in memory in another order, or have nothing in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Conv2d(64, 64, 3, padding=1) for _ in range(8))
+        self.to(memory_format=torch.channels_last)
+        for block in self.blocks:
+            block.turned = nn.Parameter(torch.ones(6, 5).t())
+            block.none = nn.Parameter(torch.zeros(0, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x) * block.turned.sum()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_parameter_says_how_it_lies_in_memory(place: str, tmp_path: Path) -> None:
+    plain, model = Image(), Image()
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-2)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(model, ours, nvme=tmp_path, **PLACES[place]) as optimizer:
+        for number in range(2):
+            for m, o in ((plain, theirs), (model, optimizer)):
+                m(normal(number, 1, 64, 4, 4)).backward()
+                o.step()
+                o.zero_grad()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p, q)
+                assert p.stride() == q.stride() and p.stride(0) == q.stride(0)
+                assert p.is_contiguous() == q.is_contiguous()
+                assert p.dim_order() == q.dim_order()
+                assert torch.zeros_like(p).stride() == torch.zeros_like(q).stride()
+                drawn = []
+                for each in (p, q):
+                    torch.manual_seed(number)
+                    drawn.append(torch.randn_like(each))
+                assert torch.equal(*drawn) and drawn[0].stride() == drawn[1].stride()
+                assert drawn[0].device == p.device
+                assert torch.zeros_like(p, device="cpu").device.type == "cpu"
+
+
 def test_an_average_of_the_weights(twins: Any) -> None:
     """Made before ``wrap`` or after, read and copied back."""
     model, ours, plain, theirs = twins

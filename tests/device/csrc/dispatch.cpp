@@ -294,6 +294,29 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   }
 }
 
+// torch asks a device of ours for convolutions by names of their own.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  kernel(op, stack);
+}
+
+// (grad, input, weight, stride, padding, dilation, transposed, output_padding, groups, mask): the
+// CPU's wants the sizes of the bias behind the weight.
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto first = stack->end() - 10;
+  const Tensor weight = first[2].toTensor();
+  IValue bias_sizes;
+  if (first[9].toBoolList()[2]) {
+    const bool transposed = first[6].toBool();
+    const int64_t channels = transposed ? weight.size(1) * first[8].toInt() : weight.size(0);
+    bias_sizes = IValue(c10::List<int64_t>({channels}));
+  }
+  stack->insert(first + 3, std::move(bias_sizes));
+  kernel(op, stack);
+}
+
 // What operations.cpp has, and what needs no kernel of the CPU's.
 bool by_hand(const std::string& name) {
   static const std::set<std::string> names = {"aten::empty",
@@ -330,6 +353,10 @@ void register_kernels() {
         name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&kernel>());
   }
+  library.impl("convolution_overrideable",
+               torch::CppFunction::makeFromBoxedFunction<&convolution>());
+  library.impl("convolution_backward_overrideable",
+               torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }
 
 }  // namespace testdev
