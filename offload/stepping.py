@@ -65,6 +65,13 @@ class Stepping:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._place_of, self._random_states = place_of, random_states
         self.background = update != "step"
+        self._partly_frozen = {
+            u.index
+            for u in residences.parts.units
+            if residences.fixed[u.index]
+            and executor.accelerator.has_device_memory
+            and any(chunk.group is None for chunk in u.chunks)
+        }
         self._late: set[int] = set()  # resident units that do not show, in part at least
         self._suspended: set[int] = set()  # those of them that are wholly hidden
         self._told_of_dropped = False
@@ -81,6 +88,8 @@ class Stepping:
             final = self._ledger.micro_steps == self._config.accumulate - 1
         if self.update != "backward" or not final:
             return False
+        if unit in self._partly_frozen and not over:
+            return False  # backward may come to the frozen part later, and all is copied in
         users = self._residences.users[unit]  # itself, and those that share its weights
         return over or not any(self._saved.live[u] or self._residences.uses[u] for u in users)
 

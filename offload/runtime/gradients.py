@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,13 +30,15 @@ from .updates import Arrived, Updater
 
 
 class _Pending:
-    """A unit's gradients that have appeared and are not gathered yet, by parameter index."""
+    """A unit's gradients that have appeared and are not gathered yet, by parameter index; and the
+    streams that made them."""
 
-    __slots__ = ("added", "fresh")
+    __slots__ = ("added", "fresh", "streams")
 
     def __init__(self) -> None:
         self.fresh: dict[int, torch.Tensor] = {}
         self.added: dict[int, torch.Tensor] = {}
+        self.streams: set[Hashable] = set()
 
 
 class EarlyUpdates(Protocol):
@@ -134,7 +136,7 @@ class GradientCollector:
             )
         unit = self.parts.unit_of[index]
         self._early.refuse_updated(unit)
-        pending = self.pending.setdefault(unit, _Pending())
+        pending = self._pending_of(unit)
         pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
         pending.fresh[index] = grad.detach()
         self._renew(index)
@@ -146,6 +148,12 @@ class GradientCollector:
             self._wrappers[index].gone = True
             self._wrappers[index] = self._make_grad(index)
         p.grad = self._wrappers[index]
+
+    def _pending_of(self, unit: int) -> _Pending:
+        """Where a gradient of a unit goes, that the calling thread's stream has made."""
+        pending = self.pending.setdefault(unit, _Pending())
+        pending.streams.add(self.accelerator.stream())
+        return pending
 
     def _renew(self, index: int) -> None:
         """A parameter's earlier gradient is of no more account."""
@@ -168,7 +176,7 @@ class GradientCollector:
         unit = self.parts.unit_of[index]
         self._early.refuse_updated(unit)
         self._renew(index)
-        self.pending.setdefault(unit, _Pending()).fresh[index] = value.detach().clone()
+        self._pending_of(unit).fresh[index] = value.detach().clone()
 
     def _zeroes(self, unit: int) -> None:
         """The unit is about to be gathered: zeroes that nothing was added to are gradients too."""
@@ -185,7 +193,7 @@ class GradientCollector:
         self._ledger.squares.pop(index, None)
         unit = self.parts.unit_of[index]
         self._early.refuse_updated(unit)
-        pending = self.pending.setdefault(unit, _Pending())
+        pending = self._pending_of(unit)
         if index in pending.fresh:
             pending.fresh[index] = pending.fresh[index] + grad
         elif index in pending.added:
@@ -291,6 +299,7 @@ class GradientCollector:
         if self.accelerator.has_device_memory:
             self.executor.compute_waits_for(place, "copy_out")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
+        self.accelerator.join(pending.streams, pending.fresh.values())
         self._gather(unit, pending, place, on_slot)
         settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
         if settled and self._updater.measures:

@@ -8,8 +8,8 @@ points into the slot any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,11 +27,15 @@ from .stubs import Stubs
 
 @dataclass(frozen=True)
 class Residence:
-    """One residency of one unit: the storage over its slot, and its parameters' views."""
+    """One residency of one unit: the storage over its slot, and its parameters' views.
+
+    ``streams``: of compute that uses it; modules may have several.
+    """
 
     unit: int
     storage: torch.UntypedStorage
     views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
+    streams: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -303,9 +307,18 @@ class Residences:
             self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
         residence = self._residence(unit)
+        residence.streams.add(self.accelerator.stream())
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
         self._to_views(unit)
+
+    def used_here(self, residence: Residence) -> None:
+        """Compute of the calling thread uses an open unit: maybe on another stream than the one it
+        was opened on, which has not waited for its weights."""
+        stream = self.accelerator.stream()
+        if stream not in residence.streams:
+            self.executor.wait_for(self._place_of(residence.unit))
+            residence.streams.add(stream)
 
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
         """Whether the unit's parameters show what the engine has given them."""
@@ -336,6 +349,7 @@ class Residences:
             return False
         place = self._place_of(unit)
         if self.accelerator.has_device_memory:
+            self.accelerator.join(residence.streams)
             self.executor.mark_device_use(place, self.accelerator.record())
         self._note_edits(unit)
         self._to_stubs(unit)

@@ -102,6 +102,7 @@ class SavedTensors:
         residence = self._residences.by_storage.get(torch_private.storage_key(t))
         if residence is not None:
             unit = residence.unit
+            self._residences.used_here(residence)
             return WeightHandle(
                 unit, self._versions[unit], t, int(t.storage_offset()), None, self.live
             )
@@ -173,12 +174,14 @@ class SavedTensors:
                 self._residences.leave(unit)
 
     def _view(self, handle: WeightHandle) -> torch.Tensor:
+        residence = self._residences.current[handle.unit]
+        assert residence is not None
+        self._residences.used_here(residence)
         if not isinstance(handle, CastHandle):
             return self._residences.view(
                 handle.unit, handle.offset, handle.dtype, handle.shape, handle.stride
             )
-        residence = self._residences.current[handle.unit]
-        assert residence is not None and handle.cast is not None
+        assert handle.cast is not None
         with torch.no_grad(), torch.autocast(residence.views[0].device.type, enabled=False):
             cast = residence.views[handle.param].to(handle.cast)
             return cast.as_strided(handle.shape, handle.stride, handle.offset)

@@ -9,7 +9,7 @@ is every device that torch has streams for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,6 +127,16 @@ class Accelerator(Protocol):
 
     def record(self) -> Event:
         """The point up to which the calling thread's compute stream has been given work."""
+        ...
+
+    def stream(self) -> Hashable:
+        """The stream that the calling thread's compute goes to, equal to itself alone; ``None``
+        where there is but one order."""
+        ...
+
+    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
+        """Compute that the calling thread starts from now on comes after all that ``streams`` were
+        given, and may read ``memory``, which they allocated, whoever lets go of it."""
         ...
 
     def instant(self) -> Instant:

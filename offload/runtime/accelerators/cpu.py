@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
@@ -60,6 +60,12 @@ class CpuAccelerator:
 
     def record(self) -> Event:
         return _Passed()
+
+    def stream(self) -> Hashable:
+        return None
+
+    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
+        return None
 
     def instant(self) -> Instant:
         return HostInstant()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -168,6 +168,12 @@ class SimAccelerator:
         event = _SimEvent(self, clock)
         event.passed.set()
         return event
+
+    def stream(self) -> Hashable:
+        return None
+
+    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
+        return None
 
     def instant(self) -> Instant:
         return HostInstant()

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +228,18 @@ class StreamsAccelerator:
         event = self._make.event(timing=False)
         event.event.record(self._make.current())
         return event
+
+    def stream(self) -> Hashable:
+        stream: Hashable = self._make.current()
+        return stream
+
+    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
+        current = self._make.current()
+        others = [stream for stream in streams if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        for tensor in memory if others else ():
+            tensor.record_stream(current)
 
     def instant(self) -> Instant:
         event = self._make.event(timing=True).event
