@@ -39,23 +39,23 @@ demo: $(STAMP)
 # show in.  What measures time goes last, with the machine to itself.  5: PYTEST_ARGS leave nothing
 # to run.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "$(FAST) and not alone" -n $(JOBS) --maxprocesses 4 $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(if $(PYTEST_ARGS),,$(call ON_DEVICE,$(WAITS)))
+	$(BIN)/python -m pytest -m "$(FAST) and not alone" $(BESIDE) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(if $(PYTEST_ARGS),,$(call ON_DEVICE,not alone,$(BESIDE) $(WAITS)))
 	$(BIN)/python -m pytest -m "$(FAST) and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 WAITS := tests/device @tests/device/moves.txt
-DEVICE_SUITES := $(WAITS) tests/robust $(addprefix tests/parity/test_, aliases.py between.py \
-  drop_in.py guards.py held_gradients.py properties.py readers.py roster.py state.py) \
-  $(addprefix tests/durable/test_, resume.py edits.py facts.py last_finite.py commit_faults.py)
+DEVICE_SUITES := tests/conformance/test_accelerator.py tests/parity tests/robust tests/durable \
+  tests/sim/test_replay.py
 ON_DEVICE = $(if $(shell command -v $${CXX:-c++}),export OVERSPILL_TEST_DEVICE=testdev && \
   $(BIN)/python -c "import tests.devices" && $(BIN)/python -m pytest --timeout-method thread \
-  -m "$(FAST) and not alone" -n $(JOBS) --maxprocesses 4 $(1),\
-  @echo "no C++ compiler: nothing was run on the test device")
+  -m "$(FAST) and $(1)" $(2),echo "no C++ compiler: nothing was run on the test device")
+BESIDE := -n $(JOBS) --maxprocesses 4
 
 # All suites that mean something there, then once more with random delays.
 test-device: $(STAMP)
-	$(call ON_DEVICE,$(DEVICE_SUITES))
-	export OVERSPILL_TEST_DELAYS=1 && $(call ON_DEVICE,$(filter-out tests/device,$(DEVICE_SUITES)))
+	$(call ON_DEVICE,not alone,$(BESIDE) tests/device $(DEVICE_SUITES))
+	export OVERSPILL_TEST_DELAYS=1 && $(call ON_DEVICE,not alone,$(BESIDE) $(DEVICE_SUITES))
+	$(call ON_DEVICE,alone,$(DEVICE_SUITES))
 
 # Takes one wait at a time out of the code that moves memory: the suites must find nine of ten.
 mutants: $(STAMP)

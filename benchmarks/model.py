@@ -179,6 +179,7 @@ def batch_of(shape: Shape, step: int) -> torch.Tensor:
     """The tokens of one step, the same for every arm: pseudo-random runs that can be learned."""
     generator = torch.Generator().manual_seed(step)
     size = (shape.batch, 1)
-    start = torch.randint(0, shape.vocabulary, size, generator=generator)
-    stride = torch.randint(1, 8, size, generator=generator)
-    return (start + stride * torch.arange(shape.tokens + 1)) % shape.vocabulary
+    start = torch.randint(0, shape.vocabulary, size, generator=generator, device="cpu")
+    stride = torch.randint(1, 8, size, generator=generator, device="cpu")
+    steps = torch.arange(shape.tokens + 1, device="cpu")
+    return (start + stride * steps) % shape.vocabulary

@@ -37,6 +37,7 @@ if NAME:
 # Of tests that are about a device of their own.
 about_sim = pytest.mark.skipif(bool(NAME), reason="about the simulated device")
 about_cpu = pytest.mark.skipif(bool(NAME), reason="about weights in host memory")
+about_files = pytest.mark.skipif(bool(NAME), reason="about files alone")
 about_forks = pytest.mark.skipif(bool(NAME), reason="forks: nothing of a device outlives that")
 
 
@@ -81,9 +82,16 @@ class _OnHost(torch.optim.Optimizer):
         with torch.no_grad():
             for group, there in zip(self.param_groups, self._inner.param_groups, strict=True):
                 for p, twin in zip(group["params"], there["params"], strict=True):
-                    self.state[p] = self._inner.state[twin]
+                    if twin in self._inner.state:
+                        self.state[p] = self._inner.state[twin]
                     if twin.grad is not None:
                         p.copy_(twin)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
 
 
 def plainly(kind: Callable[..., torch.optim.Optimizer], params: Any, **options: Any) -> Any:

@@ -23,6 +23,10 @@ from overspill.io_engine import store
 from overspill.io_engine.native import crc32
 from overspill.loading import WeightFiles
 from overspill.optim import join_halves, split_master
+from tests.devices import about_files
+
+pytestmark = about_files
+
 
 PART = 4 << 20
 

@@ -10,6 +10,7 @@ import pytest
 
 import overspill
 from overspill.io_engine import Extent, IoEngine
+from tests.devices import about_cpu
 from tests.resumed import adamw, build, options, train
 
 STEPS = 6
@@ -48,6 +49,7 @@ def test_every_step_writes_all_state_once(
             assert optimizer.plan.link_bytes["write"] == need
 
 
+@about_cpu
 def test_fewer_commits_write_less(tmp_path: Path) -> None:
     def planned(**more: Any) -> int:
         model = build()

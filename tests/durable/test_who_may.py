@@ -10,6 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.devices import about_files
+
+pytestmark = about_files
+
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"\| `(?P<file>[^`]+)` \| (?P<what>\w+) \| [^|]+ \| (?P<lock>[^|]+) \|")
 

@@ -12,7 +12,7 @@ import torch
 import overspill
 import overspill.optim as optim
 from overspill.schedule import subgroups
-from tests.devices import CPU
+from tests.devices import CPU, about_cpu, plainly
 from tests.models import TinyLM, adamw, train, weights
 from tests.parity.test_placements import PLACEMENTS
 
@@ -35,7 +35,7 @@ def make(dtype: torch.dtype) -> TinyLM:
 def ours(model: TinyLM, kind: Any = optim.AdamW, **options: Any) -> Any:
     groups = [dict(group, lr=3e-3) for group in adamw(model).param_groups]
     kept = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]
-    return kind(kept, lr=3e-3, **options)
+    return plainly(kind, kept, lr=3e-3, **options)
 
 
 def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -66,6 +66,7 @@ def test_bits_are_the_cpu_optimizers(placement: str, moments: str, tmp_path: Pat
                 assert_same_state(wrapped.state_dict(), optimizer.state_dict())
 
 
+@about_cpu
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_state_goes_in_and_out(moments: str, tmp_path: Path) -> None:
     """A state taken over by wrap, and one loaded later, go on as the CPU optimizer's does."""
@@ -102,6 +103,7 @@ def test_state_goes_in_and_out(moments: str, tmp_path: Path) -> None:
         assert moments_now and not any(value.any() for value in moments_now)
 
 
+@about_cpu
 def test_moments_that_do_not_start_at_zero(tmp_path: Path) -> None:
     start = {"initial_accumulator_value": 0.1}
     plain, model = make(torch.float32), make(torch.float32)
@@ -113,6 +115,7 @@ def test_moments_that_do_not_start_at_zero(tmp_path: Path) -> None:
         assert all(torch.equal(v, final[k]) for k, v in weights(model).items())
 
 
+@about_cpu
 def test_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = make(torch.bfloat16)
     with pytest.raises(ValueError, match=r"stores its moments as 'int8'.*moments='int8' to wrap"):

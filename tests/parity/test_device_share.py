@@ -18,7 +18,7 @@ from overspill.schedule.bounds import device_update_share
 from overspill.schedule.choose import choose_plan
 from overspill.schedule.plan import Budgets, Preference
 from overspill.schedule.planner import make_layout
-from tests.devices import SIM
+from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train, weights
 from tests.patience import in_the_end
 from tests.sim.test_choice import RATES, draw
@@ -140,6 +140,7 @@ def test_the_plan_sends_state_there_where_that_pays() -> None:
     assert choose_plan(parts, budgets, needs, None, link).needs.prefer.visiting == 0
 
 
+@about_sim
 @pytest.mark.alone
 def test_a_run_is_faster_by_what_the_plan_says() -> None:
     """Half of the state visits a device that updates at no cost: measured against simulated."""

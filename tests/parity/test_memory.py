@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.devices import CPU, SIM
+from tests.devices import CPU, NAME, SIM
 
 MIB = 2**20
 
@@ -92,7 +92,7 @@ def test_held_bytes_are_resident_bytes_and_traffic_is_the_plans(
     assert abs(result["rss"] - result["held"]) < 64 * MIB, result
     assert result["after_close"] < 64 * MIB, result
     # Behind compute, whose pace decides which few units are read once more, less is certain.
-    near = 0.05 if update == "step" else 0.1
+    near = 0.05 if update == "step" else 0.25 if NAME else 0.1
     for lane in ("read", "write"):
         assert result["moved"][lane] == pytest.approx(result["plan"][lane], rel=near), result
         assert result["traced"][lane] == pytest.approx(result["moved"][lane], rel=0.02), result

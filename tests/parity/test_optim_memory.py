@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from overspill.optim import kernels
+from tests.devices import about_cpu
 from tests.patience import WAIT_S
+
+pytestmark = about_cpu
 
 STEP = """
 import sys, torch

@@ -19,7 +19,10 @@ import torch
 
 import overspill.optim as ours
 from overspill.optim import join_master
+from tests.devices import about_cpu
 from tests.optim_jobs import ODD_SIZES
+
+pytestmark = about_cpu
 
 EPS = torch.finfo(torch.float32).eps
 STEPS = 100
