@@ -170,8 +170,11 @@ class Trace:
         self._settle()
 
     def _settle(self) -> None:
-        """Keeps the spans that compute has come to the end of; they end in order."""
-        with self._settling:
+        """Keeps the spans that compute has come to the end of; they end in order.  One at a time
+        does this: not a signal handler that comes by in between, for which nobody could wait."""
+        if not self._settling.acquire(blocking=False):
+            return
+        try:
             while self._pending:
                 spans, lane, name, started, finished = self._pending[0]
                 end_ns = finished.ns()
@@ -179,8 +182,10 @@ class Trace:
                     return
                 start_ns = started.ns()
                 assert start_ns is not None, "what ended has begun"
-                spans.append(Span(lane, name, start_ns, end_ns, 0))
                 self._pending.popleft()
+                spans.append(Span(lane, name, start_ns, end_ns, 0))
+        finally:
+            self._settling.release()
 
     def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block for a profiler that is active; the span itself is added later."""

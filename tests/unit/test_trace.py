@@ -168,6 +168,23 @@ def test_compute_is_shown_when_a_device_came_to_it() -> None:
         trace.compute_waited("gpu", since, "c")
 
 
+def test_whoever_comes_amid_a_look_at_the_trace_does_not_wait() -> None:
+    """As a signal handler does, which runs on the very thread that it would wait for."""
+    looked: list[int] = []
+
+    class Handled(Later):
+        def ns(self) -> int | None:
+            if not looked:
+                looked.append(len(trace.spans()))
+            return 5
+
+    trace = Trace(instant=Handled)
+    trace.compute_resume("a")
+    trace.compute_pause()
+    assert looked == [0]
+    assert trace.spans() == [("compute", "a", 5, 5, 0)]
+
+
 def test_a_saved_trace_is_read_again(tmp_path: Path) -> None:
     trace, path = Trace(origin_ns=0), tmp_path / "trace.json"
     trace.add("compute", "h.0", 1000, 5000)
