@@ -20,34 +20,33 @@ class StreamClock:
     def __init__(self, base: Any) -> None:
         """``base``: an event of torch's that keeps its time, recorded just now."""
         base.synchronize()
-        self._base, self._base_ns = base, time.perf_counter_ns()
-        self._lock = threading.Lock()
+        # Together: read without the lock, which a signal handler might find held by its own thread.
+        self._base = base, time.perf_counter_ns()
+        self._lock = threading.Lock()  # of whoever sees events
         self._next = base  # the first event of this round: what the next one counts from
         self._seen = 0
         self._least_ns = math.inf
 
     def ns(self, event: Any) -> int:
         """When a passed event of torch's happened, by ``time.perf_counter_ns``."""
-        with self._lock:
-            return self._ns(event)
-
-    def _ns(self, event: Any) -> int:
-        return self._base_ns + int(self._base.elapsed_time(event) * 1e6)
+        base, base_ns = self._base
+        return base_ns + int(base.elapsed_time(event) * 1e6)
 
     def saw(self, event: Any, seen_ns: int) -> None:
         """The host has just seen that ``event`` is over."""
         with self._lock:
-            late_ns = seen_ns - self._ns(event)
+            late_ns = seen_ns - self.ns(event)
             if late_ns < 0:  # it cannot have been seen before it happened
-                self._base_ns += late_ns
+                base, base_ns = self._base
+                self._base = base, base_ns + late_ns
                 late_ns = 0
             if self._seen == 0:
                 self._next = event
             self._seen += 1
             self._least_ns = min(self._least_ns, late_ns)
             if self._seen == SIGHTINGS:
-                self._base_ns = self._ns(self._next) + int(self._least_ns)
-                self._base, self._seen, self._least_ns = self._next, 0, math.inf
+                self._base = self._next, self.ns(self._next) + int(self._least_ns)
+                self._seen, self._least_ns = 0, math.inf
 
 
 class StreamInstant:
