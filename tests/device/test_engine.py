@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.config import Tier
+from overspill.runtime.accelerators import streams
 from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 
@@ -28,8 +29,12 @@ def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.parametrize("piece", [1 << 30, 100 << 12])  # registered at a time
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
-def test_a_step_copies_no_pageable_memory(native: ModuleType, update: str, tmp_path: Path) -> None:
+def test_a_step_copies_no_pageable_memory(
+    native: ModuleType, update: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "PIECE_BYTES", piece)
     model = TinyLM()
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, **STREAMED
