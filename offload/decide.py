@@ -117,12 +117,13 @@ def _refuse_overlaps(model: nn.Module) -> None:
 
 
 def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
-    allowed = {"cpu", "meta", accelerator.device.type}
+    device = accelerator.device
+    allowed = {"cpu", "meta", device.type}
+    there = "" if device.type == "cpu" else f" or to {device}"
     for name, p in model.named_parameters():
         if p.device.type not in allowed:
             raise ValueError(
-                f"parameter {name!r} is on {p.device}; move the model to the CPU or to "
-                f"{accelerator.device} before wrap"
+                f"parameter {name!r} is on {p.device}; move the model to the CPU{there} before wrap"
             )
 
 
