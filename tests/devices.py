@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import overspill
-
 NAME = os.environ.get("OVERSPILL_TEST_DEVICE", "")
 CPU = NAME or "cpu"
 SIM = NAME or "sim"
@@ -42,13 +40,15 @@ about_forks = pytest.mark.skipif(bool(NAME), reason="forks: nothing of a device 
 
 
 @contextmanager
-def link(bytes_s: float) -> Iterator[overspill.Rates]:
+def link(bytes_s: float) -> Iterator[Any]:
     """Rates of a link that is so fast each way.  The simulated device keeps to them as an option;
     the test device's links do meanwhile; a GPU has its own."""
+    from overspill import Rates
+
     if NAME == "testdev":
         native.set_rates(bytes_s, bytes_s)
     try:
-        yield overspill.Rates(h2d_bytes_s=bytes_s, d2h_bytes_s=bytes_s)
+        yield Rates(h2d_bytes_s=bytes_s, d2h_bytes_s=bytes_s)
     finally:
         if NAME == "testdev":
             native.set_rates(0.0, 0.0)

@@ -158,8 +158,10 @@ class Executor:
         Raises:
             OffloadError: it does neither.
         """
+        if in_backward():  # maybe on a thread of autograd's, which Python is not to hear of
+            return
         current = threading.current_thread()
-        if current is not self._trainer and self._trainer.is_alive() and not in_backward():
+        if current is not self._trainer and self._trainer.is_alive():
             raise OffloadError(
                 f"thread {current.name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,6 @@ def register(native: ModuleType) -> ModuleType:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(native))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    atexit.register(native.stop)
     return native
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import overspill
 from overspill.errors import OffloadError
-from tests.devices import CPU, DEVICE, SIM, about_cpu, plainly
+from tests.devices import CPU, DEVICE, SIM, about_cpu, about_forks, plainly
 from tests.models import TinyLM, adamw, batch, weights
 from tests.patience import WAIT_S
 
@@ -90,6 +90,7 @@ def child(work: object) -> int:
     raise AssertionError("the child hangs")
 
 
+@about_forks
 def test_a_child_may_not_use_the_engine_and_harms_nothing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM()

@@ -312,5 +312,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                   [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   });
   m.def("default_generator", [] { return testdev::default_generator(); });
-  m.def("stop", [] { device.stop(); });
+  Py_AtExit([] { Device::get().stop(); });  // after all that Python ends, whoever began first
 }
