@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import OffloadError
 from .runtime.callers import callers
+from .runtime.handles import all_or_none, remove_all
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -44,19 +45,19 @@ class StateHooks:
 
         forget, fill, load = hook(self._forget), hook(self._fill), hook(self._load)
         begin, end = hook(self._begin), hook(self._end)
-        for module in model.modules():
-            self._handles.append(module.register_load_state_dict_pre_hook(begin))
-            self._handles.append(module.register_load_state_dict_post_hook(end))
-            if any(id(p) in self._index for p in module.parameters(recurse=False)):
-                self._handles.append(module.register_state_dict_post_hook(fill))
-                self._handles.append(module.register_load_state_dict_pre_hook(load))
-            self._handles.append(module.register_state_dict_pre_hook(forget))
-            self._handles.append(module.register_state_dict_post_hook(forget))
+        with all_or_none(self._handles):
+            for module in model.modules():
+                self._handles.append(module.register_load_state_dict_pre_hook(begin))
+                self._handles.append(module.register_load_state_dict_post_hook(end))
+                if any(id(p) in self._index for p in module.parameters(recurse=False)):
+                    self._handles.append(module.register_state_dict_post_hook(fill))
+                    self._handles.append(module.register_load_state_dict_pre_hook(load))
+                self._handles.append(module.register_state_dict_pre_hook(forget))
+                self._handles.append(module.register_state_dict_post_hook(forget))
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
     def _alive(self) -> Engine:
         engine = self._engine()

@@ -25,6 +25,7 @@ from .accelerators.base import Accelerator
 from .backward import Backward
 from .executor import Executor
 from .gradient_tensor import OffloadedGradient
+from .handles import all_or_none, remove_all
 from .ledger import Ledger
 from .updates import Arrived, Updater
 
@@ -89,9 +90,10 @@ class GradientCollector:
         self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
         self._handles: list[Any] = []
         me = weakref.ref(self)
-        for indices in self.trained:
-            for index in indices:
-                self._hook(me, index)
+        with all_or_none(self._handles):
+            for indices in self.trained:
+                for index in indices:
+                    self._hook(me, index)
 
     def _hook(self, me: weakref.ref[GradientCollector], index: int) -> None:
         def fired(p: torch.Tensor) -> None:
@@ -104,8 +106,7 @@ class GradientCollector:
 
     def remove(self) -> None:
         """Takes the hooks away."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
         self._own.clear()
 
     # -- appearance -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ..observe.trace import Trace
 from ..schedule.partition import direct_parameters
 from . import torch_private
 from .backward import Backward
+from .handles import all_or_none, remove_all
 from .residences import Residences
 from .saved import SavedTensors
 
@@ -68,9 +69,13 @@ class ModuleHooks:
         self.catch_up, self._forward_over = catch_up, forward_over
         self._frames = _Frames()
         self._handles: list[Any] = []
+        with all_or_none(self._handles):
+            self._hook(model)
+
+    def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
-        for unit, found in enumerate(residences.parts.found):
-            if residences.streamed[unit]:
+        for unit, found in enumerate(self._residences.parts.found):
+            if self._residences.streamed[unit]:
                 self._hook_unit(me, unit, found.module)
         self._hook_readers(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
@@ -192,8 +197,7 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Takes all hooks away."""
-        while self._handles:
-            self._handles.pop().remove()
+        remove_all(self._handles)
 
 
 def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Callable[..., None]:

@@ -148,6 +148,7 @@ class Residences:
         engine that may still be in use."""
         watches = [held.watch for held in self._held]
         for unit, residence in enumerate(self.current):
+            self._hidden[unit] = ()  # of a resident unit its weights, which must be nobody's now
             if self._managed[unit]:  # and not given away
                 self._hidden[unit] = self.stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)

@@ -96,6 +96,18 @@ def test_a_thousand_parameters_cost_no_more_than_one(tmp_path: Path) -> None:
     assert torch.accelerator.memory_allocated() - held <= 4096
 
 
+def test_unwrap_leaves_the_model_alone_there(tmp_path: Path) -> None:
+    model = TinyLM()
+    own = sum(p.numel() * p.itemsize for p in model.parameters())
+    before = torch.accelerator.memory_allocated()
+    options = {**STREAMED, "device_memory": "64MiB", "host_memory": "64MiB"}
+    optimizer = overspill.wrap(model, adamw(model), nvme=tmp_path, **options)
+    train(model, optimizer, 2)
+    overspill.unwrap(model)
+    assert next(model.parameters()).device.type == "testdev"
+    assert torch.accelerator.memory_allocated() <= before + own // 100 + 65536
+
+
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 def test_a_broken_device_is_closed_all_the_same(
     native: ModuleType, update: str, tmp_path: Path

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import about_cpu, normal
+from overspill.config import Tier
+from overspill.runtime.pools import HeldMemory
+from tests.devices import CPU, SIM, about_cpu, normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import NVME, close, make
 
@@ -75,6 +79,27 @@ def test_materialized_reads_and_edits(pair: Any) -> None:
     train(plain, theirs, 1)
     train(model, ours, 1)
     close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("memory", ["3MiB", "1GiB"])
+@pytest.mark.parametrize("device", sorted({CPU, SIM}))
+def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> None:
+    """Some of the units are resident, or all; nobody but the model holds their weights then."""
+    model = make()
+    options = {"device": device, "host_memory": memory, "nvme": tmp_path, "durable": False}
+    if device == SIM:
+        options["device_memory"] = "900KiB" if memory == "3MiB" else memory
+    optimizer = overspill.wrap(model, adamw(model), **options)
+    assert any(home.resident for home in optimizer.plan.placement.values())
+    train(model, optimizer, 2)
+    engine = weakref.ref(optimizer._engine)
+    overspill.unwrap(model)
+    assert not HeldMemory._lingering
+    for tier in (Tier.DEVICE, Tier.HOST):
+        assert optimizer.memory[tier].held_bytes == 0, tier
+    del optimizer
+    gc.collect()
+    assert engine() is None
 
 
 def test_unwrap_gives_back_an_ordinary_model(pair: Any) -> None:

@@ -73,6 +73,8 @@ def is_as_it_was(model: Net, optimizer: torch.optim.Optimizer) -> None:
     other, its = made()
     assert type(model.embed.weight) is nn.Parameter and model.head.weight is model.embed.weight
     copy.deepcopy(model)
+    for module in model.modules():
+        assert not any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks"))
     assert [step(model, optimizer, n) for n in (5, 6)] == [step(other, its, n) for n in (5, 6)]
     for name, value in other.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
