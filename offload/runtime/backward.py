@@ -50,6 +50,12 @@ class Backward:
         self._residences.enter(unit)
         self._units.append(unit)
 
+    def recomputes(self, unit: int) -> None:
+        """A checkpoint is about to run the forward of ``unit`` again: the others are let go, else
+        more of them would be open than a forward or a backward needs."""
+        for other in [each for each in self._units if each != unit]:
+            self.leave(other)
+
     def leave(self, unit: int) -> None:
         """All gradients of ``unit`` are there: its weights are of no more use."""
         if unit in self._units:

@@ -127,6 +127,8 @@ class ModuleHooks:
     def before_forward(self, unit: int) -> None:
         """The unit's module is about to run."""
         self.catch_up(unit)
+        if torch_private.in_backward():
+            self._backward.recomputes(unit)
         self._residences.enter(unit)
         stack = self._frames.stack
         outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
