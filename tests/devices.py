@@ -39,6 +39,13 @@ about_files = pytest.mark.skipif(bool(NAME), reason="about files alone")
 about_forks = pytest.mark.skipif(bool(NAME), reason="forks: nothing of a device outlives that")
 
 
+def forget_races() -> None:
+    """Those of a test in which the user's threads touch the same weights at once."""
+    if NAME == "testdev":
+        torch.accelerator.synchronize()
+        native.take_races()
+
+
 @contextmanager
 def link(bytes_s: float) -> Iterator[Any]:
     """Rates of a link that is so fast each way.  The simulated device keeps to them as an option;
