@@ -68,6 +68,17 @@ def test_convolutions_are_the_cpus(native: ModuleType) -> None:
         assert torch.equal(mine.grad.cpu(), theirs.grad)
 
 
+def test_inference_mode(native: ModuleType) -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    expected = layer(x).detach()
+    for _ in range(2):  # what it gives is learned, then known
+        with torch.inference_mode():
+            y = layer(x)
+            y += 1
+            kept = y.cpu()
+        assert torch.equal(kept, expected.cpu() + 1)
+
+
 def test_leaves_on_the_host_are_copied_to(native: ModuleType) -> None:
     leaf = nn.Parameter(torch.zeros(3, device="cpu"))
     with torch.no_grad():

@@ -121,11 +121,7 @@ void copy_out(const Tensor& from, const Tensor& host, bool non_blocking) {
   ++device.counters.pageable_out;
   device.counters.pageable_bytes += nbytes;
   device.submit(
-      stream, "pageable copy out", {access_of(from, false)},
-      [seen, host] {
-        at::AutoDispatchBelowADInplaceOrView below;  // the worker knows of no torch.no_grad()
-        host.copy_(seen);
-      },
+      stream, "pageable copy out", {access_of(from, false)}, [seen, host] { host.copy_(seen); },
       Link::Out, nbytes);
   device.synchronize_stream(stream);
 }

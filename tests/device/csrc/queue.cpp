@@ -1,5 +1,6 @@
 #include "queue.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <pthread.h>
 
 #include <chrono>
@@ -62,6 +63,8 @@ void Queue::stop() {
 
 void Queue::work() {
   pthread_setname_np(pthread_self(), "test device");
+  // The caller's no_grad and inference mode end at his thread; he has counted versions already.
+  at::AutoDispatchBelowADInplaceOrView below;
   while (true) {
     Task task;
     {
