@@ -107,11 +107,6 @@ MUTANTS = (
     Mutant(STREAMS, "edges = [0, *sorted(cuts), host.numel()]", "edges = [0, host.numel()]"),
     Mutant(STREAMS, "self._make.current().wait_event(_event_of(event))"),
     Mutant(STREAMS, "event.event.record(self._make.current())"),
-    Mutant(
-        STREAMS, "return self._make.on(self._update)",
-        "return self._make.on(self._make.current())",
-        harmless="as for the worker's use of it",
-    ),
 )  # fmt: skip
 
 
