@@ -92,9 +92,10 @@ def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> N
     optimizer = overspill.wrap(model, adamw(model), **options)
     assert any(home.resident for home in optimizer.plan.placement.values())
     train(model, optimizer, 2)
-    engine = weakref.ref(optimizer._engine)
+    engine, held = weakref.ref(optimizer._engine), optimizer._engine._held
     overspill.unwrap(model)
-    assert not HeldMemory._lingering
+    assert not any(memory is held for memory, _ in HeldMemory._lingering)
+    del held
     for tier in (Tier.DEVICE, Tier.HOST):
         assert optimizer.memory[tier].held_bytes == 0, tier
     del optimizer
