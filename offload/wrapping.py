@@ -119,9 +119,11 @@ def undone(model: nn.Module, engine: Engine) -> Iterator[Taken]:
             taken.read()
         except BaseException as error:
             log.warning("overspill: weights cannot be read back: %s", error)
-        let_go(model, engine)
-        engine.discard()
-        taken.give_back()
+        try:
+            let_go(model, engine)
+            engine.discard()
+        finally:
+            taken.give_back()
         raise
 
 

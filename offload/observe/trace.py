@@ -119,6 +119,7 @@ class Trace:
             origin_ns = time.perf_counter_ns()
         self.origin_ns = self._last_step_end = origin_ns
         self._computing: tuple[str, Instant] | None = None
+        self._stopped: Instant  # when compute last paused, or began to wait
         self._pending: deque[_Pending] = deque(maxlen=longest)
         self._settling = threading.Lock()
 
@@ -147,9 +148,17 @@ class Trace:
             self._ranges.begin(name)
         self._computing = (name, self.instant())
 
-    def compute_waited(self, lane: str, since: Instant, name: str) -> None:
-        """Compute had to wait for ``lane`` since then, and goes on in the part called ``name``."""
+    def compute_waits(self) -> str | None:
+        """The training thread waits from now on; what it was computing, if anything."""
+        name = self.compute_pause()
+        if name is None:
+            self._stopped = self.instant()
+        return name
+
+    def compute_waited(self, lane: str, name: str) -> None:
+        """What it waited for was ``lane``; it goes on in the part called ``name``."""
         _check(lane)
+        since = self._stopped
         self.compute_resume(name)
         assert self._computing is not None
         self._later(_Pending(self._stalls, lane, name, since, self._computing[1]))
@@ -159,8 +168,8 @@ class Trace:
         if self._computing is None:
             return None
         name, started = self._computing
-        self._computing = None
-        self._later(_Pending(self._spans, "compute", name, started, self.instant()))
+        self._computing, self._stopped = None, self.instant()
+        self._later(_Pending(self._spans, "compute", name, started, self._stopped))
         if self._ranges is not None:
             self._ranges.end()
         return name

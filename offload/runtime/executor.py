@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError, OffloadError
 from ..io_engine import Once
-from ..observe.trace import Instant, Trace
+from ..observe.trace import Trace
 from ..schedule.arena import Place
 from ..schedule.invariants import validate
 from ..schedule.messages import (
@@ -219,8 +219,8 @@ class Executor:
         ticket = next(self._tickets)
         waiter = _Waiter(ticket, make(ticket))
         self._asked[ticket] = waiter
-        before = self._trace.compute_pause()
-        since, started_ns = self._trace.instant(), time.perf_counter_ns()
+        before = self._trace.compute_waits()
+        started_ns = time.perf_counter_ns()
         try:
             self._queue.put(waiter)
             waiter.event.wait()
@@ -229,7 +229,7 @@ class Executor:
             raise
         self._asked.pop(ticket, None)
         if before is not None or computing is not None:
-            self._waited(waiter.lane, since, started_ns, computing or before or "")
+            self._waited(waiter.lane, started_ns, computing or before or "")
         if waiter.error is not None:
             self._raise(waiter.error)
         return waiter.place
@@ -440,17 +440,17 @@ class Executor:
         events = [event for event in self._events.over(place) if not event.done()]
         if not events:
             return
-        before = self._trace.compute_pause()
-        since, started_ns = self._trace.instant(), time.perf_counter_ns()
+        before = self._trace.compute_waits()
+        started_ns = time.perf_counter_ns()
         for event in events:
             self.accelerator.wait(event)
         if before is not None:
-            self._waited(lane, since, started_ns, before)
+            self._waited(lane, started_ns, before)
 
-    def _waited(self, lane: str, since: Instant, started_ns: int, name: str) -> None:
+    def _waited(self, lane: str, started_ns: int, name: str) -> None:
         """Compute has waited until now, and goes on in the part of the model called ``name``."""
         self.waited_ns += time.perf_counter_ns() - started_ns
-        self._trace.compute_waited(lane, since, name)
+        self._trace.compute_waited(lane, name)
 
     def close(self) -> None:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""

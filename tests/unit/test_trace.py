@@ -152,20 +152,24 @@ def test_compute_is_shown_when_a_device_came_to_it() -> None:
 
     trace = Trace(instant=instant)
     trace.compute_resume("a")
-    assert trace.compute_pause() == "a" and not trace.computing
-    since = trace.instant()
-    trace.compute_waited("copy_in", since, "b")
+    assert trace.compute_waits() == "a" and not trace.computing
+    trace.compute_waited("copy_in", "b")
     trace.compute_pause()
-    started_a, finished_a, waits, started_b, finished_b = made
+    started_a, finished_a, started_b, finished_b = made
     assert trace.spans() == []
-    started_a.at_ns, finished_a.at_ns, waits.at_ns = 10, 20, 20
+    started_a.at_ns, finished_a.at_ns = 10, 20
     assert trace.spans() == [("compute", "a", 10, 20, 0)] and trace.stalls() == []
     started_b.at_ns = 35
     assert trace.stalls() == [("copy_in", "b", 20, 35, 0)] and len(trace.spans()) == 1
     finished_b.at_ns = 50
     assert trace.spans()[1:] == [("compute", "b", 35, 50, 0)]
+    assert trace.compute_waits() is None, "it may wait before it computes"
+    trace.compute_waited("read", "c")
+    waits, started_c = made[4:]
+    waits.at_ns, started_c.at_ns = 50, 70
+    assert trace.stalls()[1:] == [("read", "c", 50, 70, 0)]
     with pytest.raises(KeyError, match="no lane 'gpu'"):
-        trace.compute_waited("gpu", since, "c")
+        trace.compute_waited("gpu", "c")
 
 
 def test_whoever_comes_amid_a_look_at_the_trace_does_not_wait() -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from ...observe.rates import Rates
-from ...observe.trace import Instant
+from ...observe.trace import HostInstant, Instant
 
 __all__ = [
     "ARENA_ALIGN",
@@ -63,6 +63,19 @@ class CopyDone:
 
 
 OnDone = Callable[[CopyDone], None]
+
+
+class InOrder:
+    """Compute in the calling thread: what it is given is over at once.  See ``Accelerator``."""
+
+    def stream(self) -> Hashable:
+        return None
+
+    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
+        return None
+
+    def instant(self) -> Instant:
+        return HostInstant()
 
 
 class Accelerator(Protocol):

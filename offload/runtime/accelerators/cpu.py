@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import torch
 
 from ...observe.rates import Rates
-from ...observe.trace import HostInstant, Instant
-from .base import Event, OnDone
+from .base import Event, InOrder, OnDone
 
 
 class _Passed:
@@ -23,7 +22,7 @@ class _Passed:
         return None
 
 
-class CpuAccelerator:
+class CpuAccelerator(InOrder):
     """See ``Accelerator``.  Asking it for device memory or a copy is a bug of the engine."""
 
     name = "cpu"
@@ -60,15 +59,6 @@ class CpuAccelerator:
 
     def record(self) -> Event:
         return _Passed()
-
-    def stream(self) -> Hashable:
-        return None
-
-    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
-        return None
-
-    def instant(self) -> Instant:
-        return HostInstant()
 
     def wait(self, event: Event) -> None:
         event.synchronize()

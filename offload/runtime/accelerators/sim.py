@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -22,8 +22,7 @@ import torch
 from ...errors import OffloadError
 from ...io_engine import Once, allocate_host
 from ...observe.rates import Rates
-from ...observe.trace import HostInstant, Instant
-from .base import Event, OnDone, copied_bytes
+from .base import Event, InOrder, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 from .ordering import Clock, Ordering, join
 
@@ -57,7 +56,7 @@ class _SimEvent:
         self.owner._learn(self.clock)
 
 
-class SimAccelerator:
+class SimAccelerator(InOrder):
     """See ``Accelerator``.
 
     Args:
@@ -168,15 +167,6 @@ class SimAccelerator:
         event = _SimEvent(self, clock)
         event.passed.set()
         return event
-
-    def stream(self) -> Hashable:
-        return None
-
-    def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
-        return None
-
-    def instant(self) -> Instant:
-        return HostInstant()
 
     def wait(self, event: Event) -> None:
         own = self._own(event)
