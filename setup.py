@@ -27,11 +27,16 @@ ROOTS = {
 ROOMS = (
     "cli",
     "durable",
+    "facts",
+    "measure",
+    "movement",
+    "movement.accelerators",
     "observe",
-    "runtime",
-    "runtime.accelerators",
+    "planning",
     "schedule",
+    "state",
     "train",
+    "training",
 )
 PACKAGES = [*ROOTS, *(f"overspill.{room}" for room in ROOMS)]
 NATIVE = {"overspill.io_engine._native": "csrc/io", "overspill.optim._native": "csrc/cpu"}

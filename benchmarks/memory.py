@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import overspill
-from overspill.observe.machine import Machine
+from overspill.facts.machine import Machine
 
 from .arms import GIB, Plan, Worker, parameters, peer
 from .bars import Bar, Panel, draw_bars, or_say

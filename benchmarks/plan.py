@@ -19,7 +19,7 @@ import torch
 
 import overspill
 from overspill.decide import decide, foretell
-from overspill.schedule.plan import Preference
+from overspill.planning.plan import Preference
 
 from .model import Gpt, Shape, batch_of
 from .results import Column, Comparison, Outcome, number, outcome
@@ -100,7 +100,7 @@ def measured(
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with (
-        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
         overspill.wrap(model, adamw, **options) as optimizer,
     ):
         seconds = [_step(model, optimizer, shape, step) for step in range(warmup + steps)]

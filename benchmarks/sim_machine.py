@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import overspill
-from overspill.observe.trace import Span
-from overspill.schedule.bounds import step_bound, step_flops, trained_params
-from overspill.schedule.costs import Costs
-from overspill.schedule.steady import Simulated, simulate
+from overspill.facts.trace import Span
+from overspill.planning.bounds import step_bound, step_flops, trained_params
+from overspill.planning.costs import Costs
+from overspill.planning.steady import Simulated, simulate
 
 from .model import Gpt, Shape, batch_of
 

@@ -6,16 +6,17 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from .config import OffloadConfig, Tier
+from .api import plan, unwrap, wrap
+from .config import OffloadConfig
 from .durable.resume import resume
 from .errors import BudgetError, CorruptionError, IoError, OffloadError
-from .loading import empty_init
-from .model_state import materialized
-from .observe.rates import Rates
-from .observe.stats import Stats
+from .facts.rates import Rates
+from .facts.stats import Stats
+from .facts.tier import Tier
 from .optimizer import accumulate
-from .schedule.plan import Plan
-from .wrapping import plan, unwrap, wrap
+from .planning.plan import Plan
+from .state.loading import empty_init
+from .state.model_state import materialized
 
 __version__ = "0.1.0"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import enum
 import math
 import os
 import re
@@ -14,9 +13,9 @@ from typing import Any, Literal, cast
 
 import torch
 
-from .observe.rates import Rates
+from .facts.rates import Rates
 
-__all__ = ["OffloadConfig", "Size", "Tier", "parse_size"]
+__all__ = ["OffloadConfig", "Size", "parse_size"]
 
 _FACTORS = {
     "": 1, "B": 1,
@@ -24,14 +23,6 @@ _FACTORS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*")
-
-
-class Tier(str, enum.Enum):
-    """Where bytes live.  A ``str``, so ``optimizer.memory["host"]`` and ``[Tier.HOST]`` agree."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
 
 
 @dataclass(frozen=True)

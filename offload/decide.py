@@ -11,30 +11,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from .budgets import machine_budgets, resolve_budgets
-from .config import OffloadConfig, Tier
-from .engine import Blueprint, engine_of
+from .config import OffloadConfig
+from .engine import engine_of
 from .errors import OffloadError
-from .observe.calibration import Calibration, Task, calibrate
-from .observe.machine import Machine
+from .facts.machine import Machine
+from .facts.tier import Tier
+from .measure.calibration import Calibration, Task, calibrate
+from .movement.accelerators.choose import Accelerator, make_accelerator
 from .optim import Master, Rule, granule_of, moments_of, rules_for
 from .optim.bench import case_of
-from .runtime import torch_private
-from .runtime.accelerator import Accelerator, make_accelerator
-from .runtime.parameters import managed
-from .runtime.profiling import profile_step
-from .schedule.bounds import (
+from .planning.blueprint import Blueprint
+from .planning.bounds import (
     Bound,
     device_update_share,
     device_update_worth,
     step_bound,
     trained_params,
 )
-from .schedule.choose import Chosen, Load, choose_plan, foresee
+from .planning.budgets import machine_budgets, resolve_budgets
+from .planning.choose import Chosen, Load, choose_plan, foresee
+from .planning.partition import Partition, partition
+from .planning.plan import Budgets, Needs, Plan, Preference
+from .planning.subgroups import StateField
 from .schedule.commits import saved_bytes
-from .schedule.partition import Chunk, Partition, partition
-from .schedule.plan import Budgets, Needs, Plan, Preference
-from .schedule.subgroups import StateField
+from .schedule.units import Chunk
+from .training import torch_private
+from .training.parameters import managed
+from .training.profiling import profile_step
 
 
 def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:
@@ -158,7 +161,9 @@ def decide(
     granule = max(granule_of(r.state_fields(torch.float32, None, config.moments)) for r in rules)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
     if machine is None or machine.host_memory is None:
-        budgets = resolve_budgets(config, accelerator)
+        budgets = resolve_budgets(
+            config, accelerator.device if accelerator.has_device_memory else None
+        )
     else:
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update

@@ -9,50 +9,52 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from .committing import Committing
-from .config import OffloadConfig, Tier
+from .durable.committing import Committing
+from .durable.meta import random_states
 from .errors import OffloadError
-from .held_gradients import HeldGradients
+from .facts.stats import MemoryStats, Stats, step_stats
+from .facts.tier import Tier
+from .facts.trace import TierBytes, Trace
 from .io_engine import Lease, OwnedStore, allocate_host
-from .observe.calibration import Calibration
-from .observe.drift import Drift
-from .observe.stats import MemoryStats, Stats, step_stats
-from .observe.trace import TierBytes, Trace
-from .optim import Rule, set_threads
-from .roster import Roster
-from .runtime.accelerators.base import Accelerator
-from .runtime.backward import Backward
-from .runtime.callers import amid_engine
-from .runtime.contents import Contents, Parts
-from .runtime.direct import DirectAccess
-from .runtime.executor import Executor
-from .runtime.facts import random_states
-from .runtime.gradient_tensor import OffloadedGradient
-from .runtime.gradients import GradientCollector
-from .runtime.hooks import ModuleHooks
-from .runtime.ledger import Ledger
-from .runtime.modelled_compute import ModelledCompute
-from .runtime.pools import Budget, HeldMemory
-from .runtime.ranges import ProfilerRanges
-from .runtime.residences import Residences
-from .runtime.saved import SavedTensors
-from .runtime.store import Store
-from .runtime.torch_private import StorageWatch, in_backward
-from .runtime.updates import Updater
+from .measure.calibration import Calibration
+from .measure.drift import Drift
+from .movement.accelerators.base import Accelerator
+from .movement.direct import DirectAccess
+from .movement.executor import Executor
+from .movement.pools import Budget, HeldMemory
+from .movement.store import Store
+from .movement.updates import Updater
+from .optim import set_threads
+from .planning.blueprint import Blueprint
+from .planning.bounds import lane_seconds
+from .planning.plan import host_grad_dtype
 from .schedule.arena import Place
-from .schedule.bounds import lane_seconds
 from .schedule.describe import item_of
-from .schedule.partition import Partition
-from .schedule.plan import Budgets, Plan, host_grad_dtype
+from .schedule.ledger import Ledger
+from .schedule.messages import Freed
 from .schedule.residency import Residency
-from .stepping import Stepping, judges
-from .weight_access import Weights
+from .state.contents import Contents, Parts
+from .state.weight_access import Weights
+from .training.backward import Backward
+from .training.callers import amid_engine
+from .training.gradient_tensor import OffloadedGradient
+from .training.gradients import GradientCollector
+from .training.held_gradients import HeldGradients
+from .training.held_slots import HeldSlots
+from .training.hooks import ModuleHooks
+from .training.modelled_compute import ModelledCompute
+from .training.ranges import ProfilerRanges
+from .training.residences import Residences
+from .training.roster import Roster
+from .training.saved import SavedTensors
+from .training.stepping import Stepping, judges
+from .training.torch_private import StorageWatch, in_backward
+from .training.trainer import Trainer
 
 log = logging.getLogger("overspill")
 ATTRIBUTE = "_overspill_engine"
@@ -62,23 +64,6 @@ class Removable(Protocol):
     """Hooks that can be taken away."""
 
     def remove(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Blueprint:
-    """All that is decided before anything is allocated."""
-
-    config: OffloadConfig
-    parts: Partition
-    plan: Plan
-    budgets: Budgets
-    rules: tuple[Rule, ...]  # by param group
-    update: str  # "step", "backward" or "next_forward"
-
-    def rule_of(self, index: int) -> Rule | None:
-        """The rule of a parameter; ``None`` if it is not trained."""
-        group = self.parts.groups[index]
-        return None if group is None else self.rules[group]
 
 
 class Engine:
@@ -103,6 +88,7 @@ class Engine:
         self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
         self.closed = self.materialized = False
         self.roster = Roster(model, groups)
+        self.trainer = Trainer()
         self._owner = os.getpid()
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
@@ -178,18 +164,23 @@ class Engine:
             layout, self._held.arenas, self.blueprint.rules, self.ledger, config.accumulate,
             judges(config, update),
         )  # fmt: skip
-        machine = Residency(layout)
+        machine, trainer, held_slots = Residency(layout), self.trainer, HeldSlots()
+
+        def before_asking() -> list[Freed]:
+            trainer.require()
+            return held_slots.freed()
+
         store.begin(machine.commits, self._facts(), self.trace)
         self.executor = Executor(
             machine, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
-            self.updater.work_on, self.updater.visit, self.ledger.take,
+            self.updater.work_on, self.updater.visit, self.ledger.take, before_asking,
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=store.writer,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, store.io, store.extents)
         self.contents = Contents(layout, self._held.arenas, self.direct)
         self.residences = Residences(
-            self.parts, self.executor, self.accelerator, self._compute_place
+            self.parts, self.executor, self.accelerator, self._compute_place, held_slots
         )
         self.backward = Backward(
             self.residences, self.trace, lambda: self.weights.settle(), self._backward_over
@@ -234,7 +225,7 @@ class Engine:
         """Hooks up the model, once all homes are filled."""
         self.weights = Weights(
             self.parts, self.executor, self.residences, self.stepping, self.contents, self.ledger,
-            self.editing, lambda: self.hooks.tidy(),
+            self.editing, lambda: self.hooks.tidy(), self.trainer.require,
         )  # fmt: skip
         if self.committing is not None:
             self.committing.follow(self.weights.settle, self.weights.renew)
@@ -262,7 +253,7 @@ class Engine:
         )  # fmt: skip
         self.hooks = ModuleHooks(
             self.model, self.residences, self.saved, self.backward, self.trace,
-            self.executor.raise_failure, self._before_forward, self._catch_up,
+            self.executor.raise_failure, self.trainer.require, self._before_forward, self._catch_up,
             self.stepping.hide_all,
         )  # fmt: skip
         if self.committing is not None:
@@ -286,7 +277,7 @@ class Engine:
         return found
 
     def _catch_up(self, unit: int) -> None:
-        self.executor.claim()
+        self.trainer.claim()
         self.direct.finish()
         self.weights.settle(self.residences.groups[unit])
         if self.committing is not None and torch.is_grad_enabled() and not in_backward():
@@ -295,7 +286,7 @@ class Engine:
 
     def _before_forward(self) -> None:
         """A forward of the whole model begins."""
-        self.executor.claim()
+        self.trainer.claim()
         self.direct.finish()
         if torch.is_grad_enabled():
             self.roster.check()
@@ -330,7 +321,7 @@ class Engine:
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
-        self.executor.claim()
+        self.trainer.claim()
         self.raise_if_unusable()
         self.hooks.tidy()
         self.direct.finish()
@@ -398,7 +389,7 @@ class Engine:
         if self.materialized:
             raise OffloadError("the model is materialized; leave the `with` block before training")
         self.executor.raise_failure()
-        self.executor.require_trainer()
+        self.trainer.require()
 
     def memory(self) -> dict[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
@@ -448,7 +439,7 @@ class Engine:
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
-        self.executor.claim()
+        self.trainer.claim()
         try:
             if self.committing is not None and not (self.executor.failed or self.materialized):
                 self.weights.settle()

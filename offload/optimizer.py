@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from .committing import Committing
-from .config import Tier
+from .durable.committing import Committing
 from .durable.export import export_store
 from .engine import Engine
 from .errors import OffloadError
-from .importing import open_state
-from .lazy_state import LazyState
+from .facts.stats import MemoryStats, Stats
+from .facts.tier import Tier
 from .observe.export import save_trace
-from .observe.stats import MemoryStats, Stats
-from .runtime import torch_private
-from .runtime.callers import amid_engine
-from .schedule.plan import Plan
-from .torch_state import load_torch_state, torch_state
+from .planning.plan import Plan
+from .state.importing import open_state
+from .state.lazy_state import LazyState
+from .state.torch_state import load_torch_state, torch_state
+from .training import torch_private
+from .training.callers import amid_engine
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

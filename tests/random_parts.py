@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.schedule.partition import Chunk, ParamSpec, Partition, Unit, align
+from overspill.planning.partition import Partition
+from overspill.schedule.units import Chunk, ParamSpec, Unit, align
 
 
 @dataclass(frozen=True)

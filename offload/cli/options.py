@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..observe.rates import Rates
+from ..facts.rates import Rates
 
 Model = Annotated[
     str,

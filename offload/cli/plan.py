@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..observe.machine import Machine
+from ..facts.machine import Machine
 from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
 from .failures import REFUSED, one_line_errors
@@ -18,7 +18,7 @@ from .heap import nothing_collected
 from .plan_text import plan_json, show_plan
 
 if TYPE_CHECKING:
-    from ..schedule.plan import Plan
+    from ..planning.plan import Plan
 
 GIB = 1 << 30
 

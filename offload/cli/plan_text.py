@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..config import Tier, parse_size
+from ..config import parse_size
 from ..errors import format_bytes
+from ..facts.tier import Tier
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..observe.machine import Machine
-    from ..schedule.plan import Plan
+    from ..facts.machine import Machine
+    from ..planning.plan import Plan
 
 WIDTH = 100
 DAY_S = 86400.0

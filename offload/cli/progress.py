@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ..errors import format_bytes
-from ..observe.stats import MemoryStats
+from ..facts.stats import MemoryStats
 from ..train.job import Watch
 from ..train.loop import StepRecord
 from ..train.report import Report

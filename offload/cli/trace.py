@@ -26,10 +26,10 @@ def trace(
 ) -> None:
     """Draw the last steps of a trace, lane by lane, and say which lane compute waited for."""
     with one_line_errors(debug):
+        from ..facts.stats import step_stats
         from ..observe.export import load_trace
         from ..observe.memory_picture import draw_memory
         from ..observe.pictures import draw_timeline
-        from ..observe.stats import step_stats
 
         loaded = load_trace(file)
         path = file.with_suffix(".png") if png is None else png

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine import find_store
-from ..loading import OPTIMIZER
+from ..state.loading import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .source import StoreSource, require_unmoved
 from .sums import SUMS, sums_text

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..loading import INDEX, OPTIMIZER, SINGLE
+from ..state.loading import INDEX, OPTIMIZER, SINGLE
 from .sums import SUMS
 from .tensors import Bytes, FileWriter, StreamedTensor, Written, in_memory, stream
 

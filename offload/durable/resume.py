@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..api import install, raise_shortfall, undone
 from ..config import OffloadConfig
 from ..decide import calibrated, decide
-from ..engine import Blueprint, Engine
+from ..engine import Engine
 from ..errors import OffloadError
 from ..io_engine import FoundStore, OwnedStore, own_store
+from ..movement.accelerators.choose import make_accelerator
 from ..optimizer import OffloadedOptimizer
-from ..runtime.accelerator import make_accelerator
-from ..runtime.facts import decode_facts
+from ..planning.blueprint import Blueprint
 from ..schedule.describe import describe_units, difference
-from ..wrapping import install, raise_shortfall, undone
+from .meta import decode_facts
 from .moving import move_store
 
 log = logging.getLogger("overspill")

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import OffloadError
+from ..facts.trace import LANES, Level, Span, StepMark, TierBytes, Trace
 from .pictures import draw_timeline
-from .trace import LANES, Level, Span, StepMark, TierBytes, Trace
 
 
 def save_trace(trace: Trace, path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OffloadError, format_bytes
+from ..facts.trace import Level, StepMark, TierBytes, Trace
 from .pictures import FAINT, PIXELS_PER_INCH, TIER_COLOURS, blank_figure, last_steps
-from .trace import Level, StepMark, TierBytes, Trace
 
 MIB, GIB = 2**20, 2**30
 FAR = 1.6  # times what is held: a budget beyond that is written, not drawn

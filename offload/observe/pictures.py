@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OffloadError, format_bytes
 
 if TYPE_CHECKING:
-    from .trace import Span, StepMark, Trace
+    from ..facts.trace import Span, StepMark, Trace
 
 LANE_COLOURS: Mapping[str, str] = {
     "compute": "#4477aa",
@@ -154,7 +154,7 @@ def _beside(axes: Any) -> dict[str, Any]:
 
 
 def _note(axes: Any, row: int, spans: Sequence[Span]) -> None:
-    from .trace import length, union
+    from ..facts.trace import length, union
 
     moved = sum(s.nbytes for s in spans)
     busy_s = length(union((s.started_ns, s.finished_ns) for s in spans)) / 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from ..config import Tier
+from ..facts.tier import Tier
 
 
 class Place(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Place
 from .layout import Layout
 from .messages import Commit, Item, Kind, Work, Write

@@ -7,8 +7,7 @@ from typing import Any
 
 from .layout import Layout
 from .messages import Item, Kind
-from .partition import Unit
-from .subgroups import Subgroup
+from .units import Subgroup, Unit
 
 
 def key_of(item: Item) -> str:

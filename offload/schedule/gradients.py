@@ -6,7 +6,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Container
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Arena, Place
 from .layout import Layout
 from .messages import CopyOut, GradReady, GradRoom, Grant, Instruction, Item, Kind, Read, Settle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Arena, Place
 from .messages import Item, Kind, Read, Update, Write
 from .residency import Residency

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Place
-from .partition import Unit
-from .subgroups import Subgroup
+from .units import Subgroup, Unit
 
 
 @dataclass(frozen=True)

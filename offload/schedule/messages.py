@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Place
 
 

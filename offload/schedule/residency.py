@@ -1,7 +1,7 @@
 """The residency machine: signals in, instructions out.  Pure: no device, I/O, threads or clock.
 
 Every decision about what is where is made here, under one lock, by whoever drives the machine (the
-runtime's pump, or the simulator).  Demand goes before arrivals, arrivals before updates, updates
+executor's pump, or the simulator).  Demand goes before arrivals, arrivals before updates, updates
 before prefetch.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Place
 from .commits import Commits
 from .gradients import Gradients

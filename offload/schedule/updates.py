@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from itertools import islice
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Arena, Place
 from .commits import Commits
 from .gradients import Gradients
 from .layout import Layout
 from .messages import Clear, Instruction, Item, Kind, Read, Update, Write
 from .order import NEVER, Order, Use
-from .subgroups import Subgroup
+from .units import Subgroup
 from .visits import visitors
 from .weights import Roles, Weights
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .layout import Layout
-from .partition import PAGE, align
-from .subgroups import Subgroup
+from .units import PAGE, Subgroup, align
 
 SLOTS = 3  # one comes, one is updated, one goes
 

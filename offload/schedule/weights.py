@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..config import Tier
+from ..facts.tier import Tier
 from .arena import Arena, Place
 from .layout import Layout
 from .messages import CopyIn, Item, Kind, Read, Work, Write

@@ -13,15 +13,15 @@ import psutil
 import torch
 from torch import nn
 
+from ..api import wrap
 from ..durable.resume import resume
+from ..facts.stats import MemoryStats
 from ..observe import pictures
 from ..observe.export import load_trace
 from ..observe.memory_picture import draw_memory
-from ..observe.stats import MemoryStats
 from ..optimizer import OffloadedOptimizer
-from ..schedule.plan import Plan
-from ..schedule.replay import replay
-from ..wrapping import wrap
+from ..planning.plan import Plan
+from ..planning.replay import replay
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .loop import LoopSettings, StepRecord, train

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..observe.stats import Stats
+from ..facts.stats import Stats
 from .data import Batches
 from .progress import Progress
 

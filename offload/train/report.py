@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import format_bytes
-from ..observe.stats import MemoryStats
-from ..observe.trace import LANES
-from ..schedule.plan import Plan
+from ..facts.stats import MemoryStats
+from ..facts.trace import LANES
+from ..planning.plan import Plan
 from .compare import Comparison
 from .loop import StepRecord
 

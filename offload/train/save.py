@@ -13,7 +13,7 @@ from torch import nn
 from ..durable.files import write_safetensors
 from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
-from ..runtime import torch_private
+from ..training import torch_private
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overspill.io_engine import (
-    IoEngine,
-)
+from overspill.io_engine import IoEngine
 from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE
 from overspill.io_engine.simulated import Faults, faulty_disk

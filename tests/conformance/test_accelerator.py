@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from overspill.errors import OffloadError
-from overspill.runtime.accelerator import Accelerator, CopyDone, Event, make_accelerator
-from overspill.runtime.accelerators.sim import SimAccelerator
+from overspill.movement.accelerators.choose import Accelerator, CopyDone, Event, make_accelerator
+from overspill.movement.accelerators.sim import SimAccelerator
 from tests.devices import NAME
 from tests.patience import WAIT_S, in_the_end
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from overspill.errors import OffloadError
-from overspill.observe.rates import Rates
-from overspill.runtime.accelerator import make_accelerator
+from overspill.facts.rates import Rates
+from overspill.movement.accelerators.choose import make_accelerator
 
 
 @pytest.mark.parametrize(

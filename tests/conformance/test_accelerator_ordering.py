@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.runtime.accelerators.base import OverlapError
-from overspill.runtime.accelerators.ordering import Clock, Ordering
+from overspill.movement.accelerators.base import OverlapError
+from overspill.movement.accelerators.ordering import Clock, Ordering
 
 STREAMS = ("compute", "copy_in", "copy_out")
 

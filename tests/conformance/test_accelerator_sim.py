@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from overspill.observe.rates import Rates
-from overspill.runtime.accelerator import CopyDone, Event, OverlapError
-from overspill.runtime.accelerators.sim import SimAccelerator
+from overspill.facts.rates import Rates
+from overspill.movement.accelerators.choose import CopyDone, Event, OverlapError
+from overspill.movement.accelerators.sim import SimAccelerator
 from tests.patience import WAIT_S, in_the_end
 
 KIB = 1 << 10

@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import (
-    CorruptionError,
-    IoEngine,
-    IoError,
-    OffloadError,
-    Ticket,
-)
+from overspill.io_engine import CorruptionError, IoEngine, IoError, OffloadError, Ticket
 from tests.io_parts import MIB, Open, fill
 from tests.patience import WAIT_S
 

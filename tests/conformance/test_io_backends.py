@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import (
-    IoEngine,
-    IoError,
-    OffloadError,
-    Ticket,
-    allocate_host,
-)
+from overspill.io_engine import IoEngine, IoError, OffloadError, Ticket, allocate_host
 from tests.io_parts import MIB, Open, fill
 from tests.patience import WAIT_S
 

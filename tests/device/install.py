@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from overspill.runtime.accelerators.vendors import VENDORS, Vendor
+from overspill.movement.accelerators.vendors import VENDORS, Vendor
 
 from .build import build
 from .module import NAME, register

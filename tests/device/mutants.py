@@ -47,10 +47,10 @@ class Mutant:
         return "\n".join(lines) + "\n"
 
 
-MOVES, VISITS = "runtime/moves.py", "runtime/visits.py"
-EXECUTOR, WORKER = "runtime/executor.py", "runtime/update_worker.py"
-GRADIENTS, RESIDENCES = "runtime/gradients.py", "runtime/residences.py"
-STREAMS, EVENTS = "runtime/accelerators/streams.py", "runtime/events.py"
+MOVES, VISITS = "movement/moves.py", "movement/visits.py"
+EXECUTOR, WORKER = "movement/executor.py", "movement/update_worker.py"
+GRADIENTS, RESIDENCES = "training/gradients.py", "training/residences.py"
+STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
 
 MUTANTS = (
     Mutant(MOVES, "after=self._events.over(work.place),", "after=[],"),

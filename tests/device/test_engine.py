@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.config import Tier
-from overspill.runtime.accelerators import streams
+from overspill.facts.tier import Tier
+from overspill.movement.accelerators import streams
 from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import overspill
-import overspill.runtime.store
+import overspill.movement.store
 from overspill.io_engine import IoEngine
 from overspill.io_engine.manifest import MANIFEST_NAME, Kind, read_manifest
 from overspill.io_engine.native import NATIVE
@@ -190,7 +190,7 @@ def test_the_data_cannot_be_written(
         with monkeypatch.context() as patch:
             disk = faulty_disk(Faults(seed=seed, **{kind: rate}))
             patch.setattr(
-                overspill.runtime.store, "IoEngine", functools.partial(IoEngine, backend=disk)
+                overspill.movement.store, "IoEngine", functools.partial(IoEngine, backend=disk)
             )
             with contextlib.suppress(overspill.IoError):  # wrap itself could not write
                 assert "bytes at offset" in str(fail(place, MODES[number]))

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import overspill
-from overspill.distributed import DistributedFolder
-from overspill.loading import WeightFiles
+from overspill.state.distributed_checkpoint import DistributedFolder
+from overspill.state.loading import WeightFiles
 from tests.devices import CPU
 from tests.models import TinyLM, train
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
-from overspill.runtime.contents import Contents
-from overspill.runtime.direct import DirectAccess
+from overspill.movement.direct import DirectAccess
 from overspill.schedule.gradients import Gradients
-from overspill.weight_access import Weights
+from overspill.state.contents import Contents
+from overspill.state.weight_access import Weights
 from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
-from overspill.runtime.commits import CommitWriter
+from overspill.movement.commit_writer import CommitWriter
 from tests.devices import CPU, normal
 from tests.patience import WAIT_S
 

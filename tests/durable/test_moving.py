@@ -56,7 +56,7 @@ def test_other_stripes_and_records(
     for name, folders in places.items():
         for folder in folders:
             folder.mkdir()
-        monkeypatch.setattr("overspill.schedule.subgroups.LARGEST_NUMEL", largest[name])
+        monkeypatch.setattr("overspill.planning.subgroups.LARGEST_NUMEL", largest[name])
         settings = options(folders, host_memory=memory[name], **formats)
         goes_on(first[0], wanted, **settings)
         assert inspect_store(folders[0]).commits[-1].step == 6

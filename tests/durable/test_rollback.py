@@ -140,7 +140,7 @@ def test_a_commit_that_comes_amid_a_rollback_is_gone_back_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and facts are of one step, also where the disk was slow with the last commit."""
-    from overspill.runtime.commits import CommitWriter
+    from overspill.movement.commit_writer import CommitWriter
 
     real = CommitWriter._commit
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overspill.schedule.plan import Preference
+from overspill.planning.plan import Preference
 from tests.parity.test_device_share import run, same_bits
 
 pytestmark = [

@@ -51,7 +51,7 @@ def test_without_a_compiler_an_honest_pure_wheel(copy: Path, tmp_path: Path) -> 
     assert not [name for name in names if name.endswith(".so")]
     for wanted in (
         "overspill/__init__.py", "overspill/optim/__init__.py", "overspill/io_engine/__init__.py",
-        "overspill/runtime/accelerators/sim.py", "overspill/schedule/residency.py",
+        "overspill/movement/accelerators/sim.py", "overspill/schedule/residency.py",
         "overspill/cli/__init__.py", "overspill/py.typed", "overspill/cuda_sources/adam.cu",
     ):  # fmt: skip
         assert wanted in names, wanted

@@ -199,7 +199,7 @@ except RuntimeError as error:
 del kept, before, loss
 again = nn.Linear(8, 8)
 overspill.wrap(again, torch.optim.AdamW(again.parameters()), device=place, **more).close()
-from overspill.runtime.pools import HeldMemory
+from overspill.movement.pools import HeldMemory
 assert not HeldMemory._lingering, "it is freed when nobody holds it"
 print("well")
 """

@@ -11,7 +11,7 @@ import torch
 
 import overspill
 import overspill.optim as optim
-from overspill.schedule import subgroups
+from overspill.planning import subgroups
 from tests.devices import CPU, about_cpu, plainly
 from tests.models import TinyLM, adamw, train, weights
 from tests.parity.test_placements import PLACEMENTS

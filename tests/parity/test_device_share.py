@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import overspill
-from overspill.config import Tier
 from overspill.decide import decide
-from overspill.schedule.bounds import device_update_share
-from overspill.schedule.choose import choose_plan
-from overspill.schedule.plan import Budgets, Preference
-from overspill.schedule.planner import make_layout
+from overspill.facts.tier import Tier
+from overspill.planning.bounds import device_update_share
+from overspill.planning.choose import choose_plan
+from overspill.planning.plan import Budgets, Preference
+from overspill.planning.planner import make_layout
 from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train, weights
 from tests.patience import in_the_end
@@ -30,7 +30,7 @@ def run(
     torch.manual_seed(0)
     model = TinyLM(depth=16)
     with (
-        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
         overspill.wrap(model, adamw(model), device=device, update=update, **options) as optimizer,
     ):
         plan = optimizer.plan
@@ -156,7 +156,7 @@ def test_a_run_is_faster_by_what_the_plan_says() -> None:
             model = TinyLM(depth=16)
             prefer = Preference(visiting=share)
             with (
-                mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+                mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
                 overspill.wrap(model, adamw(model), device=SIM, update="step", **options) as ours,
             ):
                 train(model, ours, 6)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.config import Tier
-from overspill.runtime.pools import HeldMemory
+from overspill.facts.tier import Tier
+from overspill.movement.pools import HeldMemory
 from tests.devices import CPU, SIM, about_cpu, normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import NVME, close, make

@@ -13,7 +13,7 @@ import torch
 
 import overspill
 from overspill.errors import IoError, OffloadError
-from overspill.runtime.updates import Updater
+from overspill.movement.updates import Updater
 from overspill.schedule.messages import GradRoom, Landed, Need, Settled, Step
 from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch, train

@@ -15,7 +15,7 @@ import torch
 
 import overspill
 from overspill.errors import OffloadError
-from overspill.runtime.unsignalled import Unsignalled
+from overspill.movement.unsignalled import Unsignalled
 from tests.devices import CPU, forget_races
 from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES

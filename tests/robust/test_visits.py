@@ -14,16 +14,16 @@ import torch
 import overspill
 from overspill.decide import decide
 from overspill.errors import OffloadError
-from overspill.observe.trace import Trace
-from overspill.runtime.accelerators.base import CopyDone
-from overspill.runtime.accelerators.sim import SimAccelerator
-from overspill.runtime.events import RangeEvents
-from overspill.runtime.pools import Arenas
-from overspill.runtime.updates import Updater
-from overspill.runtime.visits import Parts, Visits
+from overspill.facts.trace import Trace
+from overspill.movement.accelerators.base import CopyDone
+from overspill.movement.accelerators.sim import SimAccelerator
+from overspill.movement.events import RangeEvents
+from overspill.movement.pools import Arenas
+from overspill.movement.updates import Updater
+from overspill.movement.visits import Parts, Visits
+from overspill.planning.plan import Preference
 from overspill.schedule.arena import Place
 from overspill.schedule.messages import Update
-from overspill.schedule.plan import Preference
 from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train
 from tests.robust.test_failures import fails_once
@@ -36,9 +36,9 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
     model = TinyLM(width=128, depth=6)
     choose = partial(decide, prefer=Preference(visiting=1.0))
     with (
-        mock.patch("overspill.wrapping.decide", choose),
+        mock.patch("overspill.api.decide", choose),
         mock.patch(
-            "overspill.wrapping.make_accelerator",
+            "overspill.api.make_accelerator",
             lambda device, rates: SimAccelerator(rates, disturb=disturb),
         ),
     ):

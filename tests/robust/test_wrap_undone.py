@@ -17,10 +17,10 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
-from overspill.filling import Taken
-from overspill.model_state import StateHooks
-from overspill.runtime import torch_private
-from overspill.runtime.contents import Contents
+from overspill.state.contents import Contents
+from overspill.state.filling import Taken
+from overspill.state.model_state import StateHooks
+from overspill.training import torch_private
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import batch
 

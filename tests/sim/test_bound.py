@@ -12,7 +12,7 @@ import torch
 import overspill
 from benchmarks.model import Shape
 from benchmarks.sim_machine import SimMachine, measure, meta_model, slowest
-from overspill.schedule.bounds import step_bound, step_flops, trained_params
+from overspill.planning.bounds import step_bound, step_flops, trained_params
 from tests.patience import in_the_end
 
 SHALLOW = Shape(layers=16, width=128, heads=4, vocabulary=256, batch=1, tokens=16)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import overspill
-from overspill.observe.rates import Rates
-from overspill.schedule.bounds import least_seconds
-from overspill.schedule.choose import Load, balanced_s, choose_plan
-from overspill.schedule.partition import Partition, partition
-from overspill.schedule.plan import Budgets, Needs, Preference
-from overspill.schedule.planner import DEFAULT_DEPTH, make_layout
+from overspill.facts.rates import Rates
+from overspill.planning.bounds import least_seconds
+from overspill.planning.choose import Load, balanced_s, choose_plan
+from overspill.planning.partition import Partition, partition
+from overspill.planning.plan import Budgets, Needs, Preference
+from overspill.planning.planner import DEFAULT_DEPTH, make_layout
 from tests.random_parts import Field
 
 # Like those of a desktop, a thousandth as fast as its memory is small.

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overspill.config import Tier
-from overspill.observe.rates import Rates
-from overspill.schedule.bounds import step_bound
-from overspill.schedule.coarse import coarsen
-from overspill.schedule.costs import Costs
+from overspill.facts.rates import Rates
+from overspill.facts.tier import Tier
+from overspill.planning.bounds import step_bound
+from overspill.planning.coarse import coarsen
+from overspill.planning.costs import Costs
+from overspill.planning.partition import Partition
+from overspill.planning.plan import Budgets, Needs
+from overspill.planning.planner import make_layout
+from overspill.planning.simulate import Simulation
+from overspill.planning.steady import simulate
 from overspill.schedule.invariants import validate
-from overspill.schedule.partition import Partition
-from overspill.schedule.plan import Budgets, Needs
-from overspill.schedule.planner import make_layout
-from overspill.schedule.simulate import Simulation
-from overspill.schedule.steady import simulate
 from tests.random_parts import Field, random_parts
 
 CASES = 200

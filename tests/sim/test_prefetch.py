@@ -10,8 +10,8 @@ import torch
 import overspill
 from benchmarks.model import Shape
 from benchmarks.sim_machine import meta_model
-from overspill.schedule.costs import Costs
-from overspill.schedule.steady import simulate
+from overspill.planning.costs import Costs
+from overspill.planning.steady import simulate
 
 RATES = overspill.Rates(
     h2d_bytes_s=1e8, d2h_bytes_s=1e8, disk_read_bytes_s=1e8, disk_write_bytes_s=1e8,

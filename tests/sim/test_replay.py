@@ -11,11 +11,11 @@ import torch
 import overspill
 from benchmarks.model import Gpt, Shape, batch_of
 from overspill.cli.app import app
+from overspill.facts.trace import LANES, TierBytes, Trace
 from overspill.observe.export import load_trace
 from overspill.observe.memory_picture import draw_memory
-from overspill.observe.trace import LANES, TierBytes, Trace
-from overspill.schedule.costs import Profile
-from overspill.schedule.replay import replay
+from overspill.planning.costs import Profile
+from overspill.planning.replay import replay
 from tests.devices import DEVICE, NAME, SIM, about_cpu, link
 
 SHAPE = Shape(layers=6, width=64, heads=4, vocabulary=256, batch=2, tokens=32)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from overspill.config import Tier
+from overspill.facts.tier import Tier
+from overspill.planning.plan import Budgets, Needs, Preference
+from overspill.planning.planner import make_layout
 from overspill.schedule.arena import Place
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
@@ -41,8 +43,6 @@ from overspill.schedule.messages import (
     Work,
     Write,
 )
-from overspill.schedule.plan import Budgets, Needs, Preference
-from overspill.schedule.planner import make_layout
 from overspill.schedule.residency import Residency
 from tests.random_parts import Field, random_parts
 from tests.sim.commit_shadow import Shadow

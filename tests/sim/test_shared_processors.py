@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overspill.observe.rates import Rates
-from overspill.schedule.bounds import step_bound, trained_params
-from overspill.schedule.costs import Costs
+from overspill.facts.rates import Rates
+from overspill.planning.bounds import step_bound, trained_params
+from overspill.planning.costs import Costs
+from overspill.planning.partition import partition
+from overspill.planning.plan import Budgets, Needs
+from overspill.planning.planner import make_layout
+from overspill.planning.steady import Simulated, simulate
 from overspill.schedule.layout import Layout
-from overspill.schedule.partition import partition
-from overspill.schedule.plan import Budgets, Needs
-from overspill.schedule.planner import make_layout
-from overspill.schedule.steady import Simulated, simulate
 from tests.random_parts import Field
 
 MODES = ("step", "backward", "next_forward")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from overspill.schedule.choose import make_layout
-from overspill.schedule.costs import Costs
-from overspill.schedule.simulate import LINKS, Simulation
-from overspill.schedule.steady import simulate
+from overspill.planning.choose import make_layout
+from overspill.planning.costs import Costs
+from overspill.planning.simulate import LINKS, Simulation
+from overspill.planning.steady import simulate
 from tests.sim.test_choice import RATES, draw
 
 

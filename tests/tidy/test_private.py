@@ -6,7 +6,7 @@ import ast
 
 from .sources import Source, package_sources
 
-THE_FILE = "offload/runtime/torch_private.py"
+THE_FILE = "offload/training/torch_private.py"
 # Documented under these names by PyTorch, and by Python for named tuples.
 PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace")
 OWNERS = ("self", "cls", "mcs")

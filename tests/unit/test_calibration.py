@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.observe import rates
-from overspill.observe.calibration import Task, calibrate
-from overspill.observe.drift import STEPS, Drift
-from overspill.observe.rates import Rates, UpdateRate
-from overspill.observe.stats import LaneStats, Stats
-from overspill.observe.trace import LANES
+from overspill.facts.rates import Rates, UpdateRate
+from overspill.facts.stats import LaneStats, Stats
+from overspill.facts.trace import LANES
+from overspill.measure import rates
+from overspill.measure.calibration import Task, calibrate
+from overspill.measure.drift import STEPS, Drift
 from overspill.optim import rules_for
 from overspill.optim.bench import Case, case_of
 
@@ -190,7 +190,7 @@ def test_a_run_at_other_rates_has_them_measured_anew(
 ) -> None:
     """The engine tells the calibration, and only where it measured: given rates are the user's."""
     import overspill
-    from overspill.observe import drift
+    from overspill.measure import drift
 
     wrong = Rates(disk_read_bytes_s=1e15, disk_write_bytes_s=1e15, dram_bytes_s=1e9)
     monkeypatch.setattr(rates, "measure", lambda *_: wrong)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import overspill
 from overspill.cli.app import app
 from overspill.cli.progress import LiveWatch, PlainWatch, make_watch
-from overspill.observe.stats import LaneStats, MemoryStats, Stats
-from overspill.observe.trace import LANES
+from overspill.facts.stats import LaneStats, MemoryStats, Stats
+from overspill.facts.trace import LANES
 from overspill.train.loop import StepRecord
 
 pytest.importorskip("transformers")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from overspill.config import OffloadConfig, Size, Tier, parse_size
+from overspill.config import OffloadConfig, Size, parse_size
+from overspill.facts.tier import Tier
 
 
 @pytest.mark.parametrize(

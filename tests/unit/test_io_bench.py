@@ -9,14 +9,7 @@ import pytest
 
 from overspill.io_engine import IoEngine, IoError
 from overspill.io_engine.backend import DEFAULT_BLOCK_BYTES, Tuning
-from overspill.io_engine.bench import (
-    MODES,
-    Measurement,
-    available_backends,
-    bench,
-    pick,
-    quantile,
-)
+from overspill.io_engine.bench import MODES, Measurement, available_backends, bench, pick, quantile
 from overspill.io_engine.settings import remember, remembered, settings_path
 
 KIB, MIB = 1 << 10, 1 << 20

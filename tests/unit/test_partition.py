@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.schedule.partition import find_units, partition
+from overspill.planning.partition import find_units, partition
 from tests.models import Block, TinyLM
 
 

@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 import overspill
+from overspill.api import plan
 from overspill.cli.app import app
-from overspill.observe.machine import Machine
+from overspill.facts.machine import Machine
 from overspill.train.shapes import SHAPES, find_model, plan_model
 from overspill.train.skeletons import skeleton
-from overspill.wrapping import plan
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "examples/machines").glob("*.toml"))

@@ -12,7 +12,7 @@ from torch import nn
 
 import overspill
 from benchmarks.model import Gpt, Shape, batch_of
-from overspill.observe.rates import Rates
+from overspill.facts.rates import Rates
 
 RATES = Rates(disk_read_bytes_s=1e9, disk_write_bytes_s=1e9, update_params_s=1e9)
 FORWARD_S, BACKWARD_S = 0.02, 0.05

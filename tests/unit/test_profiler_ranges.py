@@ -11,9 +11,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import overspill
-from overspill.observe.trace import NO_RANGE, Trace
-from overspill.runtime import ranges
-from overspill.runtime.ranges import ProfilerRanges
+from overspill.facts.trace import NO_RANGE, Trace
+from overspill.training import ranges
+from overspill.training.ranges import ProfilerRanges
 
 
 def test_units_and_lanes_are_named_in_a_profile(tmp_path: Path) -> None:

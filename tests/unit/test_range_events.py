@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from overspill.config import Tier
-from overspill.runtime.events import RangeEvents
+from overspill.facts.tier import Tier
+from overspill.movement.events import RangeEvents
 from overspill.schedule.arena import Place
 
 

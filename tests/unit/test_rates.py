@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from overspill.facts.rates import Rates
 from overspill.io_engine import Extent, IoEngine, Ticket
-from overspill.observe import probes, rates
-from overspill.observe.calibration import Task, calibrate
-from overspill.observe.rates import Rates, measure
+from overspill.measure import probes, rates
+from overspill.measure.calibration import Task, calibrate
+from overspill.measure.rates import measure
 from overspill.optim.bench import Case, device_update_rate
 from tests.patience import in_the_end
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from overspill.runtime.accelerators.stream_clock import SIGHTINGS, StreamClock, StreamInstant
+from overspill.movement.accelerators.stream_clock import SIGHTINGS, StreamClock, StreamInstant
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.runtime import torch_private as private
+from overspill.training import torch_private as private
 
 
 def test_releases_that_nobody_has_tried_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from overspill.cli.app import app
+from overspill.facts.stats import step_stats
+from overspill.facts.trace import LANES, StepMark, Trace, intersection, length, union
 from overspill.observe.export import load_trace, save_trace
-from overspill.observe.stats import step_stats
-from overspill.observe.trace import LANES, StepMark, Trace, intersection, length, union
 
 Intervals = list[tuple[int, int]]
 intervals = st.lists(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from overspill import OffloadError
+from overspill.facts.trace import LANES, Trace
 from overspill.observe import pictures
 from overspill.observe.export import save_trace
-from overspill.observe.trace import LANES, Trace
 
 pytest.importorskip("matplotlib")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.observe.stats import MemoryStats
+from overspill.facts.stats import MemoryStats
 from overspill.train.compare import in_memory_adamw, rounded
 from overspill.train.data import Batches, Corpus
 from overspill.train.job import Job, run

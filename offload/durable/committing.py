@@ -1,0 +1,340 @@
+"""The training thread's side of commits: when a step is cut, what is known of it, and the way back.
+
+A cut is sealed when its facts are known: at the next forward that trains, at ``commit()`` or at
+``close()``, so that what the loop does after ``step()`` (a scheduler's step, an edit of weights) is
+inside.  The states
+of random generators are those at the end of ``step()``: what the loop draws for the next batch is
+drawn again after a resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import OffloadConfig
+from ..errors import OffloadError
+from ..movement.commit_writer import CommitWriter
+from ..movement.direct import DirectAccess
+from ..movement.executor import Executor
+from ..schedule.ledger import Ledger, Prepared
+from ..schedule.messages import Cut, Durable, Kind, Seal, Sound, Spoiled
+from ..state.contents import STATE, Contents, Parts
+from ..training.stepping import Stepping
+from .meta import (
+    check_buffers,
+    check_readable,
+    decode_facts,
+    encode_facts,
+    kept_buffers,
+    kept_groups,
+    member_names,
+    random_states,
+    restore_buffers,
+    restore_random_states,
+)
+
+log = logging.getLogger("overspill")
+
+
+class Committing:
+    """Owned by the engine; all methods are for the training thread.
+
+    The facts of a state are those that hold when the next forward that trains begins, for from
+    there on the loop, buffers and the caller's own may be ahead of the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        config: OffloadConfig,
+        device: torch.device,
+        ledger: Ledger,
+        executor: Executor,
+        stepping: Stepping,
+        direct: DirectAccess,
+        contents: Contents,
+        writer: CommitWriter,
+    ) -> None:
+        self._model, self._groups, self._config, self._device = model, groups, config, device
+        self._ledger, self._executor = ledger, executor
+        self._stepping, self._direct, self._contents = stepping, direct, contents
+        self._writer = writer
+        self._members = member_names(model, groups)
+        self._open = True  # there is a cut, or the very first is to be made, without its facts
+        self._cut = False  # the machine has, or will have, a cut of the last step
+        self._facts: bytes | None = None  # of the present state, once they are known
+        self._asked = False  # whether they are those of a commit() that nothing has followed
+        self._moved = False  # whether a step was taken since wrap or resume
+        # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
+        self._half: dict[int, set[int]] = {}
+        self._random: Mapping[str, Any] = {}
+        self._settle: Callable[[], None] = _nothing
+        self._renew: Callable[[], None] = _nothing
+        ledger.when_taken(self._stepped)
+
+    def follow(self, settle: Callable[[], None], renew: Callable[[], None]) -> None:
+        """``settle`` makes edits through tensors over weights true, ``renew`` drops them."""
+        self._settle, self._renew = settle, renew
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """The model is wrapped: the state before the first step is to be committed too."""
+        self._random = random_states(self._device)
+
+    def adopt(self, data: bytes) -> None:
+        """All is as a commit has it."""
+        facts = decode_facts(data)
+        check_buffers(self._model, facts["buffers"])
+        self._open, self._writer.last = False, data
+        self._restore(facts)
+
+    def restart(self) -> Any:
+        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        assert self._writer.last is not None
+        facts = decode_facts(self._writer.last)
+        self._random = facts["rng"]
+        restore_random_states(facts["rng"], self._device)
+        return facts["extra"]
+
+    def wanted(self, count: int) -> bool:
+        """Whether step ``count`` is to be committed."""
+        return count % self._config.commit_every == 0
+
+    def _stepped(self, step: Prepared) -> None:
+        """A step was taken; on the machine's thread."""
+        self._random, self._facts, self._moved = step.random, None, True
+        self._open = self._cut = step.commits
+
+    def seal(self) -> None:
+        """The state after the last step is about to be left behind: its facts are those of now.  If
+        it has a cut that lacks them, it gets them."""
+        before = self._facts
+        if before is None or self._asked:  # a schedule may have gone on since commit()
+            self._facts = self._gather()
+        late, self._asked = self._asked and self._facts != before, False
+        if self._open or late:
+            self._tell_facts(kept=self._ledger.count > 0)
+
+    def _tell_facts(self, *, kept: bool) -> None:
+        """``kept``: no new store is to take the place of this commit."""
+        assert self._facts is not None
+        number = self._writer.seal(self._ledger.count, self._facts, kept)
+        # Told first: facts that are told twice do no harm, a cut without any waits for ever.
+        self._executor.tell(Seal(number) if self._open and self._cut else Cut(number))
+        self._open = False
+
+    def _gather(self) -> bytes:
+        extra = None if self._config.extra is None else self._config.extra()
+        facts = {
+            "step": self._ledger.count,
+            "steps": list(self._ledger.steps),
+            "groups": kept_groups(self._groups),
+            "members": self._members,
+            "rng": self._random,
+            "buffers": kept_buffers(self._model),
+            "extra": extra,
+        }
+        check_readable({"groups": facts["groups"], "extra": extra})
+        return encode_facts(facts)
+
+    # -- for the user ---------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Makes the present state durable, whatever ``commit_every`` says; returns when it is.
+
+        Raises:
+            OffloadError: a backward has already updated a part of the model, weights are not
+                finite, or an edit of them was interrupted.
+        """
+        self._settle()
+        self._stepping.land()
+        if (reason := self._unfit()) is not None:
+            raise OffloadError(reason)
+        self._random = random_states(self._device)
+        self._facts, self._asked = self._gather(), True
+        self._tell_facts(kept=True)
+        self._executor.request(Durable)
+
+    def _unfit(self) -> str | None:
+        """Why the present state is not one to commit; the last step has landed."""
+        if self._stepping.partial:
+            return (
+                "update='backward' has updated a part of the model; commit between step() and the "
+                "next backward()"
+            )
+        if self._half:
+            return _HALF
+        with self._executor.lock:
+            spoiled = sorted(self._executor.machine.commits.spoiled)
+        if spoiled:
+            names = ", ".join(self._stepping.name_of(unit) for unit in spoiled)
+            return f"values are not finite in {names}; rollback(), or load weights and state"
+        return None
+
+    def close(self) -> None:
+        """The last step is committed, unless the state is not one to commit: then the last commit
+        stays what it is."""
+        if self._writer.last is None and self._ledger.count == 0:
+            return  # nothing was trained
+        self._stepping.wait()
+        if (reason := self._unfit()) is not None:
+            log.warning("overspill: closed; the store keeps the last commit: %s", reason)
+            return
+        if not self._open:
+            self._executor.request(Durable)
+        if self._facts is None or self._asked:  # a schedule may have gone on since
+            self._facts = self._gather()
+        late = (self._moved or self._asked) and self._facts != self._writer.last
+        if self._open or self._newer() or late:  # a step without gradients changes facts alone
+            self._tell_facts(kept=True)
+            self._executor.request(Durable)
+
+    def _newer(self) -> bool:
+        """Whether anything has changed since the last commit."""
+        with self._executor.lock:
+            return self._executor.machine.commits.newer()
+
+    # -- edits ----------------------------------------------------------------------------------
+
+    def require_whole(self) -> None:
+        """Raises after an edit or a rollback that was interrupted.
+
+        Raises:
+            OffloadError: it was; what is there is half the old state and half another.
+        """
+        if self._half:
+            raise OffloadError(_HALF)
+
+    def begin_edit(self, parts: Parts) -> None:
+        """From now on nothing is committed until all of it was edited (``end_edit``)."""
+        for unit, some in parts.items():
+            self._half.setdefault(unit, set()).update(some)
+
+    def is_open(self, parts: Parts) -> bool:
+        """Whether an edit of any of it was begun and has not ended."""
+        return any(self._half.get(unit, set()).intersection(some) for unit, some in parts.items())
+
+    def end_edit(self, parts: Parts) -> None:
+        """All of it is whole again; another part of a unit is not for that."""
+        for unit, some in parts.items():
+            left = self._half.get(unit, set()).difference(some)
+            if left:
+                self._half[unit] = left
+            else:
+                self._half.pop(unit, None)
+
+    @contextmanager
+    def editing(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+        """Weights or state are edited inside, and nothing moves: they belong to the state after the
+        last step.  Nothing is committed until that has ended well.
+
+        Gives what is to be called with a unit that was given values that are not finite.
+        """
+        torn = set(self._half)  # what was given them before an exception, nobody has looked at
+        self.begin_edit(parts)
+        self._uncut()
+        self._facts = None
+        given: set[int] = set()
+        yield given.add
+        with self._executor.lock:
+            before = set(self._executor.machine.commits.spoiled)
+        doubtful = (before | torn) & parts.keys() - given
+        sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
+        for unit in sorted(doubtful | given):  # told last: the machine then moves
+            if unit in sound:
+                self._executor.tell(Sound(unit))
+            else:
+                self.spoil(unit)
+        if sound:
+            self._executor.catch_up()
+        self.end_edit(parts)
+
+    def spoil(self, unit: int) -> None:
+        """A unit was given values that are not finite."""
+        self._executor.tell(Spoiled(unit))
+        self._executor.catch_up()
+        log.warning(
+            "overspill: %r was given values that are not finite; nothing is committed until they "
+            "are, or until rollback()", self._stepping.name_of(unit),
+        )  # fmt: skip
+
+    def _uncut(self) -> None:
+        """Takes the last step's cut back, which is made anew when its facts are known; if they are
+        known already, it is waited for."""
+        if self._open and self._cut:
+            with self._executor.lock:
+                self._executor.machine.commits.take_back()
+            self._cut = False
+        elif not self._open:
+            self._executor.request(Durable)
+            self._direct.settle()
+
+    def rollback(self) -> Any:
+        """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
+        first = self._writer.last is None
+        if first and self._open and self._unfit() is None:
+            self.seal()
+        if (first or self._cut) and not self._open:
+            self._executor.request(Durable)  # one may be under way, the first of all included
+        if self._writer.last is None:
+            raise OffloadError(
+                "there is no commit to go back to: none was made before values that are not finite "
+                "came in, or an edit was interrupted; load weights and state again"
+            )
+        facts = decode_facts(self._writer.last)
+        check_buffers(self._model, facts["buffers"])
+        self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
+        self._stepping.give_up()
+        self._open = self._cut = False
+        self._facts = None
+        self._direct.settle()
+        facts = decode_facts(self._writer.last)  # a commit that was under way has come since
+        with self._executor.lock:
+            stale = self._executor.machine.rollback()
+        for item in stale:
+            self._direct.reload(item)
+            if item.kind is Kind.WEIGHTS:
+                self._stepping.changed(item.number, range(len(self._ledger.steps)))
+        with self._executor.lock:
+            self._executor.machine.commits.rolled_back()
+        self._restore(facts)
+        number = self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
+        self._executor.tell(Cut(number))
+        self._executor.request(Durable)
+        self._half.clear()
+        self._renew()
+        log.warning("overspill: went back to the commit of step %d", facts["step"])
+        return facts["extra"]
+
+    def _restore(self, facts: Mapping[str, Any]) -> None:
+        self._ledger.restore(facts["step"], facts["steps"])
+        restore_groups(self._groups, facts["groups"])
+        restore_buffers(self._model, facts["buffers"])
+
+
+def _nothing() -> None:
+    """Nobody has a tensor over a weight."""
+
+
+_HALF = "an edit of weights or state was interrupted; make it again, or call rollback()"
+
+
+def restore_groups(
+    groups: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Puts hyper-parameters back; one that is a tensor keeps its place, as schedulers expect."""
+    for group, kept in zip(groups, stored, strict=True):
+        for name, value in kept.items():
+            present = group.get(name)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                present.copy_(value)
+            else:
+                group[name] = value  # type: ignore[index]

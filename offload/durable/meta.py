@@ -1,0 +1,142 @@
+"""What a commit keeps besides weights and state: counts, hyper-parameters, random states, the
+caller's own; and how it is put into bytes that can be read without running code from them."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..training import torch_private
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The state of every generator that training usually draws from."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    found = np.random.get_state(legacy=False)
+    if found["bit_generator"] == "MT19937":  # else a bit generator of the user's: his to keep
+        inner = found["state"]
+        states["numpy"] = [
+            "MT19937", torch.from_numpy(np.array(inner["key"], np.int64)), int(inner["pos"]),
+            int(found["has_gauss"]), float(found["gauss"]),
+        ]  # fmt: skip
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Sets every generator to what ``random_states`` has found."""
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The hyper-parameters of every param group; numbers of numpy's, as schedules make them, as
+    plain ones."""
+    return [
+        {k: v.item() if isinstance(v, np.generic) else v for k, v in group.items() if k != "params"}
+        for group in groups
+    ]
+
+
+def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """The model's names for every group's parameters, in the optimizer's own order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in groups]
+
+
+def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that ``state_dict`` has, copied: running statistics and the like."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if torch_private.is_persistent(module, name):
+                value = buffer.detach().cpu().clone()
+                found[f"{prefix}.{name}" if prefix else name] = torch_private.as_plain(value)
+    return found
+
+
+def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises unless a model has the buffers that a commit holds.
+
+    Raises:
+        OffloadError: it has others, or of another shape; nothing was changed.
+    """
+    all_buffers = model.named_buffers(remove_duplicate=False)
+    present = {name: tuple(buffer.shape) for name, buffer in all_buffers}
+    for name, value in buffers.items():
+        shape = tuple(value.shape)
+        if present.get(name) != shape:
+            has = f"has shape {present[name]}" if name in present else "is not in the model"
+            raise OffloadError(
+                f"buffer {name!r} has shape {shape} in the commit, and {has} now; build the model "
+                "as it was then"
+            )
+
+
+def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Puts back what ``kept_buffers`` has found."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in buffers:
+                buffer.copy_(buffers[name])
+
+
+def encode_facts(facts: Mapping[str, Any]) -> bytes:
+    """Facts as bytes."""
+    target = io.BytesIO()
+    torch.save(dict(facts), target)
+    return target.getvalue()
+
+
+def decode_facts(data: bytes) -> dict[str, Any]:
+    """Facts from bytes; runs no code from them."""
+    facts = torch.load(io.BytesIO(data), weights_only=True)
+    assert isinstance(facts, dict)
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds nothing but what is always read back."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    if kind is torch.Tensor:
+        return not value.__dict__  # attributes of its own would be saved too
+    return kind in (bool, int, float, str, type(None))
+
+
+def check_readable(facts: Mapping[str, Any]) -> None:
+    """Raises unless what a commit is to hold can be read back.
+
+    Raises:
+        OffloadError: it cannot: param groups and ``extra`` may hold numbers, texts, tensors, and
+            lists, tuples and dicts of them.
+    """
+    for name, value in facts.items():
+        if _is_plain(value):
+            continue
+        try:
+            decode_facts(encode_facts({name: value}))
+        except Exception as error:
+            what = "extra returned" if name == "extra" else "optimizer.param_groups hold"
+            raise OffloadError(
+                f"{what} something that cannot be read back without running code from it; use "
+                "numbers, texts, tensors, and lists, tuples and dicts of them (a scheduler's "
+                f"state_dict() is one): {error}"
+            ) from error

@@ -1,0 +1,95 @@
+"""How fast the machine's links, disks and processors are: the numbers the planner divides by."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class UpdateRate:
+    """Parameters per second that a rule updates with all threads: alone, and beside a thread that
+    copies memory without pause; and on a device that has memory of its own."""
+
+    alone_params_s: float
+    beside_params_s: float
+    device_params_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one machine; ``None`` where one is not limited or not known.
+
+    Attributes:
+        h2d_bytes_s, d2h_bytes_s: from host to device memory and back, page-locked.
+        link_latency_s: time of an empty copy between host and device.
+        disk_read_bytes_s, disk_write_bytes_s: all directories of the store together.
+        disk_both_bytes_s: reads and writes added up while both go on.
+        update_params_s: parameters per second that the optimizer updates on the CPU.
+        dram_bytes_s: host memory, reads and writes added up.
+        device_flops_s: matrix products on the compute device.
+        h2d_pageable_bytes_s, d2h_pageable_bytes_s: as ``h2d_bytes_s`` and ``d2h_bytes_s``, with
+            host memory that is not page-locked.
+        update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
+        disk_cpu_bytes_s: what all processors together could move to and from the disks if they did
+            nothing else (checksums included); with ``device="cpu"`` moves take this from compute.
+        device_update_params_s: as ``update_params_s``, of state that is on the device; where it is
+            not known, no faster than the CPU.
+    """
+
+    h2d_bytes_s: float | None = None
+    d2h_bytes_s: float | None = None
+    link_latency_s: float | None = None
+    disk_read_bytes_s: float | None = None
+    disk_write_bytes_s: float | None = None
+    disk_both_bytes_s: float | None = None
+    update_params_s: float | None = None
+    dram_bytes_s: float | None = None
+    device_flops_s: float | None = None
+    h2d_pageable_bytes_s: float | None = None
+    d2h_pageable_bytes_s: float | None = None
+    update_beside_params_s: float | None = None
+    disk_cpu_bytes_s: float | None = None
+    device_update_params_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"rate {name} must be a number or None, got {value!r}")
+            least = "at least" if name == "link_latency_s" else "more than"
+            if not math.isfinite(value) or value < 0 or (value == 0 and least != "at least"):
+                raise ValueError(f"rate {name} must be finite and {least} 0, got {value!r}")
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Rates:
+        """Reads a JSON object with the attributes as keys; left out ones are ``None``.
+
+        Raises:
+            ValueError: not such an object, an unknown key, or a value that is no rate.
+            OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_values(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    @classmethod
+    def from_values(cls, values: object) -> Rates:
+        """The rates in a mapping with the attributes as keys; errors as for ``from_file``."""
+        known = [field.name for field in fields(cls)]
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object of rates, got {type(values).__name__}")
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown rate {', '.join(unknown)}; known: {', '.join(known)}")
+        return cls(**values)
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Writes what ``from_file`` reads."""
+        text = json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+        Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,205 @@
+"""The rates of this machine, measured once and kept: per machine, file systems and device.
+
+Links, disks and memory are measured for each set of file systems; update rules and matrix products
+when a run first asks for them.  Nothing is measured while a model trains: a run that finds the
+rates to be wrong says so, and the next one measures anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..facts.rates import Rates, UpdateRate
+from ..optim.bench import Case
+from . import rates
+
+__all__ = ["Calibration", "Task", "calibrate"]
+
+log = logging.getLogger("overspill")
+FORMAT = 3  # of the file; those of another format are left alone
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run asks of the processors: its update (``None`` for a rule that cannot be measured
+    alone), and the dtype of its matrix products."""
+
+    update: Case | None
+    products: torch.dtype
+
+
+@dataclass
+class Calibration:
+    """What is known of one machine, its disks and its device; ``path`` keeps it.
+
+    Attributes:
+        about: what must be the same for the rates to be the same.
+        updates: rates by rule and formats.
+        flops: of matrix products per second, by dtype.
+        doubt: why a run found that the rates no longer hold.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    rates: Rates
+    updates: dict[str, UpdateRate] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    doubt: str | None = None
+
+    def for_task(self, task: Task | None) -> Rates:
+        """The rates with those of a task among them."""
+        if task is None:
+            return self.rates
+        update = None if task.update is None else self.updates.get(_name(task.update))
+        return replace(
+            self.rates,
+            update_params_s=update.alone_params_s if update else None,
+            update_beside_params_s=update.beside_params_s if update else None,
+            device_update_params_s=update.device_params_s if update else None,
+            device_flops_s=self.flops.get(_dtype_name(task.products)),
+        )
+
+    def doubted(self, reason: str) -> None:
+        """Has the next run measure anew, and says why."""
+        log.warning(
+            "overspill: the rates kept in %s no longer hold: %s; the next run measures them anew",
+            self.path, reason,
+        )  # fmt: skip
+        self.doubt = reason
+        self.keep()
+
+    def keep(self) -> None:
+        """Writes all to the file; where that fails, says so."""
+        content = {
+            "about": self.about,
+            "rates": asdict(self.rates),
+            "updates": {name: asdict(rate) for name, rate in self.updates.items()},
+            "flops": self.flops,
+            "doubt": self.doubt,
+        }
+        try:
+            _write(self.path, content)
+        except OSError as error:
+            log.warning("could not keep the measured rates in %s (%s)", self.path, error)
+
+
+def calibrate(
+    directories: Sequence[str | os.PathLike[str]],
+    device: str | torch.device,
+    task: Task | None = None,
+    *,
+    anew: bool = False,
+) -> Calibration:
+    """What is kept for these file systems and this device; what is missing is measured and kept.
+
+    Kept under ``$OVERSPILL_CACHE``, else ``~/.cache/overspill``.  A file that cannot be read or
+    written is said in a warning and does no other harm.  Takes about three seconds where nothing
+    is known, no time at all where all is, and never more than 20 s with disks that move 0.2 MB/s.
+
+    Args:
+        task: what the run asks of the processors; ``None``: that is not of interest.
+        anew: measure again what is known already.
+
+    Raises:
+        IoError: a directory is missing or cannot be written.
+    """
+    about = _about(directories, device)
+    path = _path(about)
+    found = None if anew else _kept(path, about)
+    if found is not None and found.doubt is not None:
+        log.info("overspill: measuring this machine anew, since %s", found.doubt)
+        found = None
+    changed = found is None
+    if found is None:
+        found = Calibration(path, about, rates.measure(directories, device))
+    if task is not None:
+        if task.update is not None and _name(task.update) not in found.updates:
+            found.updates[_name(task.update)] = rates.measure_update(task.update, device)
+            changed = True
+        if _dtype_name(task.products) not in found.flops:
+            found.flops[_dtype_name(task.products)] = rates.measure_flops(device, task.products)
+            changed = True
+    if changed:
+        found.keep()
+    return found
+
+
+def _name(case: Case) -> str:
+    return f"{case.rule} {_dtype_name(case.weights)} master={case.master} moments={case.moments}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kept(path: Path, about: dict[str, Any]) -> Calibration | None:
+    if not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(kept, dict) and kept.get("about") == about:
+            return Calibration(
+                path, about, Rates.from_values(kept.get("rates")),
+                {name: UpdateRate(**rate) for name, rate in kept["updates"].items()},
+                {name: float(rate) for name, rate in kept["flops"].items()}, kept["doubt"],
+            )  # fmt: skip
+        log.warning("%s holds something else than its rates; measuring again", path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("could not read the rates in %s (%s); measuring again", path, error)
+    return None
+
+
+def _path(about: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("OVERSPILL_CACHE") or Path.home() / ".cache" / "overspill")
+    return folder / f"rates-{digest}.json"
+
+
+def _about(
+    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
+) -> dict[str, Any]:
+    name = str(device)
+    if name not in ("cpu", "sim"):
+        module = torch.get_device_module(device)
+        if hasattr(module, "get_device_name"):
+            name = f"{name} {module.get_device_name(device)}"
+    return {
+        "format": FORMAT,
+        "machine": platform.node(),
+        "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
+        "torch": torch.__version__,
+        "device": name,
+        "file_systems": [_file_system(Path(folder)) for folder in directories],
+    }
+
+
+def _file_system(folder: Path) -> str:
+    """The mount point that ``folder`` is, or would be, below: one disk has one rate."""
+    folder = folder.resolve()
+    while not folder.is_mount():
+        folder = folder.parent
+    return str(folder)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Writes beside and renames, so that two processes never read half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, allow_nan=False)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise

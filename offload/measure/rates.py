@@ -1,0 +1,66 @@
+"""Measures how fast this machine is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ..facts.rates import Rates, UpdateRate
+from ..optim.bench import Case, device_update_rate, update_costs
+from . import probes
+
+MEASURE_S = 2.0  # all probes together take about this long
+UPDATE_PARAMS, UPDATE_ROUNDS = 6_000_000, 3
+
+
+def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
+    """Measures links, disks and memory for about two seconds, leaving nothing behind.
+
+    What processors do is measured by ``measure_update`` and ``measure_flops``.
+
+    Args:
+        directories: where the store will be.  Without any, or where less than 32 MiB is free, the
+            disk rates are ``None``.
+        device: of torch's, such as ``"cuda:0"``, or ``"sim"``; without a link of its own (``cpu``,
+            ``sim``) the link's rates are ``None``.
+
+    Raises:
+        IoError: a directory is missing or cannot be written.
+    """
+    compute = compute_device(device)
+    disk = probes.disk(directories, MEASURE_S / 2) if directories else None
+    link = probes.link(compute, MEASURE_S / 4) if compute.type != "cpu" else None
+    return Rates(
+        h2d_bytes_s=link.in_bytes_s if link else None,
+        d2h_bytes_s=link.out_bytes_s if link else None,
+        h2d_pageable_bytes_s=link.in_pageable_bytes_s if link else None,
+        d2h_pageable_bytes_s=link.out_pageable_bytes_s if link else None,
+        link_latency_s=link.latency_s if link else None,
+        disk_read_bytes_s=disk.read_bytes_s if disk else None,
+        disk_write_bytes_s=disk.write_bytes_s if disk else None,
+        disk_both_bytes_s=disk.both_bytes_s if disk else None,
+        disk_cpu_bytes_s=disk.cpu_bytes_s if disk else None,
+        dram_bytes_s=probes.dram(MEASURE_S / 8),
+    )
+
+
+def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
+    """Measures one rule with its formats, for less than a second; also on a GPU, if that is
+    the device."""
+    cost = update_costs(cases=[case], numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS).of(case)
+    compute, there = compute_device(device), None
+    if compute.type != "cpu":
+        there = device_update_rate(case, compute, numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS)
+    return UpdateRate(cost.all_threads, cost.beside_traffic, there)
+
+
+def measure_flops(device: str | torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of matrix products in ``dtype``."""
+    return probes.flops(compute_device(device), dtype, MEASURE_S / 8)
+
+
+def compute_device(device: str | torch.device) -> torch.device:
+    """Where products run: ``sim`` computes on the CPU."""
+    return torch.device("cpu" if str(device) == "sim" else device)

@@ -1,0 +1,229 @@
+"""A device made of host memory: it runs every path of a GPU's, and finds missing waits.
+
+Its arena is memory of its own, so that a changed host copy never shows on the device.  Copies are
+real, run on one thread per direction, and take the time that the given rates say.  Compute happens
+at once on the thread that calls it; whether the engine has ordered it after the copies is checked
+with a clock per stream, for all timings alike: an access without an edge from the last one raises
+even when it happens to find the right bytes.
+
+What orders: the stream's own order; ``after`` and ``wait``; and, for what a thread starts later,
+``done() is True`` and ``synchronize()`` of an event, or being called as that copy's ``on_done``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from ...errors import OffloadError
+from ...facts.rates import Rates
+from ...io_engine import Once, allocate_host
+from .base import Event, InOrder, OnDone, copied_bytes
+from .lane import CopyJob, CopyLane
+from .ordering import Clock, Ordering, join
+
+COMPUTE, COPY_IN, COPY_OUT, UPDATE = "compute", "copy_in", "copy_out", "update"
+POISON = 0xFF  # NaN in every float format that weights have
+
+
+class _Thread(threading.local):
+    """What one host thread is: the stream it computes on, and what it knows to be over."""
+
+    def __init__(self) -> None:
+        self.stream = COMPUTE
+        self.known: Clock = {}
+
+
+class _SimEvent:
+    """A point of a stream: over once ``passed`` is set, ordered after ``clock``."""
+
+    def __init__(self, owner: SimAccelerator, clock: Clock) -> None:
+        self.owner, self.clock = owner, clock
+        self.passed = Once()
+
+    def done(self) -> bool:
+        if self.passed.is_set():
+            self.owner._learn(self.clock)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+        self.owner._learn(self.clock)
+
+
+class SimAccelerator(InOrder):
+    """See ``Accelerator``.
+
+    Args:
+        rates: of the machine; ``None`` fields and ``None`` itself do not limit.  The link's are
+            kept here, those of disk, update and compute by whoever does that work: ``limits``.
+        disturb: called as ``disturb(lane, nbytes)`` on the copying thread before each copy;
+            tests sleep in it, or raise what is then delivered as the copy's error.
+    """
+
+    name = "sim"
+    has_device_memory = True
+
+    def __init__(
+        self, rates: Rates | None = None, disturb: Callable[[str, int], None] | None = None
+    ) -> None:
+        self.device = torch.device("cpu")
+        rates = self.limits = rates if rates is not None else Rates()
+        latency = rates.link_latency_s or 0.0
+        self._ordering = Ordering()
+        self._lock = threading.Lock()
+        self._thread = _Thread()
+        self._arenas: list[torch.Tensor] = []
+        self._last: dict[str, _SimEvent] = {}
+        self._closed = False
+        self._lanes = {
+            COPY_IN: CopyLane("copy_in", rates.h2d_bytes_s, latency, disturb),
+            COPY_OUT: CopyLane("copy_out", rates.d2h_bytes_s, latency, disturb),
+        }
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._refuse_closed()
+        # As on a real device, forked children have nothing of it; it lives with its last view.
+        arena = torch.from_numpy(allocate_host(nbytes).array).fill_(POISON)
+        self._arenas.append(arena)
+        return arena
+
+    def free(self, memory: torch.Tensor) -> None:
+        return None  # it goes with its last view
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        return None
+
+    def _on_device(self, memory: torch.Tensor) -> bool:
+        start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        for arena in self._arenas:
+            low, high = arena.data_ptr(), arena.data_ptr() + arena.numel()
+            if low <= start and stop <= high:
+                return True
+            if start < high and low < stop:
+                raise ValueError(f"{memory.nbytes} bytes at {start:#x} cross the arena's border")
+        return False
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def copy_in(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy(COPY_IN, dst, src, after, on_done)
+
+    def copy_out(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy(COPY_OUT, dst, src, after, on_done)
+
+    def _copy(
+        self,
+        lane: str,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:
+        self._refuse_closed()
+        nbytes = copied_bytes(dst, src)
+        device, host = (dst, src) if lane == COPY_IN else (src, dst)
+        if not self._on_device(device) or self._on_device(host) or host.device.type != "cpu":
+            raise ValueError(f"{lane} is between host memory and this device's arena; got others")
+        events = [self._own(event) for event in after]
+        with self._lock:
+            clock = self._ordering.access(
+                lane,
+                device.data_ptr(),
+                nbytes,
+                writes=lane == COPY_IN,
+                after=[self._thread.known, *(event.clock for event in events)],
+            )
+            event = _SimEvent(self, clock)
+            now_ns = time.perf_counter_ns()
+            over = self._over(event)
+            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done))
+            self._last[lane] = event
+        return event
+
+    def _over(self, event: _SimEvent) -> Callable[[], None]:
+        def over() -> None:
+            event.passed.set()
+            self._learn(event.clock)
+
+        return over
+
+    # -- compute --------------------------------------------------------------------------------
+
+    def record(self) -> Event:
+        with self._lock:
+            clock = self._ordering.follow(self._thread.stream, [self._thread.known])
+        event = _SimEvent(self, clock)
+        event.passed.set()
+        return event
+
+    def wait(self, event: Event) -> None:
+        own = self._own(event)
+        own.passed.wait()
+        with self._lock:
+            self._ordering.follow(self._thread.stream, [own.clock])
+
+    def used(self, memory: torch.Tensor) -> None:
+        if not self._on_device(memory):
+            raise ValueError(f"{memory.nbytes} bytes at {memory.data_ptr():#x} are not on device")
+        with self._lock:
+            self._ordering.access(
+                self._thread.stream,
+                memory.data_ptr(),
+                memory.nbytes,
+                writes=True,
+                after=[self._thread.known],
+            )
+
+    def update_stream(self) -> AbstractContextManager[object]:
+        return self._on_stream(UPDATE)
+
+    @contextmanager
+    def _on_stream(self, stream: str) -> Iterator[None]:
+        before = self._thread.stream
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def synchronize(self) -> None:
+        with self._lock:
+            events, clock = list(self._last.values()), self._ordering.everything()
+        for event in events:
+            event.passed.wait()
+        self._learn(clock)
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def _own(self, event: Event) -> _SimEvent:
+        if not isinstance(event, _SimEvent) or event.owner is not self:
+            raise TypeError(f"an event of another accelerator: {event!r}")
+        return event
+
+    def _learn(self, clock: Clock) -> None:
+        """The calling thread knows that ``clock`` is over: what it starts comes after."""
+        self._thread.known = join(self._thread.known, clock)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise OffloadError("the accelerator 'sim' is closed")
+
+    def close(self) -> None:
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            for lane in self._lanes.values():
+                lane.close()
+            self._arenas.clear()

@@ -1,0 +1,98 @@
+"""Carries commits out: flushes the data, then writes the record, on a thread of its own."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OffloadError
+from ..facts.trace import Trace
+from ..io_engine import IoEngine, Manifest
+from ..schedule.messages import Commit, Item, Write
+from .extents import Extents
+
+_LONGEST = 16  # facts that are kept for cuts which may still be asked for
+
+Table = Sequence[tuple[Item, int]]
+Done = Callable[[BaseException | None], None]
+
+
+class CommitWriter:
+    """Owns the thread.  ``seal`` hands in the facts of a cut before the machine may ask for it.
+
+    No lock guards the facts: a signal handler may call ``commit()`` while its thread has it.
+    """
+
+    def __init__(self, io: IoEngine, manifest: Manifest, extents: Extents, trace: Trace) -> None:
+        self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
+        self._numbers = itertools.count(1)
+        self._facts: dict[int, tuple[int, bytes, bool]] = {}
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Done] | None] = queue.SimpleQueue()
+        self.last: bytes | None = None  # the facts of the last commit
+        self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
+        self._thread.start()
+
+    def seal(self, step: int, facts: bytes, kept: bool) -> int:
+        """Keeps the facts of a cut, and returns the number that the commit is to name.
+
+        ``kept``: no new store is to take its place.
+        """
+        number = next(self._numbers)
+        self._facts[number] = step, facts, kept
+        return number
+
+    def put(self, work: Commit, table: Table, done: Done) -> None:
+        """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
+        self._jobs.put((partial(self._commit, work.number, table), done))
+
+    def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Done) -> None:
+        """Queues a look whether weights that a commit has saved are still what was written: while
+        they show, anybody may change them, and what the disk got may be neither old nor new."""
+        self._jobs.put((partial(self._compare, work, memory, name), done))
+
+    def _run(self) -> None:
+        while (queued := self._jobs.get()) is not None:
+            job, done = queued
+            try:
+                job()
+            except BaseException as error:
+                done(error)
+            else:
+                done(None)
+            del job, done, queued
+
+    def _commit(self, number: int, table: Table) -> None:
+        started = time.perf_counter_ns()
+        step, facts, kept = self._facts[number]
+        for old in [each for each in list(self._facts) if each <= number - _LONGEST]:
+            del self._facts[old]  # of cuts that were never made too
+        self._io.flush()
+        roles = [role for _, role in table]
+        sums = [
+            None if role < 0 else self._io.checksums(self._extents.of(item, role))
+            for item, role in table
+        ]
+        self._manifest.commit(step, roles, sums, facts, kept=kept)
+        self.last = facts
+        self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
+
+    def _compare(self, work: Write, memory: NDArray[np.uint8], name: str) -> None:
+        if not self._io.holds(self._extents.of(work.item, work.role), memory):
+            raise OffloadError(
+                f"weights of {name!r} were changed in place, in forward or between forward and "
+                "step(), while a commit saved them; change them between step() and the next "
+                "forward, or inside `with overspill.materialized(model, writeback=True)`"
+            )
+
+    def close(self) -> None:
+        """Ends the thread after what is queued, and closes the manifest."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._manifest.close()

@@ -1,0 +1,448 @@
+"""Carries the machine's instructions out, and feeds the results back as signals.
+
+One pump thread calls the machine; everybody else puts signals into its queue, or only looks.  Moves
+end on threads of the I/O engine and of the accelerator, updates on the update worker; each puts
+``Done`` or ``Failed`` back.  After a failure the machine drains, whoever waits is woken with the
+error, and later calls are refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ..errors import BudgetError, OffloadError
+from ..facts.trace import Trace
+from ..io_engine import Once
+from ..schedule.arena import Place
+from ..schedule.invariants import validate
+from ..schedule.messages import (
+    Clear,
+    Commit,
+    CopyIn,
+    CopyOut,
+    Done,
+    Failed,
+    Freed,
+    GradLost,
+    GradRoom,
+    Grant,
+    Instruction,
+    Item,
+    Kind,
+    Need,
+    Read,
+    Refuse,
+    Release,
+    Settle,
+    Signal,
+    Spoiled,
+    Step,
+    Update,
+    Work,
+    Write,
+)
+from ..schedule.residency import Residency
+from .accelerators.base import Accelerator, Event
+from .commit_writer import CommitWriter
+from .disk import Disk
+from .events import RangeEvents
+from .extents import Extents
+from .moves import Move, Mover
+from .pools import Arenas
+from .update_worker import Task, UpdateWorker
+from .visits import Parts, Visits
+
+
+class _Waiter:
+    """Somebody who waits for a grant."""
+
+    __slots__ = ("abandoned", "error", "event", "lane", "place", "signal", "ticket")
+
+    def __init__(self, ticket: int, signal: Signal) -> None:
+        self.ticket, self.signal = ticket, signal
+        self.event = Once()
+        self.place: Place | None = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+        self.lane = "update"  # what was waited for last
+
+
+_LANES: dict[type, str] = {
+    Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
+    Clear: "update", Settle: "update", Update: "update", Commit: "write",
+}  # fmt: skip
+
+
+class Executor:
+    """The moving part around the machine.
+
+    Args:
+        work_on: runs updates and merges on the worker, and says whether what they gave is finite.
+        visit: where the parts of an update live that go to the device for it, and where they are
+            there.
+        take_step: called when the machine takes a step, on its thread, before it decides anything.
+        before_asking: called by whoever is about to wait; raises if he must not, and tells of
+            what became free.
+        commits: makes cuts durable.
+    """
+
+    def __init__(
+        self,
+        machine: Residency,
+        arenas: Arenas,
+        accelerator: Accelerator,
+        disk: Disk | None,
+        extents: Extents,
+        trace: Trace,
+        work_on: Callable[[Task], bool],
+        visit: Callable[[Update], tuple[Parts, Parts]],
+        take_step: Callable[[], None],
+        before_asking: Callable[[], Sequence[Freed]],
+        *,
+        check: bool,
+        commits: CommitWriter | None = None,
+    ) -> None:
+        self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
+        self._trace, self._check, self._commits = trace, check, commits
+        self._take_step, self._before_asking = take_step, before_asking
+        self.waited_ns = 0  # by compute, in all
+        self._queue: queue.SimpleQueue[Signal | _Waiter | Once | None]
+        self._queue = queue.SimpleQueue()
+        self._tickets = itertools.count()
+        self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
+        self._asked: dict[int, _Waiter] = {}  # training's; several only where it was interrupted
+        self.lock = threading.Lock()
+        self._started = 0  # and not finished; the pump's
+        self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
+        self._error: BaseException | None = None
+        self._raised = False
+        self._closed = False
+        self._owner = os.getpid()
+        self._lane: str | None = None
+        self._events = RangeEvents()
+        self._mover = Mover(
+            machine.layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
+        )
+        self._worker = UpdateWorker(
+            machine.layout, arenas, accelerator, self._events, trace, work_on,
+            lambda unit: self._queue.put(Spoiled(unit)), self._worked,
+        )  # fmt: skip
+        self._visits = Visits(
+            arenas, accelerator, self._events, trace, visit,
+            lambda update: machine.layout.units[update.unit].name, self._worker.put, self._finished,
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
+        self._thread.start()
+
+    # -- for the other threads ------------------------------------------------------------------
+
+    def tell(self, signal: Signal) -> None:
+        """Puts a signal into the queue and goes on."""
+        self.raise_failure()
+        self._queue.put(signal)
+
+    def release(self, unit: int, held: tuple[int, ...] = ()) -> None:
+        """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
+        self._queue.put(Release(unit, held))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a unit was granted, or asked for, that is not released yet."""
+        return any(self._pins) or bool(self._asked)
+
+    def reclaim(self, uses: Sequence[int]) -> None:
+        """Releases what was granted and is in nobody's use: an exception came in between.
+
+        ``uses``: by unit, whether compute uses it.
+        """
+        self._settle_asked()
+        if not self.in_use:
+            return
+        self.catch_up()
+        lost = [
+            unit
+            for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
+            for _ in range(pins - min(used, 1))
+        ]
+        for unit in lost:
+            self.release(unit)
+
+    def catch_up(self) -> None:
+        """Blocks until the machine has dealt with all that was told before."""
+        handled = Once()
+        self._queue.put(handled)
+        handled.wait()
+
+    def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Place | None:
+        """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
+
+        ``computing`` names the part of the model that the calling thread then goes on with.
+
+        Raises:
+            OffloadError: the engine failed; its cause is attached.
+        """
+        self.raise_failure()
+        for freed in self._before_asking():
+            if self.accelerator.has_device_memory:
+                # Kernels that read it through the graph may still run.
+                self.mark_device_use(freed.place, self.accelerator.record())
+            self._queue.put(freed)
+        self._settle_asked()
+        ticket = next(self._tickets)
+        waiter = _Waiter(ticket, make(ticket))
+        self._asked[ticket] = waiter
+        before = self._trace.compute_waits()
+        started_ns = time.perf_counter_ns()
+        try:
+            self._queue.put(waiter)
+            waiter.event.wait()
+        except BaseException:
+            self._abandon(waiter)
+            raise
+        self._asked.pop(ticket, None)
+        if before is not None or computing is not None:
+            self._waited(waiter.lane, started_ns, computing or before or "")
+        if waiter.error is not None:
+            self._raise(waiter.error)
+        return waiter.place
+
+    def _settle_asked(self) -> None:
+        """Waits for the answers to requests that were interrupted: what they are granted later
+        would stand in the way of what is asked for now."""
+        if not self._asked:
+            return
+        self.catch_up()  # the pump then knows of all that were sent
+        for ticket, waiter in list(self._asked.items()):
+            if ticket in self._waiters:
+                waiter.event.wait()
+            self._asked.pop(ticket, None)
+        self.catch_up()  # and of what went back
+
+    def gradient_home(self, unit: int, told: int) -> Place | None:
+        """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
+        there, and all ``GradReady`` about them (so many were told) have been dealt with."""
+        self.raise_failure()
+        gradients = self.machine.gradients
+        with self.lock:
+            return gradients.at_home(unit) if gradients.units[unit].readied == told else None
+
+    def _abandon(self, waiter: _Waiter) -> None:
+        """The waiting thread was interrupted: what it is granted later goes straight back."""
+        with self.lock:
+            waiter.abandoned = True
+            granted = waiter.event.is_set() and waiter.error is None
+        if granted:
+            self._take_back(waiter)
+
+    def _take_back(self, waiter: _Waiter) -> None:
+        """Nobody is there to use what was granted."""
+        if isinstance(waiter.signal, Need):
+            self._queue.put(Release(waiter.signal.unit))
+        elif isinstance(waiter.signal, GradRoom):
+            self._queue.put(GradLost(waiter.signal.unit))
+
+    def raise_failure(self) -> None:
+        """Raises what failed in the background: once with its cause, then as a refusal."""
+        if os.getpid() != self._owner:
+            raise OffloadError(
+                "this process was forked from the one that wrapped the model, and has neither its "
+                "threads nor its files; use the model in the parent, or wrap one here"
+            )
+        if self._closed:
+            raise OffloadError(
+                "the engine is closed, and the weights with it; call overspill.unwrap(model) "
+                "before close() to keep them, or wrap the model again"
+            )
+        if self._error is not None:
+            self._raise(self._error)
+
+    def _raise(self, error: BaseException) -> None:
+        if isinstance(error, BudgetError) and self._error is None:
+            raise error
+        if self._raised:
+            raise OffloadError(
+                "the engine stopped after an earlier error; close it, and wrap the model again"
+            ) from error
+        self._raised = True
+        if isinstance(error, OffloadError):
+            raise error
+        raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def settle_down(self) -> None:
+        """Blocks until nothing moves and nothing waits."""
+        while not self.failed:
+            self.catch_up()
+            with self.lock:
+                if self.machine.idle:
+                    return
+            time.sleep(0.0002)
+        self.raise_failure()
+
+    # -- the pump -------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        while (told := self._queue.get()) is not None:
+            if isinstance(told, Once):  # somebody waits for all that was put before
+                told.set()
+                continue
+            with self.lock:
+                if isinstance(told, _Waiter):
+                    self._waiters[told.ticket] = told
+                signal = told.signal if isinstance(told, _Waiter) else told
+                self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
+                self._started -= isinstance(signal, (Done, Failed))
+                try:
+                    if isinstance(signal, Step) and signal.counts and not self.machine.failed:
+                        self._take_step()
+                    elif isinstance(signal, Release):
+                        self._pins[signal.unit] -= 1
+                    instructions = self.machine.handle(signal)
+                    if self._check and not self.machine.failed:
+                        validate(self.machine)
+                    self._trace.level(time.perf_counter_ns(), *self.machine.used_bytes())
+                    for instruction in instructions:
+                        self._carry_out(instruction)
+                except BaseException as error:
+                    if self._error is None:
+                        self._error = error
+                    self.machine.failed = True
+                if self._error is not None:
+                    self._wake_all()
+
+    def _wake_all(self) -> None:
+        """Nothing more is granted.  Whoever waits is woken, whether the machine has heard of his
+        signal or not: it may have failed while it took it, or before it said what it grants."""
+        self.machine.abandon()
+        for ticket in list(self._waiters):
+            self._grant(ticket, None, self._error)
+
+    def _grant(self, ticket: int, place: Place | None, error: BaseException | None) -> None:
+        waiter = self._waiters.pop(ticket)
+        waiter.place, waiter.error = place, error
+        waiter.lane = self._lane or waiter.lane
+        if error is None:
+            if isinstance(waiter.signal, Need):
+                self._pins[waiter.signal.unit] += 1
+            if waiter.abandoned:
+                self._take_back(waiter)
+        waiter.event.set()
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Grant):
+            self._grant(instruction.ticket, instruction.place, None)
+        elif isinstance(instruction, Refuse):
+            self._grant(instruction.ticket, None, self._refusal(instruction))
+        else:
+            self._started += 1
+            try:
+                self._start(instruction)
+            except BaseException as error:
+                self._finished(instruction, error)
+
+    def _refusal(self, refuse: Refuse) -> BudgetError:
+        regions = self.machine.layout.regions
+        total = regions.device_bytes if refuse.tier == "device" else regions.host_bytes
+        return BudgetError(
+            f"unit {self.machine.layout.units[refuse.unit].name!r}", refuse.tier, refuse.need_bytes,
+            refuse.have_bytes, total,
+            f"raise {refuse.tier}_memory, or free graphs that still hold weights",
+        )  # fmt: skip
+
+    def _start(self, work: Work) -> None:
+        if isinstance(work, Update) and work.visit is not None:
+            self._visits.start(work)
+        elif isinstance(work, (Clear, Settle, Update)):
+            self._worker.put(work)
+        elif isinstance(work, Commit):
+            assert self._commits is not None
+            table = self.machine.commits.table()
+            self._commits.put(work, table, lambda error: self._finished(work, error))
+        else:
+            self._mover.start(work)
+
+    def _worked(self, task: Task, error: BaseException | None) -> None:
+        """The update worker is through with a task."""
+        try:
+            if error is None and isinstance(task, Update) and task.visit is not None:
+                self._visits.back(task)
+                return
+        except BaseException as raised:
+            error = raised
+        self._finished(task, error)
+
+    def _moved(self, work: Move, error: BaseException | None) -> None:
+        """The mover is through with a move."""
+        if error is None and isinstance(work, Write) and self._may_be_changed(work.item):
+            assert self._commits is not None
+            name = self.machine.layout.units[work.item.number].name
+            memory = self.arenas.bytes_of(work.place).numpy()
+            self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
+        else:
+            self._finished(work, error)
+
+    def _may_be_changed(self, item: Item) -> bool:
+        """Whether a commit saves the item from memory that the user may see."""
+        seen = not self.machine.layout.has_device and item.kind is Kind.WEIGHTS
+        return seen and self._commits is not None and item in self.machine.commits.places
+
+    def _finished(self, work: Work, error: BaseException | None) -> None:
+        if error is not None:
+            if self._error is None:
+                self._error = error
+            self._queue.put(Failed(work))
+        else:
+            self._queue.put(Done(work))
+
+    def mark_device_use(self, place: Place, event: Event) -> None:
+        """Compute has used ``place`` up to ``event``; the next copy over it waits."""
+        self._events.set(place, event)
+
+    def wait_for(self, place: Place) -> None:
+        """The calling thread's compute waits for what was last done with ``place``."""
+        for event in self._events.over(place):
+            self.accelerator.wait(event)
+
+    def compute_waits_for(self, place: Place, lane: str) -> None:
+        """``wait_for`` on the training thread: what blocks there is a wait of compute's.  What is
+        over already is none."""
+        events = [event for event in self._events.over(place) if not event.done()]
+        if not events:
+            return
+        before = self._trace.compute_waits()
+        started_ns = time.perf_counter_ns()
+        for event in events:
+            self.accelerator.wait(event)
+        if before is not None:
+            self._waited(lane, started_ns, before)
+
+    def _waited(self, lane: str, started_ns: int, name: str) -> None:
+        """Compute has waited until now, and goes on in the part of the model called ``name``."""
+        self.waited_ns += time.perf_counter_ns() - started_ns
+        self._trace.compute_waited(lane, name)
+
+    def close(self) -> None:
+        """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with self.lock:
+                if self._queue.empty() and not self._started:
+                    break
+            time.sleep(0.0005)
+        self._closed = True
+        self._worker.close()
+        self._queue.put(None)
+        self._thread.join(timeout=60)
+        for waiter in [*self._waiters.values(), *self._asked.values()]:
+            waiter.error = OffloadError("the engine was closed")
+            waiter.event.set()

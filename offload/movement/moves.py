@@ -1,0 +1,99 @@
+"""Starts the machine's moves: transfers to and from disk, copies over the host link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..facts.trace import Trace
+from ..schedule.layout import Layout
+from ..schedule.messages import CopyIn, CopyOut, Kind, Read, Write
+from .accelerators.base import Accelerator, CopyDone
+from .disk import Disk, Moved
+from .events import RangeEvents
+from .extents import Extents
+from .pools import Arenas
+
+Move = Read | Write | CopyIn | CopyOut
+
+
+class Mover:
+    """Hands each move to the disk or the accelerator, and reports its end to ``finished``."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        arenas: Arenas,
+        accelerator: Accelerator,
+        disk: Disk | None,
+        extents: Extents,
+        events: RangeEvents,
+        trace: Trace,
+        finished: Callable[[Move, BaseException | None], None],
+    ) -> None:
+        self._arenas, self._accelerator, self._disk = arenas, accelerator, disk
+        self._extents, self._events, self._trace, self._finished = (
+            extents, events, trace, finished
+        )  # fmt: skip
+        self._names: Sequence[str] = [unit.name for unit in layout.units]
+        self._unit_of = [s.unit for group in layout.subgroups for s in group]
+
+    def start(self, work: Move) -> None:
+        """Begins a move; its end comes on another thread."""
+        if isinstance(work, Read):
+            self._transfer(work, "read")
+        elif isinstance(work, Write):
+            self._transfer(work, "write")
+        elif isinstance(work, CopyIn):
+            self._copy_in(work)
+        else:
+            self._copy_out(work)
+
+    def _transfer(self, work: Read | Write, lane: str) -> None:
+        assert self._disk is not None
+        extent = self._extents.of(work.item, work.role)
+        memory = self._arenas.bytes_of(work.place).numpy()
+        name = self._item_name(work)
+
+        def done(moved: Moved) -> None:
+            self._trace.add(lane, name, moved.started_ns, moved.finished_ns, moved.nbytes)
+            self._finished(work, moved.error)
+
+        with self._trace.during(lane, name):
+            if isinstance(work, Read):
+                self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
+            else:
+                self._disk.write(extent, memory, on_done=done)
+
+    def _item_name(self, work: Read | Write) -> str:
+        kind, index = work.item
+        if kind is Kind.STATE:
+            return f"state {self._names[self._unit_of[index]]} {index}"
+        return f"{kind.value} {self._names[index]}"
+
+    def _copy_in(self, work: CopyIn) -> None:
+        with self._trace.during("copy_in", self._names[work.unit]):
+            event = self._accelerator.copy_in(
+                self._arenas.bytes_of(work.place),
+                self._arenas.bytes_of(work.source),
+                after=self._events.over(work.place),
+                on_done=self._copied(work, "copy_in"),
+            )
+            self._events.set(work.place, event)
+
+    def _copy_out(self, work: CopyOut) -> None:
+        with self._trace.during("copy_out", self._names[work.unit]):
+            event = self._accelerator.copy_out(
+                self._arenas.bytes_of(work.place).narrow(0, 0, work.source.nbytes),
+                self._arenas.bytes_of(work.source),
+                after=self._events.over(work.source),
+                on_done=self._copied(work, "copy_out"),
+            )
+            self._events.set(work.source, event)
+
+    def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:
+        def done(copy: CopyDone) -> None:
+            name = self._names[work.unit]
+            self._trace.add(lane, name, copy.started_ns, copy.finished_ns, copy.nbytes)
+            self._finished(work, copy.error)
+
+        return done

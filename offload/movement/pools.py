@@ -1,0 +1,146 @@
+"""Budgets, and the two arenas of memory that the engine holds: all of it taken at the start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from ..errors import BudgetError
+from ..facts.tier import Tier
+from ..schedule.arena import Place
+
+
+class Reservation:
+    """Bytes taken from a budget until ``release``."""
+
+    def __init__(self, budget: Budget, nbytes: int) -> None:
+        self._budget, self.nbytes = budget, nbytes
+        self._held = True
+
+    def release(self) -> None:
+        """Gives the bytes back; a second call does nothing."""
+        if self._held:
+            self._held = False
+            self._budget._give_back(self.nbytes)
+
+
+class Budget:
+    """What one tier may hold.  The only truth: nothing is allocated without a reservation."""
+
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self.tier, self.budget_bytes = tier, nbytes
+        self._lock = threading.Lock()
+        self._held = self._peak = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reserve(self, nbytes: int, what: str, remedy: str) -> Reservation:
+        """Takes ``nbytes`` for ``what``.
+
+        Raises:
+            BudgetError: the tier has no room; ``remedy`` says what would help.
+        """
+        with self._lock:
+            if self._held + nbytes > self.budget_bytes:
+                raise BudgetError(
+                    what, self.tier.value, nbytes, self.budget_bytes - self._held,
+                    self.budget_bytes, remedy,
+                )  # fmt: skip
+            self._held += nbytes
+            self._peak = max(self._peak, self._held)
+        return Reservation(self, nbytes)
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held -= nbytes
+
+
+@dataclass(frozen=True)
+class Arenas:
+    """One flat uint8 tensor per memory tier, and the typed views into them."""
+
+    host: torch.Tensor | None
+    device: torch.Tensor | None
+
+    def bytes_of(self, place: Place) -> torch.Tensor:
+        """The flat uint8 view of a place."""
+        arena = self.device if place.tier is Tier.DEVICE else self.host
+        assert arena is not None, f"no arena of {place.tier.value} memory"
+        return arena.narrow(0, place.offset, place.nbytes)
+
+    def typed(self, place: Place, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
+        memory = self.bytes_of(place).narrow(0, offset, numel * dtype.itemsize)
+        return memory.view(dtype)
+
+
+class Watch(Protocol):
+    """Tells whether anybody still has a tensor over some memory."""
+
+    @property
+    def expired(self) -> bool: ...
+
+
+class HeldMemory:
+    """Owns both arenas with their reservations; ``close`` frees and gives back.
+
+    What somebody still has a tensor over (a weight that was looked at, a graph that was kept) is
+    freed later, when he has let go of it and another engine opens or closes: freed at once, looking
+    at it would end the process.
+    """
+
+    _lingering: ClassVar[list[tuple[HeldMemory, Sequence[Watch]]]] = []
+
+    def __init__(self) -> None:
+        self.sweep()
+        self.arenas = Arenas(None, None)
+        self._undo: list[Callable[[], None]] = []
+
+    @classmethod
+    def sweep(cls) -> None:
+        """Frees what lingers and nobody looks at any more."""
+        lingering, cls._lingering = cls._lingering, []
+        for memory, watches in lingering:
+            memory.close(watches)
+
+    def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+                  free: Callable[[], None]) -> None:  # fmt: skip
+        """Reserves and allocates the host arena."""
+        if nbytes:
+            reservation = budget.reserve(nbytes, "the host arena", "raise host_memory")
+            self._undo.append(reservation.release)
+            self._undo.append(free)
+            self.arenas = Arenas(allocate(nbytes), self.arenas.device)
+
+    def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+                    free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip
+        """Reserves and allocates the device arena."""
+        if nbytes:
+            reservation = budget.reserve(nbytes, "the device arena", "raise device_memory")
+            self._undo.append(reservation.release)
+            arena = allocate(nbytes)
+            self._undo.append(lambda: free(arena))
+            self.arenas = Arenas(self.arenas.host, arena)
+
+    def close(self, watches: Sequence[Watch] = ()) -> None:
+        """Frees everything, in the opposite order; a second call does nothing.
+
+        ``watches``: of whoever may still look at it.
+        """
+        alive = [watch for watch in watches if not watch.expired]
+        if alive and self._undo:
+            HeldMemory._lingering.append((self, alive))
+            return
+        self.arenas = Arenas(None, None)
+        while self._undo:
+            self._undo.pop()()

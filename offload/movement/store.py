@@ -1,0 +1,113 @@
+"""The disk of one run: its store, new or opened again, with the extents and the commits in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import OffloadConfig
+from ..facts.rates import Rates
+from ..facts.trace import Trace
+from ..io_engine import Extent, IoEngine, Lease, Manifest, OwnedStore
+from ..schedule.commits import Commits
+from ..schedule.describe import describe_units, item_of, key_of
+from ..schedule.layout import Layout
+from ..schedule.messages import Item
+from .commit_writer import CommitWriter
+from .disk import Disk, PacedDisk
+from .extents import Extents
+
+
+class Store:
+    """Owns the I/O engine and, where the store is durable, its manifest and the commit thread.
+
+    Attributes:
+        disk: what the executor moves extents with; ``None`` if nothing lives on disk.
+        writer: of commits; ``None`` unless the store is durable and ``begin`` was called.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: Layout,
+        disk_bytes: int,
+        found: OwnedStore | None,
+        memory: Lease | None,
+        limits: Rates,
+    ) -> None:
+        """``found``: a store of the very same layout, to go on in.  ``memory``: what transfers
+        use."""
+        self._layout, self.found = layout, found
+        self.io: IoEngine | None = None
+        self.disk: Disk | None = None
+        self.writer: CommitWriter | None = None
+        self._manifest: Manifest | None = None
+        self._paced: PacedDisk | None = None
+        try:
+            if disk_bytes and config.nvme is not None:
+                self._open(config, disk_bytes, memory, limits)
+            self.extents = Extents(layout, self.io, self._kept())
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self, config: OffloadConfig, disk_bytes: int, memory: Lease | None, limits: Rates
+    ) -> None:
+        if self.found is not None:
+            items = self.found.layout.items
+            kept = sum(extent.padded_bytes for item in items for extent in item.extents)
+            extra = max(0, disk_bytes - kept)
+            self.io = IoEngine.reopen(self.found, self.found.last(), extra_bytes=extra)
+        else:
+            assert config.nvme is not None
+            self.io = IoEngine(
+                list(config.nvme), disk_bytes, checksum=config.checksum,
+                ephemeral=not self._layout.durable,
+            )  # fmt: skip
+        if memory is not None:
+            self.io.register(memory)
+        self.disk = self.io
+        read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
+        if read is not None or write is not None:  # a simulated machine: at that one's rates
+            self.disk = self._paced = PacedDisk(self.io, read, write)
+
+    def _kept(self) -> dict[tuple[Item, int], Extent]:
+        """The extents of a store that was opened again."""
+        if self.found is None:
+            return {}
+        return {
+            (item_of(item.key), role): extent
+            for item in self.found.layout.items
+            for role, extent in enumerate(item.extents)
+        }
+
+    def begin(self, commits: Commits, facts: Mapping[str, Any], trace: Trace) -> None:
+        """Gives what is durable a manifest, or goes on in that of its store.
+
+        Args:
+            commits: knows what a commit holds.
+            facts: about the run, for whoever resumes it; JSON.
+        """
+        if not self._layout.durable or self.io is None:
+            return
+        if self.found is not None:
+            self._manifest = Manifest.reopen(self.found.manifests)
+        else:
+            named = [
+                (key_of(i), [self.extents.of(i, 0), self.extents.of(i, 1)]) for i in commits.items
+            ]
+            description = {**facts, "units": describe_units(self._layout)}
+            self._manifest = self.io.make_durable(named, description)
+        self.writer = CommitWriter(self.io, self._manifest, self.extents, trace)
+
+    def close(self) -> None:
+        """Ends the threads.  A store without a commit goes: it holds nothing that was trained."""
+        if self.writer is not None:
+            self.writer.close()
+        if self.io is not None and self._manifest is not None and self._manifest.last == 0:
+            self.io.make_ephemeral(self._manifest)
+        if self._paced is not None:
+            self._paced.close()
+        if self.io is not None:
+            self.io.close()

@@ -1,0 +1,276 @@
+"""What the update worker does: run the rule on a subgroup, and merge gradients that arrive.
+
+Parameters without a gradient in this step keep their weights, state and step count, so a subgroup
+is updated in runs of neighbours that have a gradient and share their count.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import OffloadError
+from ..optim import Rule, StepScalars, accumulate, granule_of, sums_of_squares
+from ..planning.plan import host_grad_dtype
+from ..schedule.arena import Place
+from ..schedule.layout import Layout
+from ..schedule.ledger import Ledger
+from ..schedule.messages import Clear, Settle, Update
+from ..schedule.units import Chunk, Subgroup, Unit, align
+from ..schedule.visits import visit_in
+from .pools import Arenas
+from .visits import Parts
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``, and whose
+    gradients are multiplied by ``scale``.
+
+    ``position`` is that of the first element in its parameter.
+    """
+
+    start: int
+    stop: int
+    step: int
+    scale: float
+    position: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """How one unit's gradients came: parameters that replace, and parameters that add."""
+
+    fresh: tuple[int, ...]
+    added: tuple[int, ...]
+
+
+class GradLayout:
+    """Where each chunk's gradients lie in the host's copy of a unit's gradients."""
+
+    def __init__(self, units: Sequence[Unit], accumulated: int) -> None:
+        self.dtypes: list[list[torch.dtype]] = []
+        self.offsets: list[list[int]] = []
+        for unit in units:
+            offset, offsets, dtypes = 0, [], []
+            for chunk in unit.chunks:
+                dtype = host_grad_dtype(chunk.dtype, accumulated)
+                offsets.append(offset)
+                dtypes.append(dtype)
+                if chunk.group is not None:
+                    offset = align(offset + chunk.numel * dtype.itemsize, 4096)
+            self.offsets.append(offsets)
+            self.dtypes.append(dtypes)
+
+
+class Updater:
+    """Owned by the engine.  The update worker runs its tasks; hooks hand it facts under a lock, and
+    let it measure gradients that are gathered where they are kept."""
+
+    def __init__(
+        self, layout: Layout, arenas: Arenas, rules: Sequence[Rule], ledger: Ledger,
+        accumulated: int, measures: bool,
+    ) -> None:  # fmt: skip
+        """``rules``: by param group; ``measures``: norms are taken as gradients arrive."""
+        self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
+        self.grads = GradLayout(layout.units, accumulated)
+        self.measures = measures
+        self._subgroups = {s.index: s for group in layout.subgroups for s in group}
+        self.nonfinite: list[str] = []
+        self._lock = threading.Lock()
+        self._arrived: dict[int, list[Arrived]] = {}
+        self._scalars: dict[tuple[int, int, float], StepScalars] = {}
+        self._snapshot: list[dict[str, Any]] | None = None
+
+    # -- facts from the other threads -----------------------------------------------------------
+
+    def arrived(self, unit: int, arrival: Arrived) -> None:
+        """Says how the gradients come that are about to be copied out."""
+        with self._lock:
+            self._arrived.setdefault(unit, []).append(arrival)
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the hyper-parameters, before the first update of a step.
+
+        Raises:
+            ValueError: one of them makes no sense, or not with the state that there is.
+        """
+        for rule, group in zip(self.rules, groups, strict=True):
+            rule.scalars(group, 1)
+        self._scalars.clear()
+        self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
+
+    def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """The name of a hyper-parameter that was changed after the step's first update."""
+        for taken, group in zip(self._snapshot or (), groups, strict=False):
+            for key, value in taken.items():
+                if key in group and not _same(group[key], value):
+                    return key
+        return None
+
+    # -- work -----------------------------------------------------------------------------------
+
+    def work_on(self, task: Clear | Settle | Update) -> bool:
+        """Runs one task; called on the update worker.  False: an update's values are not finite."""
+        before = len(self.nonfinite)
+        if isinstance(task, Clear):
+            self.arenas.bytes_of(task.place).zero_()
+        elif isinstance(task, Settle):
+            self._settle(task)
+        else:
+            self._update(task)
+        return len(self.nonfinite) == before
+
+    def _settle(self, task: Settle) -> None:
+        unit = self.layout.units[task.unit]
+        if task.source != task.place:
+            with self._lock:
+                arrival = self._arrived[task.unit].pop(0)
+            for number, chunk in enumerate(unit.chunks):
+                if chunk.group is not None:
+                    self._merge(task, number, chunk, arrival)
+        else:
+            with self._lock:
+                self._arrived.get(task.unit, []).clear()
+        if self.measures:
+            self.measure(task.unit, task.place)
+
+    def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
+        source = self.arenas.typed(task.source, chunk.grad_offset, chunk.dtype, chunk.numel)
+        target = self._grads(task.unit, task.place, number)
+        for spec in chunk.params:
+            span = slice(spec.offset, spec.offset + align(spec.numel, 64 // chunk.dtype.itemsize))
+            if spec.index in arrival.fresh:
+                target[span].copy_(source[span])
+            elif spec.index in arrival.added:
+                if target.dtype == torch.float32:
+                    accumulate(target[span], source[span])
+                else:
+                    target[span].add_(source[span])
+
+    def measure(self, unit: int, place: Place) -> None:
+        """Takes the norms of a unit's gradients, which lie in ``place`` as they are kept."""
+        for number, chunk in enumerate(self.layout.units[unit].chunks):
+            if chunk.group is not None:
+                flat = self._grads(unit, place, number)
+                grads = [flat[s.offset : s.offset + s.numel] for s in chunk.params]
+                sums = sums_of_squares(grads)
+                measured = zip((s.index for s in chunk.params), sums, strict=True)
+                self.ledger.squares.update(measured)
+
+    def _grads(self, unit: int, place: Place, number: int) -> torch.Tensor:
+        dtype, offset = self.grads.dtypes[unit][number], self.grads.offsets[unit][number]
+        numel = self.layout.units[unit].chunks[number].numel
+        return self.arenas.typed(place, offset, dtype, numel)
+
+    def _parts(self, task: Update) -> Parts:
+        """Where state, weights and gradients of an update's subgroup live."""
+        subgroup = self._subgroups[task.subgroup]
+        chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
+
+        def part(whole: Place, offset: int, size: int) -> Place:
+            return Place(
+                whole.tier, whole.offset + offset + subgroup.start * size, subgroup.count * size
+            )
+
+        grad_size = self.grads.dtypes[task.unit][subgroup.chunk].itemsize
+        return Parts(
+            task.state,
+            part(task.weights, chunk.byte_offset, chunk.dtype.itemsize),
+            part(task.grads, self.grads.offsets[task.unit][subgroup.chunk], grad_size),
+        )
+
+    def visit(self, task: Update) -> tuple[Parts, Parts]:
+        """Where an update's parts live, and where they are while they visit the device."""
+        assert task.visit is not None
+        parts, visit = self._parts(task), visit_in(self.layout, self._subgroups[task.subgroup])
+        offsets = (0, visit.weights_offset, visit.grads_offset)
+        slot = task.visit
+        there = (
+            Place(slot.tier, slot.offset + offset, part.nbytes)
+            for offset, part in zip(offsets, parts, strict=True)
+        )
+        return parts, Parts(*there)
+
+    def _update(self, task: Update) -> None:
+        subgroup = self._subgroups[task.subgroup]
+        chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
+        parts = self._parts(task) if task.visit is None else self.visit(task)[1]
+        grad_dtype = self.grads.dtypes[task.unit][subgroup.chunk]
+        weights = self.arenas.typed(parts.weights, 0, chunk.dtype, subgroup.count)
+        grads = self.arenas.typed(parts.grads, 0, grad_dtype, subgroup.count)
+        state = {
+            f.name: self.arenas.typed(parts.state, f.offset, f.dtype, f.numel)
+            for f in subgroup.fields
+        }
+        assert chunk.group is not None
+        for run in self._runs(task.unit, chunk, subgroup):
+            inside = (run.start - subgroup.start, run.stop - subgroup.start)
+            finite = self.rules[chunk.group].update(
+                grads[slice(*inside)],
+                weights[slice(*inside)],
+                {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
+                self._scalars_for(chunk.group, run.step, run.scale),
+                run.position,
+            )
+            if not finite:
+                self.nonfinite.append(self.layout.units[task.unit].name)
+
+    def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
+        """The runs of a subgroup; borders between parameters belong to the one before.
+
+        Compact moments are rounded by an element's place in its parameter, and blocks end with it,
+        so that each parameter is a run of its own there.
+        """
+        present = self.ledger.turns(unit)
+        runs: list[Run] = []
+        end = subgroup.start + subgroup.count
+        apart = granule_of(subgroup.fields) > 1
+        for spec in chunk.params:
+            border = 1 if apart else 64 // chunk.dtype.itemsize
+            stop = spec.offset + align(spec.numel, border)
+            low, high = max(spec.offset, subgroup.start), min(stop, end)
+            if low >= high or spec.index not in present:
+                continue
+            turn = present[spec.index]
+            last = runs[-1] if runs else None
+            if last and last.stop == low and (last.step, last.scale) == turn and not apart:
+                runs[-1] = replace(last, stop=high)
+            else:
+                runs.append(Run(low, high, *turn, low - spec.offset))
+        return runs
+
+    def _scalars_for(self, group: int, step: int, scale: float) -> StepScalars:
+        scalars = self._scalars.get((group, step, scale))
+        if scalars is None:
+            assert self._snapshot is not None
+            scalars = self.rules[group].scalars(self._snapshot[group], step, scale)
+            self._scalars[group, step, scale] = scalars
+        return scalars
+
+    # -- what went wrong ------------------------------------------------------------------------
+
+    def raise_nonfinite(self) -> None:
+        """Raises when an update gave values that are not finite."""
+        if self.nonfinite:
+            names = ", ".join(dict.fromkeys(self.nonfinite))
+            self.nonfinite.clear()
+            raise OffloadError(
+                f"the update gave values that are not finite in {names}; lower the learning rate, "
+                "clip with max_grad_norm, or look for the first loss that is not finite"
+            )
+
+
+def _kept(value: Any) -> Any:
+    """A hyper-parameter as it is now: one in a tensor may be changed in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return bool(torch.equal(*(torch.as_tensor(each, device="cpu") for each in (left, right))))
+    return bool(left == right)

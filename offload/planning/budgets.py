@@ -1,0 +1,113 @@
+"""From what the user asked for to bytes per tier: free memory measured, cgroup limits honoured."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..config import OffloadConfig, parse_size
+from ..facts.machine import Machine
+from .plan import Budgets
+
+HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things
+DEVICE_MARGIN = 0.5  # of free device memory stays free for activations, gradients and kernels
+DISK_MARGIN = 0.05
+SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
+
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
+
+
+def free_host_bytes() -> int:
+    """Host memory that can be had now: the least of what the system and the cgroup leave."""
+    free = int(psutil.virtual_memory().available)
+    for limit_file, used_file in _CGROUPS:
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+        except (OSError, ValueError):
+            continue
+        if limit.isdigit():
+            free = min(free, max(0, int(limit) - used))
+    return free
+
+
+def free_disk_bytes(directories: Sequence[Path]) -> int:
+    """Disk that an equal stripe over all directories can take: the smallest times their number."""
+    return min(shutil.disk_usage(folder).free for folder in directories) * len(directories)
+
+
+def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
+    """The budgets on a machine that is described in a file; what it does not say is as here.
+
+    Raises:
+        ValueError: a size cannot be read, or a budget is asked for of a tier that is not there.
+    """
+    host_free = free_host_bytes()
+    if machine.host_memory is not None:
+        host_free = _size_of(machine.host_memory, "host_memory")
+    host = parse_size(config.host_memory, "host_memory")
+    device = nvme = None
+    compute = host_free
+    if machine.device_memory is not None:
+        compute = free = _size_of(machine.device_memory, "device_memory")
+        asked = parse_size(config.device_memory, "device_memory")
+        device = asked.resolve(free, int(free * DEVICE_MARGIN))
+    elif config.device_memory != "auto":
+        raise ValueError(f"device_memory: {machine.name} has none; its file does not say how much")
+    asked = parse_size(config.nvme_memory, "nvme_memory")
+    if machine.nvme_memory is not None:
+        free = _size_of(machine.nvme_memory, "nvme_memory")
+        nvme = asked.resolve(free, int(free * DISK_MARGIN))
+    elif asked.nbytes is not None:
+        nvme = asked.nbytes
+    return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)
+
+
+def _size_of(text: str, name: str) -> int:
+    size = parse_size(text, name)
+    if size.nbytes is None:
+        raise ValueError(f"{name}: a machine's own is a size such as '24GiB', got {text!r}")
+    return size.nbytes
+
+
+def resolve_budgets(config: OffloadConfig, device: torch.device | None) -> Budgets:
+    """The budgets in bytes.
+
+    ``device``: the one that has memory of its own; for ``sim``, the CPU.
+
+    Raises:
+        ValueError: ``device_memory`` was given but there is no device memory; a missing folder.
+    """
+    host_free = free_host_bytes()
+    host = parse_size(config.host_memory, "host_memory")
+    there: int | None = None
+    compute = host_free  # also with "sim", whose activations are in host memory
+    if device is not None:
+        asked = parse_size(config.device_memory, "device_memory")
+        if device.type == "cpu":
+            there = asked.resolve(SIM_DEVICE_BYTES, 0)
+        else:
+            compute = free = int(torch.accelerator.get_memory_info(device)[0])
+            there = asked.resolve(free, int(free * DEVICE_MARGIN))
+    elif config.device_memory != "auto":
+        raise ValueError(
+            "device_memory: there is no device here, so there is one memory tier; set host_memory"
+        )
+    nvme: int | None = None
+    if config.nvme is not None:
+        for folder in config.nvme:
+            if not folder.is_dir():
+                raise ValueError(f"nvme: {folder} is not a directory; create it first")
+        free = free_disk_bytes(config.nvme)
+        asked = parse_size(config.nvme_memory, "nvme_memory")
+        nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free)
+    return Budgets(there, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)

@@ -1,0 +1,155 @@
+"""Chooses among layouts by what the simulator says of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..facts.rates import Rates
+from ..schedule.layout import Layout
+from .bounds import device_update_worth, least_seconds
+from .coarse import coarsen
+from .costs import Costs, Profile
+from .partition import Partition
+from .plan import Budgets, Needs, Preference, Shortfall
+from .planner import DEFAULT_DEPTH, make_layout
+from .steady import Simulated, simulate
+
+DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
+AS_USUAL = Preference()
+OTHERS = (
+    Preference(("weights", "state", "gradients")),
+    Preference(("state", "weights", "gradients")),
+)
+DEVICE_SHARES = (1.0, 0.5)  # of room on the device, to units that are updated there
+VISITING_SHARES = (1.0, 0.5)  # of what would pay if the link had nothing else to do
+LEAST_VISITING = 0.02  # less is not worth its slots
+SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
+CHOOSING_SUBGROUPS = 100  # fewer, and fewer steps, are simulated sooner and rank as well
+CHOOSING_STEPS = 6
+WORTH = 0.99  # another choice must save this much: the simulator is no better than that
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout, what falls short of it, and what a step moves and takes.
+
+    ``step_s`` leaves compute out where neither tokens nor a profile are known.
+    """
+
+    layout: Layout
+    disk_bytes: int
+    shortfalls: tuple[Shortfall, ...]
+    link_bytes: Mapping[str, int]
+    step_s: float | None
+    simulated: Simulated | None
+    needs: Needs
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a micro-step computes: ``tokens``, or what was measured in an example step."""
+
+    tokens: int = 0
+    profile: Profile | None = None
+
+    def costs(self, layout: Layout, rates: Rates) -> Costs | None:
+        """``None``: nothing is known of it."""
+        if self.profile is not None and self.profile.forward_s:
+            return Costs.from_profile(layout, rates, self.profile)
+        return Costs.from_flops(layout, rates, self.tokens) if self.tokens else None
+
+    def activation_bytes(self, parts: Partition) -> int | None:
+        """Bytes that autograd keeps of a micro-step: as measured, else by shapes."""
+        if self.profile is not None:
+            return sum(self.profile.activation_bytes.values())
+        if not self.tokens:
+            return None
+        return self.tokens * sum(unit.activation_bytes for unit in parts.units)
+
+
+def choose_plan(
+    parts: Partition,
+    budgets: Budgets,
+    needs: Needs,
+    depth: int | None,
+    rates: Rates | None,
+    load: Load | None = None,
+    prefer: Preference | None = None,
+) -> Chosen:
+    """The layout of the least simulated time over a few prefetch depths and placements, or over
+    those given.
+
+    Neither more nor less is always better: a deeper prefetch, and more room to stage, take memory
+    from what could stay.  Compute counts as long as the slowest of the usual placement's moves
+    while choosing, so that the choice is the same before a run, where the load is known, and in
+    it, where it is not.
+    """
+    load = load or Load()
+    fixed = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
+    if rates is None or (depth is not None and prefer is not None):
+        return foresee(parts, budgets, fixed, rates, load)
+    usual, _, shortfalls = make_layout(parts, budgets, fixed)
+    if shortfalls:
+        return foresee(parts, budgets, fixed, rates, load)
+    compute_s = least_seconds(usual, rates)
+    best, best_s = fixed, math.inf
+    seen: list[tuple[object, ...]] = []
+
+    def try_out(tried: Needs) -> None:
+        nonlocal best, best_s
+        layout, _, shortfalls = make_layout(parts, budgets, tried)
+        placed = layout.homes, layout.regions, layout.prefetch_depth, layout.visiting
+        if shortfalls or placed in seen:
+            return
+        seen.append(placed)
+        seconds = balanced_s(layout, tried, rates, compute_s)
+        if seconds < WORTH * best_s:
+            best, best_s = tried, seconds
+
+    for each in DEPTHS if depth is None else (depth,):
+        try_out(replace(fixed, prefetch_depth=each))
+    if prefer is None and budgets.nvme is not None:
+        for other in OTHERS:
+            try_out(replace(best, prefer=other))
+        try_out(replace(best, prefer=replace(best.prefer, share=SMALLER_SHARE)))
+    if prefer is None and budgets.device is not None:
+        for share in DEVICE_SHARES:
+            try_out(replace(best, prefer=replace(best.prefer, device=share)))
+        worth = device_update_worth(rates) or 0.0
+        for share in VISITING_SHARES:
+            if share * worth > LEAST_VISITING:
+                try_out(replace(best, prefer=replace(best.prefer, visiting=share * worth)))
+    return foresee(parts, budgets, best, rates, load)
+
+
+def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
+    """Seconds of a step whose micro-steps compute for ``compute_s`` each."""
+    coarse = coarsen(layout, CHOOSING_SUBGROUPS)
+    costs = Costs.balanced(coarse, rates, compute_s)
+    return simulate(
+        coarse, costs, micro_steps=needs.accumulate, update=needs.update,
+        most_steps=CHOOSING_STEPS,
+    ).stats.step_s  # fmt: skip
+
+
+def foresee(
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Load
+) -> Chosen:
+    """The layout as ``needs`` say, and a step of it."""
+    layout, disk, shortfalls = make_layout(parts, budgets, needs)
+    if shortfalls:
+        return Chosen(layout, disk, shortfalls, {}, None, None, needs)
+    coarse, known = coarsen(layout), rates or Rates()
+    costs = load.costs(coarse, known)
+    if costs is not None:
+        timed = _run(coarse, costs, needs)
+        return Chosen(layout, disk, (), timed.link_bytes, timed.stats.step_s, timed, needs)
+    balanced = _run(coarse, Costs.balanced(coarse, known), needs)
+    bare_s = _run(coarse, Costs.from_flops(coarse, known, 0), needs).stats.step_s
+    return Chosen(layout, disk, (), balanced.link_bytes, bare_s, balanced, needs)
+
+
+def _run(layout: Layout, costs: Costs, needs: Needs) -> Simulated:
+    return simulate(layout, costs, micro_steps=needs.accumulate, update=needs.update)

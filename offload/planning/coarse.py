@@ -1,0 +1,64 @@
+"""A layout with fewer, larger subgroups: what the simulator can run in little time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..schedule.arena import Place
+from ..schedule.layout import Layout, UnitHome
+from ..schedule.units import Subgroup
+
+MOST_SUBGROUPS = 200
+
+
+def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
+    """``layout`` with neighbouring subgroups of one chunk and one home joined, about ``most`` left.
+
+    The same bytes move on every link; staging is coarser, and its slots grow with the records.
+    """
+    count = sum(len(group) for group in layout.subgroups)
+    joined = -(-count // most)
+    if joined <= 1:
+        return layout
+    groups: list[tuple[Subgroup, ...]] = []
+    homes: list[UnitHome] = []
+    index = 0
+    for group, home in zip(layout.subgroups, layout.homes, strict=True):
+        runs = _runs(group, home, joined)
+        mine, places = [], []
+        for first, last in runs:
+            part = group[first:last]
+            nbytes = sum(s.nbytes for s in part)
+            total = sum(s.count for s in part)
+            mine.append(replace(part[0], index=index, count=total, nbytes=nbytes))
+            place = home.state_places[first]
+            places.append(None if place is None else Place(place.tier, place.offset, nbytes))
+            index += 1
+        groups.append(tuple(mine))
+        tiers = tuple(home.state[first] for first, _ in runs)
+        homes.append(replace(home, state=tiers, state_places=tuple(places)))
+    regions = layout.regions
+    return replace(
+        layout,
+        subgroups=tuple(groups),
+        homes=tuple(homes),
+        regions=replace(
+            regions,
+            state_slot=regions.state_slot * joined,
+            visit_slot=regions.visit_slot * joined,
+        ),
+    )
+
+
+def _runs(group: tuple[Subgroup, ...], home: UnitHome, joined: int) -> list[tuple[int, int]]:
+    """Spans of at most ``joined`` subgroups that share chunk and home."""
+    runs: list[tuple[int, int]] = []
+    for number, subgroup in enumerate(group):
+        if runs:
+            first, last = runs[-1]
+            like = group[first].chunk == subgroup.chunk and home.state[first] is home.state[number]
+            if like and last - first < joined:
+                runs[-1] = first, last + 1
+                continue
+        runs.append((number, number + 1))
+    return runs

@@ -1,0 +1,306 @@
+"""Cuts a model into units, and each unit into chunks: names, shapes and offsets, never data.
+
+A unit is what moves together; a chunk is a unit's parameters of one dtype and parameter group,
+flattened.  Every parameter starts on a 64-byte border (other offsets change matmul results in the
+last bit) and every chunk on a 4096-byte one (direct I/O).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
+
+LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
+
+
+@dataclass(frozen=True)
+class FoundUnit:
+    """A unit as found in the module tree, before it has a layout."""
+
+    name: str
+    module: nn.Module
+    direct_only: bool  # just the module's own parameters: its children are units of their own
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The whole model: its units, their modules, and the parameters in the order of their index."""
+
+    units: tuple[Unit, ...]
+    found: tuple[FoundUnit, ...]
+    parameters: tuple[nn.Parameter, ...]
+    unit_of: tuple[int, ...]  # by parameter index
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(unit.weight_bytes for unit in self.units)
+
+    @cached_property
+    def groups(self) -> tuple[int | None, ...]:
+        """By parameter index, the param group; ``None`` for one that is never updated."""
+        found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
+        return tuple(found[index] for index in range(len(self.parameters)))
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_BAGS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _direct(module: nn.Module) -> bool:
+    """Whether the module's own forward reads parameters that it (or a bag in it) holds."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return True
+    return any(isinstance(c, _BAGS) and _nbytes(c) > 0 for c in module.children())
+
+
+def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the module holds itself, or in a bag: its own forward may read them."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, _BAGS):
+            yield from direct_parameters(child)
+
+
+def _like_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The members of a container that share their class with another one and hold parameters."""
+    members = [(n, m) for n, m in container.named_children() if _nbytes(m) > 0]
+    kinds = Counter(type(m) for _, m in members)
+    return [(n, m) for n, m in members if kinds[type(m)] > 1]
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(isinstance(m, _CONTAINERS) and _like_members(m) for m in module.modules())
+
+
+class _Finder:
+    """Walks the module tree once; ``named`` modules are units whatever their kind."""
+
+    def __init__(self, model: nn.Module, named: Mapping[nn.Module, str]) -> None:
+        self.model, self.named = model, named
+        self.limit = _nbytes(model) * LARGE_SHARE
+        self.found: list[FoundUnit] = []
+        self.seen: set[nn.Module] = set()
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        if module in self.seen or _nbytes(module) == 0 or isinstance(module, _BAGS):
+            return
+        self.seen.add(module)
+        inner_named = any(m in self.named for m in module.modules() if m is not module)
+        if module in self.named and not inner_named:
+            self._add(name, module, False)
+        elif inner_named or module is self.model or self._cut_further(module):
+            if _direct(module):
+                self._add(name, module, True)
+            for child_name, child in module.named_children():
+                self.visit(f"{name}.{child_name}" if name else child_name, child)
+        else:
+            self._add(name, module, False)
+
+    def _cut_further(self, module: nn.Module) -> bool:
+        if isinstance(module, _CONTAINERS):
+            return True
+        large = _nbytes(module) > self.limit
+        if _has_blocks(module):
+            return large or not self._is_block(module)
+        heavy = [c for c in module.children() if _nbytes(c) > 0]
+        return large and not _direct(module) and len(heavy) > 1 and not self._is_block(module)
+
+    def _is_block(self, module: nn.Module) -> bool:
+        return module in self._blocks
+
+    @property
+    def _blocks(self) -> set[nn.Module]:
+        if not hasattr(self, "_block_set"):
+            self._block_set = {
+                member
+                for m in self.model.modules()
+                if isinstance(m, _CONTAINERS)
+                for _, member in _like_members(m)
+            }
+        return self._block_set
+
+    def _add(self, name: str, module: nn.Module, direct_only: bool) -> None:
+        self.found.append(FoundUnit(name or "(root)", module, direct_only))
+
+
+def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
+    """The units of ``model`` in the order of registration.
+
+    Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units
+    (the outermost such, unless one is a quarter of the model and has like blocks inside); what is
+    left becomes units of its own.  ``names`` are modules that form units whatever their kind.
+
+    Raises:
+        ValueError: a name that is no module of the model, or a module without parameters.
+    """
+    named: dict[nn.Module, str] = {}
+    modules = dict(model.named_modules())
+    for name in names or ():
+        if name not in modules:
+            raise ValueError(f"units: the model has no module {name!r}")
+        if _nbytes(modules[name]) == 0:
+            raise ValueError(f"units: module {name!r} holds no parameters")
+        named[modules[name]] = name
+    finder = _Finder(model, named)
+    finder.visit("", model)
+    return finder.found
+
+
+def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that the unit's forward reads, its own tied ones included."""
+    module = found.module
+    prefix = "" if found.name == "(root)" else f"{found.name}."
+    if not found.direct_only:
+        for name, p in module.named_parameters(remove_duplicate=False):
+            yield prefix + name, p
+        return
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield prefix + name, p
+    for child_name, child in module.named_children():
+        if isinstance(child, _BAGS):
+            for name, p in child.named_parameters(remove_duplicate=False):
+                yield f"{prefix}{child_name}.{name}", p
+
+
+def forward_flops(found: FoundUnit) -> int:
+    """FLOPs of the unit's forward per token: two per element of each matrix it multiplies by.
+
+    What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
+    """
+    return sum(2 * p.numel() for p in _matrices(found))
+
+
+def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
+    """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
+
+    What two of them share counts twice, norms and attention's own not at all; in transformers with
+    fused attention the one makes up for the other.
+    """
+    return sum(
+        (p.shape[0] + math.prod(p.shape[1:])) * (dtype or p.dtype).itemsize
+        for p in _matrices(found)
+    )
+
+
+def _matrices(found: FoundUnit) -> list[nn.Parameter]:
+    """The weights of a unit that products are taken with."""
+    if found.direct_only:
+        return []
+    return [
+        p
+        for module in found.module.modules()
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for p in module.parameters(recurse=False)
+        if p.dim() > 1
+    ]
+
+
+def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own stride where its memory is dense, else the contiguous one."""
+    pairs = sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1)
+    expected = 1
+    for stride, size in pairs:
+        if stride != expected:
+            return torch.empty(p.shape, device="meta").stride()
+        expected *= size
+    return p.stride()
+
+
+def _layout(
+    own: Sequence[tuple[int, str, nn.Parameter]],
+    groups: Mapping[nn.Parameter, int],
+    dtype: torch.dtype | None,
+    granule: int,
+) -> tuple[tuple[Chunk, ...], int, int]:
+    """Chunks of one unit, trained ones first, with the bytes of its weight and gradient slots."""
+    keyed: dict[tuple[torch.dtype, int | None], list[tuple[int, str, nn.Parameter]]] = {}
+    for index, name, p in own:
+        group = groups.get(p) if p.requires_grad else None
+        keyed.setdefault((dtype or p.dtype, group), []).append((index, name, p))
+    chunks: list[Chunk] = []
+    byte_offset = grad_offset = 0
+    for (kind, group), members in sorted(
+        keyed.items(), key=lambda item: (item[0][1] is None, item[0][1] or 0, str(item[0][0]))
+    ):
+        specs: list[ParamSpec] = []
+        offset = 0
+        border = max(PARAM_ALIGN // kind.itemsize, granule)
+        for index, name, p in members:
+            specs.append(
+                ParamSpec(index, name, tuple(p.shape), _dense_stride(p), p.numel(), offset)
+            )
+            offset += align(max(p.numel(), 1), border)
+        chunk = Chunk(kind, group, offset, byte_offset, grad_offset, tuple(specs))
+        chunks.append(chunk)
+        byte_offset += align(chunk.nbytes, PAGE)
+        if group is not None:
+            grad_offset += align(chunk.nbytes, PAGE)
+    return tuple(chunks), byte_offset, grad_offset
+
+
+def partition(
+    model: nn.Module,
+    groups: Mapping[nn.Parameter, int],
+    *,
+    names: Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    granule: int = 1,
+) -> Partition:
+    """Cuts ``model`` into units and lays out their slots.
+
+    Args:
+        groups: the param-group index of every parameter that the optimizer holds.
+        names: modules that form units, else they are found.
+        dtype: dtype of all floating-point weights, else each keeps its own.
+        granule: parameters start at multiples of so many elements (a power of two), because the
+            optimizer's state cannot be cut elsewhere.
+
+    Integer parameters are left alone.  A parameter that several units read belongs to the first.
+    """
+    owner: dict[nn.Parameter, int] = {}
+    parameters: list[nn.Parameter] = []
+    unit_of: list[int] = []
+    units: list[Unit] = []
+    found = find_units(model, names)
+    for number, item in enumerate(found):
+        own: list[tuple[int, str, nn.Parameter]] = []
+        shares: dict[int, None] = {}
+        for name, p in unit_parameters(item):
+            if not p.is_floating_point():
+                continue
+            if p not in owner:
+                owner[p] = number
+                own.append((len(parameters), name, p))
+                parameters.append(p)
+                unit_of.append(number)
+            elif owner[p] != number:
+                shares[owner[p]] = None
+        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
+        flops, kept = forward_flops(item), activation_bytes(item, dtype)
+        encloses = item.direct_only
+        units.append(
+            Unit(
+                number,
+                item.name,
+                chunks,
+                tuple(shares),
+                encloses,
+                weight_bytes,
+                grad_bytes,
+                flops,
+                kept,
+            )
+        )
+    return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))

@@ -1,0 +1,204 @@
+"""What a plan says, and what it is made from: plain facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import format_bytes
+from ..facts.rates import Rates
+from ..facts.tier import Tier
+from ..schedule.layout import Layout, UnitHome
+from ..schedule.units import Unit, align
+from .costs import Profile
+from .steady import Simulated
+from .subgroups import FieldsOf
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A tier that is too small: for what, how much it needs, what it has, and the remedy."""
+
+    tier: Tier
+    what: str
+    need_bytes: int
+    have_bytes: int
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} needs {format_bytes(self.need_bytes)} of {self.tier.value} memory; "
+            f"the budget is {format_bytes(self.have_bytes)}; {self.remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes per tier that the engine may hold; ``device`` is ``None`` where there is no such tier,
+    ``nvme`` is ``None`` where no directory was given.
+
+    ``compute_bytes``: what is there, for the engine and all else, of the memory that compute uses;
+    ``None`` where that is not known.
+    """
+
+    device: int | None
+    host: int
+    nvme: int | None
+    compute_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What stays where there is room: any choice is legal, not every one is fast.
+
+    Attributes:
+        kinds: what moves up from disk to host memory, first what is first.
+        order: of units, by index; ``None`` lets those that stay lie evenly over the model.
+        share: of the room that is left for what stays; the rest goes to staging and prefetch.
+        device: of such room on the device, what goes to units that live there as a whole, weights,
+            gradients and state, and are updated there; the rest goes to weights alone.
+        visiting: share of the other records of state that go to the device for their update and
+            come back.
+    """
+
+    kinds: tuple[str, ...] = ("weights", "gradients", "state")
+    order: tuple[int, ...] | None = None
+    share: float = 1.0
+    device: float = 0.0
+    visiting: float = 0.0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the planner must know about the run besides the model."""
+
+    fields_of: FieldsOf
+    accumulate: int
+    update: str  # "step", "backward" or "next_forward"
+    durable: bool
+    prefetch_depth: int | None = None
+    prefer: Preference = Preference()
+    numel: int | None = None  # elements of a record of state; ``None``: as fits the budgets
+
+    @property
+    def update_in_backward(self) -> bool:
+        """Whether a unit is updated while earlier ones still run backward."""
+        return self.update == "backward"
+
+    @property
+    def transient_grads(self) -> bool:
+        """Whether the update consumes gradients on arrival, so that they need no home."""
+        return self.update_in_backward and self.accumulate == 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would hold, move and cost.
+
+    Attributes:
+        fits: whether every tier has room; ``shortfalls`` says what is missing.
+        placement: by unit name, the homes of its weights, gradients and state.
+        tier_bytes: bytes that the engine would hold, by tier.
+        link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
+        step_s, bound_s: predicted time of a step and its lower bound, or ``None`` where no rates
+            are known; without compute where tokens were not given.
+        bottleneck: the lane that sets the bound.
+        disk_bytes: size of the store.
+        budgets, rates: that it was made for.
+        simulated: the step as the simulator runs it: stalls, peaks, and its trace.
+        update: when the update runs (``auto`` is ``next_forward``).
+        accumulate: micro-steps of a step.
+        step_s_by_update: predicted times of the ways to update that the options allow; empty in a
+            run, which has but one.
+        device_update_share: share of the parameters updated on the device: whose state stays there,
+            or goes there for it.
+        device_update_worth: share worth updating there by DESIGN's formula, where the link has
+            nothing else to do; ``None`` without a link.
+        preference: which of the legal placements was chosen.
+        activation_bytes: about what autograd keeps of a micro-step until backward, measured where
+            an example was given; no budget counts it; ``None`` where the load is not known.
+        profile: compute and activations by unit, where an example step was given.
+    """
+
+    fits: bool
+    shortfalls: tuple[Shortfall, ...]
+    placement: Mapping[str, UnitHome]
+    tier_bytes: Mapping[Tier, int]
+    link_bytes: Mapping[str, int]
+    disk_bytes: int
+    step_s: float | None = None
+    bound_s: float | None = None
+    bottleneck: str | None = None
+    layout: Layout | None = field(default=None, repr=False)
+    simulated: Simulated | None = field(default=None, repr=False)
+    update: str = "next_forward"
+    accumulate: int = 1
+    step_s_by_update: Mapping[str, float] = field(default_factory=dict, repr=False)
+    device_update_share: float = 0.0
+    device_update_worth: float | None = None
+    preference: Preference = field(default=Preference(), repr=False)
+    activation_bytes: int | None = None
+    profile: Profile | None = field(default=None, repr=False)
+    budgets: Budgets | None = field(default=None, repr=False)
+    rates: Rates | None = field(default=None, repr=False)
+
+    @property
+    def left_bytes(self) -> int | None:
+        """Memory that compute uses and the engine does not hold: activations must fit there."""
+        if self.budgets is None or self.budgets.compute_bytes is None:
+            return None
+        tier = Tier.HOST if self.budgets.device is None else Tier.DEVICE
+        return max(0, self.budgets.compute_bytes - self.tier_bytes.get(tier, 0))
+
+    @property
+    def activations_fit(self) -> bool | None:
+        """Whether there is room for the activations beside what the engine holds; ``None`` where
+        one of the two is not known."""
+        if self.activation_bytes is None or self.left_bytes is None:
+            return None
+        return self.activation_bytes <= self.left_bytes
+
+    @property
+    def not_counted(self) -> str:
+        """What ``fits`` does not count, in words."""
+        if self.activation_bytes is None:
+            return "activations not counted"
+        kept = f"about {format_bytes(self.activation_bytes)} of activations not counted"
+        if self.left_bytes is None:
+            return kept
+        there = f"{format_bytes(self.left_bytes)} left for them"
+        return f"{kept}, {there}" if self.activations_fit else f"{kept}, and only {there}"
+
+    def __str__(self) -> str:
+        tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)
+        moved = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.link_bytes.items() if v)
+        if not self.fits:
+            return "does not fit: " + "; ".join(map(str, self.shortfalls))
+        bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
+        held = f"holds {tiers or 'nothing'}, {self.not_counted}"
+        return f"{held}; moves {moved or 'nothing'} a step{bound}"
+
+
+def host_grad_dtype(weight: torch.dtype, accumulate: int) -> torch.dtype:
+    """How the host keeps gradients: as they come, and in fp32 where several are added up."""
+    # fp16 gradients come scaled: GradScaler unscales them, which it does in fp32 only.
+    return torch.float32 if accumulate > 1 or weight == torch.float16 else weight
+
+
+def host_grad_bytes(unit: Unit, accumulate: int) -> int:
+    """Bytes of a unit's gradients in host memory; every chunk on a page border."""
+    return sum(
+        align(chunk.numel * host_grad_dtype(chunk.dtype, accumulate).itemsize, 4096)
+        for chunk in unit.chunks
+        if chunk.group is not None
+    )
+
+
+def converts_grads(unit: Unit, accumulate: int) -> bool:
+    """Whether the host keeps a unit's gradients in another dtype than they come in."""
+    return any(
+        chunk.group is not None and host_grad_dtype(chunk.dtype, accumulate) != chunk.dtype
+        for chunk in unit.chunks
+    )

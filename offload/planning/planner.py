@@ -1,0 +1,391 @@
+"""Gives out budgets: homes and regions for a model, or what falls short.  Allocates nothing.
+
+The demand path is reserved first (the largest unit's weights and gradients, one subgroup's
+record), so that there is always progress.  What is left goes to room for prefetch, then to homes,
+if nothing else is preferred in the order of bytes saved per byte kept: weights (read twice and
+written once a step), gradients, optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..facts.tier import Tier
+from ..schedule.arena import Place
+from ..schedule.layout import Layout, Regions, UnitHome
+from ..schedule.units import Unit, align
+from ..schedule.visits import SLOTS as VISIT_SLOTS
+from ..schedule.visits import visit_of
+from .partition import Partition
+from .plan import Budgets, Needs, Shortfall, converts_grads, host_grad_bytes
+from .subgroups import bytes_per_element, choose_numel, cut_subgroups
+
+STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
+DEFAULT_DEPTH = 3
+
+
+def spread(units: Sequence[Unit]) -> list[Unit]:
+    """The units in an order whose every beginning lies evenly over the model, so that those left
+    out follow each other at even distances and no lane idles while others are used.
+
+    The order is that of the numbers with their binary digits reversed (van der Corput).
+    """
+    digits = max(1, (len(units) - 1).bit_length())
+    return sorted(units, key=lambda unit: int(f"{unit.index:0{digits}b}"[::-1], 2))
+
+
+class _Spend:
+    """A budget that is being given out."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+
+    def take(self, nbytes: int) -> bool:
+        if nbytes > self.left:
+            return False
+        self.left -= nbytes
+        return True
+
+
+class _Planner:
+    """One use: reserves the demand path, then gives out what is left."""
+
+    def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
+        self.units, self.budgets, self.needs = parts.units, budgets, needs
+        self.has_device = budgets.device is not None
+        order = needs.prefer.order
+        self.order = spread(self.units) if order is None else [self.units[i] for i in order]
+        self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
+        self.visit_slot = 0
+        self.shortfalls: list[Shortfall] = []
+        self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
+        self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
+        element = bytes_per_element(self.units, needs.fields_of)
+        room = budgets.host // 4 if budgets.nvme is not None else budgets.host
+        numel = needs.numel or choose_numel(element, room, STATE_SLOTS)
+        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
+        self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
+        self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
+        self.resident = [u.encloses or u.weight_bytes == 0 for u in self.units]
+        self.weights = [
+            Tier.HOST if u.weight_bytes == 0 or (u.encloses and not self.has_device) else self.lower
+            for u in self.units
+        ]
+        self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
+        self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _first_grads(self, unit: Unit) -> Tier | None:
+        return None if self.needs.transient_grads or not unit.trainable else self.lower
+
+    # -- sizes ----------------------------------------------------------------------------------
+
+    def _group_bytes(self, unit: Unit) -> int:
+        members = [unit, *(self.units[i] for i in unit.shares)]
+        return sum(m.weight_bytes for m in members if not self.resident[m.index])
+
+    def _device_weights(self, ahead: int) -> int:
+        """The region that streamed weights move through: the largest demand, and room ahead."""
+        streamed = [u for u in self.units if not self.resident[u.index]]
+        if not streamed:
+            return 0
+        total = sum(u.weight_bytes for u in streamed)
+        demand = max(self._group_bytes(u) for u in self.units)
+        return min(total, demand + ahead * max(u.weight_bytes for u in streamed))
+
+    def _host_weights(self, ahead: int) -> int:
+        paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
+        if not paged:
+            return 0
+        largest = max(u.weight_bytes for u in paged)
+        total = sum(u.weight_bytes for u in paged)
+        if self.has_device:
+            return min(total, largest * (1 + ahead))
+        demand = max(self._group_bytes(u) for u in self.units)
+        # An update in the middle of backward needs its unit beside the one that computes; the
+        # factor two lets it in wherever the latter lies.
+        beside = 2 * largest if self.needs.update_in_backward else 0
+        return min(total, max(demand, largest) + beside + ahead * largest)
+
+    def _host_grads(self) -> int:
+        sizes = [(self.grad_bytes[u.index], u.grad_bytes, self.grads[u.index]) for u in self.units]
+        moving = max((g for g, _, home in sizes if home in (Tier.NVME, None)), default=0)
+        staged = [gathered for _, gathered, home in sizes if home is not Tier.DEVICE]
+        staging = max(staged, default=0) if self.has_device else 0
+        return moving * (2 if moving else 1) + staging if moving else staging
+
+    def _slot_bytes(self) -> int:
+        """The largest record on disk.  There may be ten thousand: whole units are seen at once."""
+        largest = 0
+        for unit, tiers in enumerate(self.state):
+            paged = tiers.count(Tier.NVME)
+            if not paged or self.largest_state[unit] <= largest:
+                continue
+            if paged == len(tiers):
+                largest = self.largest_state[unit]
+            else:
+                pairs = zip(self.subgroups[unit], tiers, strict=True)
+                largest = max(largest, *(s.nbytes for s, tier in pairs if tier is Tier.NVME))
+        return largest
+
+    # -- device ---------------------------------------------------------------------------------
+
+    def _plan_device(self) -> tuple[int, int]:
+        """Regions (weights, gradients); marks resident units, and those wholly on the device."""
+        assert self.budgets.device is not None
+        gather = max((u.grad_bytes for u in self.units), default=0)
+        fixed = sum(u.weight_bytes for u in self.units if self.resident[u.index])
+        need = fixed + self._device_weights(0) + gather
+        if need > self.budgets.device:
+            largest = max(self.units, key=self._group_bytes)
+            self.shortfalls.append(
+                Shortfall(
+                    Tier.DEVICE,
+                    f"unit {largest.name!r} with its gradient",
+                    need,
+                    self.budgets.device,
+                    "raise device_memory or name smaller units",
+                )
+            )
+            return self._device_weights(0), gather
+        budget = self.budgets.device - self._make_room_for_visits(self.budgets.device - need)
+        everything = sum(u.weight_bytes for u in self.units) + gather
+        if everything <= budget:
+            self.resident = [True] * len(self.units)
+            self._move_to_device(_Spend(budget - everything))
+            return 0, gather
+        ahead = self._ahead(budget - fixed - gather, self._device_weights)
+        room = budget - fixed - gather - self._device_weights(ahead)
+        prefer = self.needs.prefer
+        whole = _Spend(int(room * prefer.share * prefer.device))
+        if prefer.device:
+            self._move_to_device(whole)
+        spend = _Spend(int(room * prefer.share * (1 - prefer.device)) + whole.left)
+        for unit in self.order:
+            if not self.resident[unit.index] and spend.take(unit.weight_bytes):
+                self.resident[unit.index] = True
+        return self._device_weights(ahead), gather
+
+    def _make_room_for_visits(self, room: int) -> int:
+        """Bytes of the slots for records that visit the device; 0: none do, or there is no room."""
+        if not self.needs.prefer.visiting:
+            return 0
+        slot = 0
+        for unit, group in zip(self.units, self.subgroups, strict=True):
+            converts = converts_grads(unit, self.needs.accumulate)
+            for s in group:
+                visit = visit_of(s, unit.chunks[s.chunk].dtype, converts=converts)
+                slot = max(slot, visit.slot_bytes)
+        if VISIT_SLOTS * slot > room:
+            return 0
+        self.visit_slot = slot
+        return VISIT_SLOTS * slot
+
+    def _move_to_device(self, spend: _Spend) -> None:
+        """As many units as fit live there as a whole; weights that are resident are paid for."""
+        if self.needs.update_in_backward or self.needs.durable:
+            return  # commits are written from host memory
+        for unit in self.order:
+            nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
+            if not self.resident[unit.index]:
+                nbytes += unit.weight_bytes
+            if spend.take(nbytes):
+                self.resident[unit.index] = True
+                self.weights[unit.index] = Tier.DEVICE
+                if unit.trainable:
+                    self.grads[unit.index] = Tier.DEVICE
+                self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
+
+    def _ahead(self, room: int, region: object) -> int:
+        assert callable(region)
+        for ahead in range(self.depth, 0, -1):
+            if region(ahead) <= room:
+                return ahead
+        return 0
+
+    # -- host -----------------------------------------------------------------------------------
+
+    def _regions(self, ahead: int, slots: int) -> int:
+        return self._host_weights(ahead) + self._host_grads() + slots * self._slot_bytes()
+
+    def _plan_host(self) -> tuple[int, int]:
+        """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
+        budget = self.budgets.host
+        self._fill()
+        need = self._homes() + self._regions(0, 1)
+        if need > budget:
+            what = "the model's weights, gradients and optimizer state"
+            remedy = "give a directory with nvme=, or raise host_memory"
+            if self.lower is Tier.NVME:
+                largest = max(self.units, key=lambda u: u.weight_bytes + u.grad_bytes)
+                what = f"unit {largest.name!r} with its gradient and one subgroup's state"
+                remedy = "raise host_memory or name smaller units"
+            self.shortfalls.append(Shortfall(Tier.HOST, what, need, budget, remedy))
+            return 0, 1
+        room = budget - self._homes()
+        slots = max(
+            (n for n in range(1, STATE_SLOTS + 1) if self._regions(0, n) <= room), default=1
+        )
+        ahead = self._ahead(room, lambda k: self._regions(k, slots))
+        return ahead, slots
+
+    def _homes(self) -> int:
+        total = 0
+        for unit in range(len(self.units)):
+            if self.weights[unit] is Tier.HOST:
+                total += self.units[unit].weight_bytes
+            if self.grads[unit] is Tier.HOST:
+                total += self.grad_bytes[unit]
+            held = self.state[unit].count(Tier.HOST)
+            if held == len(self.state[unit]):
+                total += self.state_bytes[unit]
+            elif held:
+                pairs = zip(self.subgroups[unit], self.state[unit], strict=True)
+                total += sum(s.nbytes for s, tier in pairs if tier is Tier.HOST)
+        return total
+
+    def _fill(self) -> None:
+        """Moves homes up from disk while there is room, one kind after the other."""
+        if self.lower is Tier.HOST:
+            return
+        slots = STATE_SLOTS
+        kinds = {
+            "weights": self._lift_weights, "gradients": self._lift_grads, "state": self._lift_state,
+        }  # fmt: skip
+        least = self._homes() + self._regions(min(1, self.depth), slots)
+        budget = least + int((self.budgets.host - least) * self.needs.prefer.share)
+        for lift in (kinds[kind] for kind in self.needs.prefer.kinds):
+            saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+            lift(_Spend(1 << 62))
+            # All of a kind at once also saves the region that its last one would need.
+            if self._homes() + self._regions(min(1, self.depth), slots) <= budget:
+                continue
+            self.weights, self.grads, self.state = saved
+            room = -1
+            while True:  # what was lifted may have made the regions smaller
+                before = room
+                used = self._homes() + self._regions(min(1, self.depth), slots)
+                room = budget - used
+                if room <= 0 or room == before:
+                    break
+                lift(_Spend(room))
+
+    def _lift_weights(self, spend: _Spend) -> None:
+        for unit in self.order:
+            paged = self.weights[unit.index] is Tier.NVME
+            if paged and spend.take(unit.weight_bytes):
+                self.weights[unit.index] = Tier.HOST
+
+    def _lift_grads(self, spend: _Spend) -> None:
+        for unit in self.order:
+            if self.grads[unit.index] is Tier.NVME and spend.take(self.grad_bytes[unit.index]):
+                self.grads[unit.index] = Tier.HOST
+
+    def _lift_state(self, spend: _Spend) -> None:
+        for unit in self.order:
+            tiers = self.state[unit.index]
+            for i, subgroup in enumerate(self.subgroups[unit.index]):
+                if tiers[i] is Tier.NVME and spend.take(subgroup.nbytes):
+                    tiers[i] = Tier.HOST
+
+    # -- result ---------------------------------------------------------------------------------
+
+    def disk_bytes(self) -> int:
+        copies = 2 if self.needs.durable else 1
+        total = 0
+        kept = self.needs.durable  # what lives in memory is committed too
+        for unit in self.units:
+            if kept or self.weights[unit.index] is Tier.NVME:
+                total += align(unit.weight_bytes, 4096) * copies
+            if self.grads[unit.index] is Tier.NVME:
+                total += align(self.grad_bytes[unit.index], 4096)
+            for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):
+                total += s.nbytes * copies if kept or tier is Tier.NVME else 0
+        return total
+
+    def run(self) -> tuple[Layout, int]:
+        device_weights = device_grads = 0
+        if self.has_device:
+            device_weights, device_grads = self._plan_device()
+        ahead, slots = self._plan_host()
+        homes, device_fixed, host_fixed = self._assign()
+        regions = Regions(
+            device_fixed,
+            device_weights,
+            device_grads if any(g is not Tier.DEVICE for g in self.grads) else 0,
+            host_fixed,
+            self._host_weights(ahead),
+            self._host_grads(),
+            self._slot_bytes(),
+            slots if self._slot_bytes() else 0,
+            self.visit_slot,
+            VISIT_SLOTS if self.visit_slot else 0,
+        )
+        disk = self.disk_bytes()
+        if self.budgets.nvme is not None and disk > self.budgets.nvme:
+            self.shortfalls.append(
+                Shortfall(
+                    Tier.NVME,
+                    "the store",
+                    disk,
+                    self.budgets.nvme,
+                    "free disk space, raise nvme_memory or set durable=False (half the size)",
+                )
+            )
+        return (
+            Layout(
+                self.units,
+                self.subgroups,
+                homes,
+                regions,
+                self.grad_bytes,
+                tuple(converts_grads(u, self.needs.accumulate) for u in self.units),
+                self.has_device,
+                self.needs.durable,
+                self.depth,
+                self.needs.prefer.visiting if self.visit_slot else 0.0,
+            ),
+            disk,
+        )
+
+    def _assign(self) -> tuple[tuple[UnitHome, ...], int, int]:
+        """Gives every fixed home its place, in the order of the units."""
+        ends = {Tier.DEVICE: 0, Tier.HOST: 0}
+
+        def put(tier: Tier | None, nbytes: int) -> Place | None:
+            if tier not in (Tier.DEVICE, Tier.HOST):
+                return None
+            place = Place(tier, ends[tier], nbytes)
+            ends[tier] += align(nbytes, 4096)
+            return place
+
+        homes: list[UnitHome] = []
+        for unit in self.units:
+            i = unit.index
+            resident = self.resident[i] if self.has_device else self.weights[i] is Tier.HOST
+            home = UnitHome(self.weights[i], resident, self.grads[i], tuple(self.state[i]))
+            homes.append(
+                replace(
+                    home,
+                    device_place=put(Tier.DEVICE, unit.weight_bytes)
+                    if self.has_device and resident
+                    else None,
+                    host_place=put(Tier.HOST, unit.weight_bytes)
+                    if home.weights is Tier.HOST
+                    else None,
+                    grad_place=put(home.grads, self.grad_bytes[i]),
+                    state_places=tuple(
+                        put(t, s.nbytes) for t, s in zip(home.state, self.subgroups[i], strict=True)
+                    ),
+                )
+            )
+        return tuple(homes), ends[Tier.DEVICE], ends[Tier.HOST]
+
+
+def make_layout(
+    parts: Partition, budgets: Budgets, needs: Needs
+) -> tuple[Layout, int, tuple[Shortfall, ...]]:
+    """Homes and regions for a model under budgets, the store's size, and what falls short."""
+    planner = _Planner(parts, budgets, needs)
+    layout, disk = planner.run()
+    return layout, disk, tuple(planner.shortfalls)

@@ -1,0 +1,20 @@
+"""A run again as its plan has it: compute as measured, moves and updates at their rates."""
+
+from __future__ import annotations
+
+from ..facts.trace import Trace
+from .coarse import coarsen
+from .costs import Costs, Profile
+from .plan import Plan
+from .steady import Simulated, simulate
+
+
+def replay(plan: Plan, trace: Trace) -> Simulated | None:
+    """What a step of the run in ``trace`` would have taken if every lane kept its rate; ``None``
+    without rates or steps.  What it leaves of the measured time, the lanes owe to their rates."""
+    if plan.layout is None or plan.rates is None or not trace.steps:
+        return None
+    layout = coarsen(plan.layout)
+    profile = Profile.from_trace(trace, plan.accumulate)
+    costs = Costs.from_profile(layout, plan.rates, profile, shared=False)
+    return simulate(layout, costs, micro_steps=plan.accumulate, update=plan.update)

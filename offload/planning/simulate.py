@@ -1,0 +1,379 @@
+"""A discrete-event simulation of whole steps: the very residency machine, with a clock of its own.
+
+Each lane does one piece of work at a time at its rate, in the order that the executor's lanes keep:
+urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
+lets go as the hooks do.  Without a device, compute shares the processors with updates (half each)
+and with what moving to and from disk takes of them.  What comes out has the form of a real run's
+trace.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from dataclasses import dataclass
+
+from ..facts.rates import Rates
+from ..facts.tier import Tier
+from ..facts.trace import Trace
+from ..schedule.layout import Layout
+from ..schedule.messages import (
+    Clear,
+    Commit,
+    CopyIn,
+    CopyOut,
+    Done,
+    GradReady,
+    GradRoom,
+    Grant,
+    Kind,
+    Landed,
+    Need,
+    Read,
+    Refuse,
+    Release,
+    Settle,
+    Settled,
+    Signal,
+    Step,
+    Update,
+    Work,
+    Write,
+)
+from ..schedule.residency import Residency
+from ..schedule.visits import visit_in
+from .costs import Costs
+
+LANE_OF: dict[type, str] = {Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out"}
+LINKS = ("read", "write", "copy_in", "copy_out")
+DISK = ("read", "write")
+LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
+LEG_COPIES = {"copy_in": 3, "copy_out": 2}
+LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """What the compute lane does: one unit's forward or backward."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """What an update of a record that visits the device does in one lane, of ``LEGS`` in turn."""
+
+    update: Update
+    lane: str
+
+
+class _Lane:
+    """Work in line, and the piece that is being done."""
+
+    __slots__ = (
+        "current", "left_s", "line", "name", "seen_s", "speed", "started_s", "turn", "urgent",
+    )  # fmt: skip
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.line: deque[Work | _Leg] = deque()
+        self.urgent: deque[Work | _Leg] = deque()
+        self.current: Work | _Leg | _Compute | None = None
+        self.started_s = 0.0
+        self.left_s = self.seen_s = 0.0  # of the piece, at full speed, when last looked at
+        self.speed, self.turn = 1.0, 0  # an end foreseen in an earlier turn does not come
+
+
+class Simulation:
+    """One machine for one layout.  ``step`` runs one optimizer step."""
+
+    def __init__(self, layout: Layout, costs: Costs) -> None:
+        self.layout, self.costs, self.machine = layout, costs, Residency(layout)
+        self.now_s = 0.0
+        self.trace = Trace(origin_ns=0)
+        self.peak_bytes = dict.fromkeys(Tier, 0)
+        self._lanes = {name: _Lane(name) for name in (*LINKS, "update", "compute")}
+        self._ends: list[tuple[float, int, int, _Lane]] = []
+        self._numbers = itertools.count()
+        self._granted: set[int] = set()
+        self._landed = True
+        self._lane = "update"  # whose work ended last
+        subgroups = [s for group in layout.subgroups for s in group]
+        self._params = [s.count for s in subgroups]
+        self._visits = [visit_in(layout, s) for s in subgroups]
+        names = [unit.name for unit in layout.units]
+        self._names = {
+            Kind.WEIGHTS: [f"weights {name}" for name in names],
+            Kind.GRADS: [f"grads {name}" for name in names],
+            Kind.STATE: [f"state {names[s.unit]} {s.index}" for s in subgroups],
+        }
+        self._nbytes_of = {
+            Kind.WEIGHTS: [unit.weight_bytes for unit in layout.units],
+            Kind.GRADS: layout.grad_bytes,
+            Kind.STATE: [s.nbytes for s in subgroups],
+        }
+        rates = costs.rates
+        self._per_byte = {
+            "read": _inverse(rates.disk_read_bytes_s),
+            "write": _inverse(rates.disk_write_bytes_s),
+            "copy_in": _inverse(rates.h2d_bytes_s),
+            "copy_out": _inverse(rates.d2h_bytes_s),
+        }
+        self._both = _slowdown(rates)
+        # By lane, those that are slower or faster once it begins or ends a piece of work.
+        self._rivals: dict[str, tuple[str, ...]] = dict.fromkeys(self._lanes, ())
+        if self._both != 1.0:
+            self._rivals.update(read=("write",), write=("read",))
+        self._takes = dict.fromkeys(DISK, 0.0)  # the share of all processors
+        if not layout.has_device and costs.shared:
+            moved_s = _inverse(rates.disk_cpu_bytes_s)
+            self._takes = {
+                name: moved_s / self._per_byte[name] if self._per_byte[name] else 0.0
+                for name in DISK
+            }
+            for name in DISK:
+                self._rivals[name] += ("update", "compute")
+            self._rivals.update(update=("compute",), compute=("update",))
+
+    # -- moves ----------------------------------------------------------------------------------
+
+    def _send(self, signal: Signal) -> None:
+        for instruction in self.machine.handle(signal):
+            if isinstance(instruction, Grant):
+                self._granted.add(instruction.ticket)
+            elif isinstance(instruction, Refuse):
+                raise AssertionError(f"the machine refused unit {instruction.unit}")
+            elif isinstance(instruction, Update) and instruction.visit is not None:
+                self._queue(_Leg(instruction, "copy_in"), "copy_in")
+            else:
+                urgent = isinstance(instruction, Read) and instruction.urgent
+                self._queue(instruction, LANE_OF.get(type(instruction), "update"), urgent)
+        self._note_peaks()
+
+    def _queue(self, work: Work | _Leg, name: str, urgent: bool = False) -> None:
+        lane = self._lanes[name]
+        (lane.urgent if urgent else lane.line).append(work)
+        if lane.current is None:
+            self._start(lane)
+
+    def _start(self, lane: _Lane) -> None:
+        line = lane.urgent or lane.line
+        if line:
+            lane.current = work = line.popleft()
+            lane.started_s = lane.seen_s = self.now_s
+            lane.left_s = self._seconds(lane, work)
+            self._foresee(lane)
+            self._changed(lane)
+
+    def _foresee(self, lane: _Lane) -> None:
+        """Says when the lane's piece will end, if nothing changes."""
+        lane.turn += 1
+        lane.speed = self._speed(lane.name)
+        end_s = self.now_s + lane.left_s / lane.speed
+        heapq.heappush(self._ends, (end_s, next(self._numbers), lane.turn, lane))
+
+    def _busy(self, name: str) -> bool:
+        return self._lanes[name].current is not None
+
+    def _speed(self, name: str) -> float:
+        """How fast a lane works, beside what the others do now."""
+        if name in DISK:
+            other = "write" if name == "read" else "read"
+            return 1 / self._both if self._busy(other) else 1.0
+        if not self._rivals[name]:
+            return 1.0
+        free = 1.0 - sum(self._takes[d] * self._lanes[d].speed for d in DISK if self._busy(d))
+        halved = self._busy("compute") and self._busy("update")
+        return max(LEAST_SPEED, free / (2 if halved else 1))
+
+    def _changed(self, lane: _Lane) -> None:
+        """The lane began or ended a piece of work: its rivals are slower or faster now."""
+        for name in self._rivals[lane.name]:
+            other = self._lanes[name]
+            if other.current is not None:
+                other.left_s -= (self.now_s - other.seen_s) * other.speed
+                other.seen_s = self.now_s
+                self._foresee(other)
+
+    def _seconds(self, lane: _Lane, work: Work | _Leg) -> float:
+        rates = self.costs.rates
+        if lane.name == "update" and isinstance(work, (Update, _Leg)):
+            update = work if isinstance(work, Update) else work.update
+            there = rates.device_update_params_s if update.on_device else None
+            return self._params[update.subgroup] * _inverse(there or rates.update_params_s)
+        if isinstance(work, (Settle, Clear)):
+            moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
+            return moved * _inverse(rates.dram_bytes_s)
+        seconds = self._nbytes(work) * self._per_byte[lane.name]
+        if isinstance(work, (CopyIn, CopyOut)):
+            return seconds + (rates.link_latency_s or 0.0)
+        if isinstance(work, _Leg):
+            return seconds + LEG_COPIES[lane.name] * (rates.link_latency_s or 0.0)
+        return seconds
+
+    def _nbytes(self, work: Work | _Leg) -> int:
+        if isinstance(work, _Leg):
+            visit = self._visits[work.update.subgroup]
+            moved = {"copy_in": visit.in_bytes, "update": visit.state, "copy_out": visit.out_bytes}
+            return moved[work.lane]
+        if isinstance(work, (Read, Write)):
+            return self._nbytes_of[work.item.kind][work.item.number]
+        if isinstance(work, CopyIn):
+            return work.place.nbytes
+        if isinstance(work, CopyOut):
+            return work.source.nbytes
+        return work.state.nbytes if isinstance(work, Update) else 0
+
+    def _name(self, work: Work | _Leg) -> str:
+        if isinstance(work, _Leg):
+            return self.layout.units[work.update.unit].name
+        if isinstance(work, (Read, Write)):
+            return self._names[work.item.kind][work.item.number]
+        if isinstance(work, (Clear, Commit)):
+            return "clear" if isinstance(work, Clear) else "commit"
+        return self.layout.units[work.unit].name
+
+    def _end_next(self) -> None:
+        """The next piece of work ends."""
+        end_s, _, turn, lane = heapq.heappop(self._ends)
+        work = lane.current
+        if turn != lane.turn:
+            return
+        self.now_s = end_s
+        assert work is not None
+        lane.current = None
+        if isinstance(work, _Compute):
+            self._changed(lane)
+            return
+        self._lane = "update" if isinstance(work, _Leg) else lane.name
+        if not isinstance(work, (Settle, Clear)):
+            began, ended = _ns(lane.started_s), _ns(self.now_s)
+            self.trace.add(lane.name, self._name(work), began, ended, self._nbytes(work))
+        self._start(lane)
+        if lane.current is None:
+            self._changed(lane)
+        if not isinstance(work, _Leg):
+            self._send(Done(work))
+        elif (following := LEGS.get(work.lane)) is not None:
+            self._queue(_Leg(work.update, following), following)
+        else:
+            self._send(Done(work.update))
+
+    def _note_peaks(self) -> None:
+        machine, peak = self.machine, self.peak_bytes
+        device, host = machine.used_bytes()
+        if device > peak[Tier.DEVICE]:
+            peak[Tier.DEVICE] = device
+        if host > peak[Tier.HOST]:
+            peak[Tier.HOST] = host
+        self.trace.level(_ns(self.now_s), device, host)
+
+    # -- compute --------------------------------------------------------------------------------
+
+    def _ticket(self) -> int:
+        return next(self._numbers)
+
+    def _wait(self, ticket: int, name: str) -> None:
+        started_s, lane = self.now_s, "update"
+        while ticket not in self._granted:
+            self._end_next()
+            lane = self._lane
+        self._granted.discard(ticket)
+        if self.now_s > started_s and name:
+            self.trace.stall(lane, _ns(started_s), _ns(self.now_s), name)
+
+    def _arrive(self, unit: int, name: str) -> None:
+        """Waits for what copies bring to the device."""
+        started_s = self.now_s
+        while (copy := self.machine.weights.compute_copy(unit)) is not None and not copy.valid:
+            self._end_next()
+        if self.now_s > started_s and name:
+            self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), name)
+
+    def _compute(self, unit: int, seconds: float) -> None:
+        """Compute runs one unit's forward or backward, once its weights are there."""
+        name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
+        group = (unit, *shares)
+        streamed = not all(self.layout.homes[u].resident for u in group)
+        streamed = streamed or not self.machine.weights.updating.isdisjoint(group)
+        if streamed:
+            ticket = self._ticket()
+            self._send(Need(unit, ticket))
+            self._wait(ticket, name)
+            for member in group:
+                self._arrive(member, name)
+        started_s, lane = self.now_s, self._lanes["compute"]
+        if seconds:
+            lane.current, lane.left_s, lane.seen_s = _Compute(unit), seconds, started_s
+            self._foresee(lane)
+            self._changed(lane)
+            while lane.current is not None:
+                self._end_next()
+            self.trace.add("compute", name, _ns(started_s), _ns(self.now_s))
+        if streamed:
+            self._send(Release(unit))
+
+    def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
+        """The gradients of one unit are gathered and handed over."""
+        ticket = self._ticket()
+        self._send(GradRoom(unit, ticket, merge and not self.layout.has_device))
+        self._wait(ticket, self.layout.units[unit].name)
+        self._send(GradReady(unit, merge, update, settled=not self.layout.has_device))
+
+    def step(self, micro_steps: int, update: str) -> float:
+        """One optimizer step over all units in their order; its seconds."""
+        began_s = self.now_s
+        units, costs = self.layout.units, self.costs
+        for micro in range(micro_steps):
+            for unit in units:
+                self._compute(unit.index, costs.forward_s[unit.index])
+            for unit in reversed(units):
+                self._compute(unit.index, costs.backward_s[unit.index])
+                if unit.trainable:
+                    final = update == "backward" and micro == micro_steps - 1
+                    if final:
+                        self._land()
+                    self._deliver(unit.index, merge=micro > 0, update=final)
+        self._finish_step(update)
+        index = len(self.trace.steps) + 1
+        self.trace.mark_step(index, _ns(self.now_s))
+        return self.now_s - began_s
+
+    def _finish_step(self, update: str) -> None:
+        """What ``optimizer.step()`` does."""
+        units = self.layout.units
+        if update != "backward":
+            self._send(Settled(ticket := self._ticket()))
+            self._wait(ticket, "")
+        self._land()
+        trained = tuple(u.index for u in units if u.trainable)
+        self._send(Step(trained, ticket := self._ticket(), update != "step"))
+        self._wait(ticket, "")
+        self._landed = update == "step"
+        if self._landed and self.layout.has_device:
+            for unit in units:
+                if self.layout.homes[unit.index].resident:
+                    self._arrive(unit.index, "")
+
+    def _land(self) -> None:
+        """Waits until the last step's updates are over."""
+        if not self._landed:
+            self._send(Landed(ticket := self._ticket()))
+            self._wait(ticket, "")
+            self._landed = True
+
+
+def _inverse(rate: float | None) -> float:
+    return 1 / rate if rate else 0.0
+
+
+def _slowdown(rates: Rates) -> float:
+    """How much longer a transfer takes while the disk also works the other way."""
+    read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
+    both = rates.disk_both_bytes_s
+    return max(1.0, (read + write) / both) if read and write and both else 1.0
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,93 @@
+"""Slices of a chunk that one optimizer call updates, and the record of state that each keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, FieldPlace, Subgroup, Unit, align
+
+LARGEST_NUMEL = 4 * 2**20
+SMALLEST_NUMEL = 64 * 2**10
+
+
+class StateField(Protocol):
+    """One per-element value of the optimizer's state: its name and storage dtype."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def block(self) -> int:
+        """Parameters that share one stored element."""
+        ...
+
+    def elements(self, numel: int) -> int:
+        """Stored elements for ``numel`` parameters (fewer than ``numel`` for per-block scales)."""
+        ...
+
+
+FieldsOf = Callable[[Chunk], Sequence[StateField]]
+
+
+def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace, ...], int]:
+    places: list[FieldPlace] = []
+    offset = 0
+    for field in fields:
+        numel = field.elements(count)
+        places.append(FieldPlace(field.name, field.dtype, offset, numel, field.block))
+        offset = align(offset + numel * field.dtype.itemsize, PARAM_ALIGN)
+    return tuple(places), align(max(offset, 1), PAGE)  # a rule without state keeps a page
+
+
+def cut_subgroups(
+    units: Sequence[Unit], fields_of: FieldsOf, numel: int
+) -> tuple[tuple[Subgroup, ...], ...]:
+    """The subgroups of every unit, at most ``numel`` elements each, numbered through the model.
+
+    ``numel`` is a multiple of every field's block.
+    """
+    index = 0
+    result: list[tuple[Subgroup, ...]] = []
+    for unit in units:
+        mine: list[Subgroup] = []
+        for number, chunk in enumerate(unit.chunks):
+            if chunk.group is None:
+                continue
+            fields = fields_of(chunk)
+            records = {
+                count: _record(fields, count)
+                for count in {min(numel, chunk.numel), chunk.numel % numel}
+                if count
+            }
+            for start in range(0, chunk.numel, numel):
+                count = min(numel, chunk.numel - start)
+                places, nbytes = records[count]
+                mine.append(Subgroup(index, unit.index, number, start, count, places, nbytes))
+                index += 1
+        result.append(tuple(mine))
+    return tuple(result)
+
+
+def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
+    """The largest record size of one element among the units' trained chunks, in bytes."""
+    worst = 0.0
+    for unit in units:
+        for chunk in unit.chunks:
+            if chunk.group is not None:
+                _, nbytes = _record(fields_of(chunk), 2**16)
+                worst = max(worst, nbytes / 2**16)
+    return worst
+
+
+def choose_numel(record_bytes: float, room_bytes: int, slots: int) -> int:
+    """The largest subgroup of which ``slots`` records fit in ``room_bytes``, within its limits."""
+    numel = LARGEST_NUMEL
+    while numel > SMALLEST_NUMEL and numel * record_bytes * slots > room_bytes:
+        numel //= 2
+    return numel

@@ -1,0 +1,113 @@
+"""What a model is made of, for whoever moves it: units, chunks, parameters, records of state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+PARAM_ALIGN = 64
+PAGE = 4096
+
+
+def align(nbytes: int, border: int) -> int:
+    """The smallest multiple of ``border`` that is at least ``nbytes``."""
+    return -(-nbytes // border) * border
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: where it lies in its unit, and how to view it.
+
+    ``numel`` elements start at ``offset`` (elements, in the chunk); ``shape`` and ``stride`` view
+    them.  ``index`` numbers the model's managed parameters.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Parameters of one dtype and one group, flat: ``numel`` elements, borders included.
+
+    ``group`` is the optimizer's param-group index, ``None`` for parameters that are never
+    updated.  ``byte_offset`` is the chunk's place in the unit's weight slot, ``grad_offset`` that
+    in its gradient slot (bytes, in the weights' dtype).
+    """
+
+    dtype: torch.dtype
+    group: int | None
+    numel: int
+    byte_offset: int
+    grad_offset: int
+    params: tuple[ParamSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
+
+    ``encloses`` says that other units run inside this one's forward: it is then kept resident.
+    ``flops`` are those of its forward's matrix products, per token; ``activation_bytes`` is about
+    what autograd keeps of them, per token.
+    """
+
+    index: int
+    name: str
+    chunks: tuple[Chunk, ...]
+    shares: tuple[int, ...]
+    encloses: bool
+    weight_bytes: int
+    grad_bytes: int
+    flops: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def trainable(self) -> bool:
+        return any(chunk.group is not None for chunk in self.chunks)
+
+    @property
+    def params(self) -> Iterator[tuple[Chunk, ParamSpec]]:
+        return ((chunk, spec) for chunk in self.chunks for spec in chunk.params)
+
+
+@dataclass(frozen=True)
+class FieldPlace:
+    """Where a field lies in a record: ``numel`` elements of ``dtype`` at ``offset`` bytes, each of
+    which serves ``block`` parameters."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    numel: int
+    block: int = 1
+
+    def span(self, start: int, stop: int) -> slice:
+        """The stored elements of parameters ``[start, stop)``; ``start`` begins a block."""
+        return slice(start // self.block, -(-stop // self.block))
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """Elements ``[start, start + count)`` of chunk ``chunk`` of unit ``unit``.
+
+    Its record holds ``fields`` and takes ``nbytes`` (whole pages) in memory and on disk.
+    """
+
+    index: int
+    unit: int
+    chunk: int
+    start: int
+    count: int
+    fields: tuple[FieldPlace, ...]
+    nbytes: int

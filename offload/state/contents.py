@@ -1,0 +1,299 @@
+"""What is in a unit's weights and records, by parameter: filled, read and edited."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+
+from ..movement.direct import DirectAccess
+from ..movement.pools import Arenas
+from ..optim import Noise, join_master, read_moment, split_master, sum_of_squares, write_moment
+from ..schedule.arena import Place
+from ..schedule.layout import Layout
+from ..schedule.messages import Item, Kind
+from ..schedule.units import Chunk, ParamSpec, Subgroup
+
+Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
+MASTERS = ("master", "master_lo")
+Parts = Mapping[int, Collection[int]]  # by unit, parameters whose weights, or STATE, are edited
+STATE = -1
+
+
+def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` flat in the memory order of the parameter, on the CPU."""
+    flat = torch.empty(spec.numel, dtype=dtype, device="cpu")
+    flat.as_strided(spec.shape, spec.stride).copy_(value)
+    return flat
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether every element is."""
+    if value.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return math.isfinite(sum_of_squares(value.reshape(-1)))  # one pass, and no other memory
+    return bool(value.double().isfinite().all())
+
+
+class Contents:
+    """Moves values between plain tensors and their homes.  Nothing else may run meanwhile."""
+
+    def __init__(self, layout: Layout, arenas: Arenas, direct: DirectAccess) -> None:
+        self._layout, self._arenas, self._direct = layout, arenas, direct
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def fill(
+        self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
+    ) -> bool:
+        """Writes weights, masters and state of a unit's parameters; whether all that it wrote of
+        what is trained is finite.
+
+        ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
+        fp32, which are stored in their format), or ``None`` to leave it as it is.  ``first``:
+        nothing was there before.
+        """
+        item, finite = Item(Kind.WEIGHTS, unit), True
+        place = self._direct.place(item) if first else self._direct.load(item)
+        if first:
+            self._arenas.bytes_of(place).zero_()
+        for number, chunk in enumerate(self._layout.units[unit].chunks):
+            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+            fields: dict[int, dict[str, torch.Tensor]] = {}  # by parameter, what goes to records
+            names = {
+                field.name
+                for subgroup in self._layout.subgroups[unit]
+                if subgroup.chunk == number
+                for field in subgroup.fields
+            }
+            keeps = not first and chunk.group is not None and chunk.dtype != torch.float32
+            masters: dict[str, torch.Tensor] = {}  # as they were
+            for spec in chunk.params:
+                values = value_of(spec)
+                if values is None:
+                    continue
+                weight = flat[spec.offset : spec.offset + spec.numel]
+                before = weight.cpu().clone() if keeps else None
+                new = self._fill_param(chunk, spec, values, weight, names, first=first)
+                given = values.get("weight")  # in another dtype it is a master itself
+                if before is not None and given is not None and given.dtype == before.dtype:
+                    masters = masters or self._gather(unit, number, chunk, masters=True)
+                    _keep_masters(spec, masters, before.eq(weight.cpu()), new)
+                if chunk.group is not None:
+                    finite &= all(is_finite(part) for part in (weight, *new.values()))
+                    fields[spec.index] = new
+            if fields:
+                self._fill_state(unit, number, fields, first=first)
+        self._direct.store(item, first=first)
+        return finite
+
+    def _fill_param(
+        self, chunk: Chunk, spec: ParamSpec, values: Values, weight: torch.Tensor,
+        names: set[str], *, first: bool,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Writes a parameter's weight; returns what goes to its records, which have ``names``:
+        zeroes only where something was before."""
+        kept = chunk.group is not None and chunk.dtype != torch.float32
+        fields: dict[str, torch.Tensor] = {}
+        for name, value in values.items():
+            if name == "weight" and not kept:
+                weight.copy_(flat_like(spec, value, chunk.dtype))
+                continue
+            if name == "weight":
+                stored = self._fill_weight(chunk, spec, value, weight, names, first=first)
+            else:
+                stored = {name: flat_like(spec, value, torch.float32)}
+            fields.update({k: part for k, part in stored.items() if not first or part.any()})
+        return fields
+
+    @staticmethod
+    def _fill_weight(
+        chunk: Chunk, spec: ParamSpec, value: torch.Tensor, weight: torch.Tensor,
+        names: set[str], *, first: bool,
+    ) -> Values:  # fmt: skip
+        """Writes a weight that has a master; returns what the master's record gets."""
+        if value.dtype == chunk.dtype == torch.bfloat16 and "master" not in names:
+            weight.copy_(flat_like(spec, value, chunk.dtype))
+            return (
+                {}
+                if first
+                else {"master_lo": torch.zeros(weight.shape, dtype=torch.int16, device="cpu")}
+            )
+        master = flat_like(spec, value, torch.float32)
+        if chunk.dtype != torch.bfloat16:
+            weight.copy_(master.to(chunk.dtype))
+            return {"master": master}
+        high, low = split_master(master)
+        weight.copy_(high)
+        return {"master": master} if "master" in names else {"master_lo": low}
+
+    def _fill_state(
+        self, unit: int, number: int, fields: Mapping[int, Mapping[str, torch.Tensor]], *,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """Stores what parameters of a chunk gave, by their index; all else stays as it is."""
+        given = {name for parts in fields.values() for name in parts}
+        specs = [spec for spec in self._layout.units[unit].chunks[number].params
+                 if spec.index in fields]  # fmt: skip
+        for subgroup in self._layout.subgroups[unit]:
+            if subgroup.chunk != number:
+                continue
+            wanted = {field.name for field in subgroup.fields} & given
+            item = Item(Kind.STATE, subgroup.index)
+            if first and not wanted:
+                if not self._direct.starts_clear(subgroup.index):
+                    self._arenas.bytes_of(self._direct.place(item)).zero_()
+                continue
+            place = self._direct.place(item) if first else self._direct.load(item)
+            if first:
+                self._arenas.bytes_of(place).zero_()
+            record = self._record(place, subgroup)
+            for spec in specs:
+                self._fill_record(subgroup, record, spec, fields[spec.index])
+            for field in subgroup.fields:
+                target = self._arenas.typed(place, field.offset, field.dtype, field.numel)
+                target.copy_(record[field.name])
+            self._direct.store(item, first=first)
+
+    @staticmethod
+    def _fill_record(
+        subgroup: Subgroup,
+        record: Mapping[str, torch.Tensor],
+        spec: ParamSpec,
+        fields: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Stores one parameter's part of a subgroup; what ``fields`` lacks stays as it is."""
+        part = _part(subgroup, record, spec)
+        if part is None:
+            return
+        low, stored = part
+        moments = [f.name for f in subgroup.fields if f.name not in MASTERS and f.block == 1]
+        for name in stored.keys() & fields.keys():
+            start, numel = low - spec.offset, stored[name].numel()
+            value = fields[name][start : start + numel]
+            if name in MASTERS:
+                stored[name].copy_(value)
+            else:
+                write_moment(value, stored, name, Noise(start, moments.index(name), 0))
+
+    def _record(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
+        """A copy of a record's fields, by name, on the CPU."""
+        return {
+            f.name: self._arenas.typed(place, f.offset, f.dtype, f.numel).cpu().clone()
+            for f in subgroup.fields
+        }
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def is_finite(self, unit: int) -> bool:
+        """Whether all weights, masters and moments are that are trained in a unit."""
+        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        for chunk in self._layout.units[unit].chunks:
+            if chunk.group is None:
+                continue
+            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+            for spec in chunk.params:
+                if not is_finite(flat[spec.offset : spec.offset + spec.numel]):
+                    return False
+        moments = (value for _, values in self.state(unit) for value in values.values())
+        masters = (value for _, value in self.masters(unit))
+        return all(is_finite(value) for value in (*masters, *moments))
+
+    def state(self, unit: int) -> Iterator[tuple[ParamSpec, dict[str, torch.Tensor]]]:
+        """The moments of every trained parameter of a unit, fp32 whatever their format.
+
+        Masters are left out: ``masters`` gives them.
+        """
+        for number, chunk in enumerate(self._layout.units[unit].chunks):
+            if chunk.group is None:
+                continue
+            moments = self._gather(unit, number, chunk, masters=False)
+            for spec in chunk.params:
+                yield (
+                    spec,
+                    {
+                        name: flat[spec.offset : spec.offset + spec.numel]
+                        .clone()
+                        .as_strided(spec.shape, spec.stride)
+                        for name, flat in moments.items()
+                    },
+                )
+
+    def masters(
+        self, unit: int, *, stored: bool = False
+    ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """The exact fp32 value of every trained parameter of a unit; ``stored``: of those alone
+        whose weights are not that."""
+        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        for number, chunk in enumerate(self._layout.units[unit].chunks):
+            if chunk.group is None:
+                continue
+            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+            weights = flat.cpu().clone()
+            fields = self._gather(unit, number, chunk, masters=True)
+            if stored and not fields:
+                continue
+            if "master_lo" in fields:
+                exact = join_master(weights, fields["master_lo"])
+            else:
+                exact = fields.get("master", weights.float())
+            for spec in chunk.params:
+                value = exact[spec.offset : spec.offset + spec.numel].clone()
+                yield spec, value.as_strided(spec.shape, spec.stride)
+
+    def exact(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """The exact value of every parameter of a unit: its master, else its weight."""
+        yield from self.masters(unit)
+        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        for chunk in self._layout.units[unit].chunks:
+            if chunk.group is None:
+                flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+                for spec in chunk.params:
+                    value = flat[spec.offset : spec.offset + spec.numel].cpu().clone()
+                    yield spec, value.as_strided(spec.shape, spec.stride)
+
+    def _gather(
+        self, unit: int, number: int, chunk: Chunk, *, masters: bool
+    ) -> dict[str, torch.Tensor]:
+        """By name, a chunk's masters as they are stored, or its moments in fp32."""
+        gathered: dict[str, torch.Tensor] = {}
+        for subgroup in self._layout.subgroups[unit]:
+            names = [
+                f.name for f in subgroup.fields if (f.name in MASTERS) == masters and f.block == 1
+            ]
+            if subgroup.chunk != number or not names:
+                continue
+            record = self._record(self._direct.load(Item(Kind.STATE, subgroup.index)), subgroup)
+            for name in names:
+                dtype = record[name].dtype if masters else torch.float32
+                whole = gathered.setdefault(
+                    name, torch.zeros(chunk.numel, dtype=dtype, device="cpu")
+                )
+                span = slice(subgroup.start, subgroup.start + subgroup.count)
+                whole[span] = record[name] if masters else read_moment(record, name)
+        return gathered
+
+
+def _keep_masters(
+    spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor,
+    fields: dict[str, torch.Tensor],
+) -> None:  # fmt: skip
+    """An element of a weight that is given the value it has (``same``) keeps its master: what was
+    not changed is not rounded."""
+    for name in MASTERS:
+        if name in fields:
+            old = masters[name][spec.offset : spec.offset + spec.numel]
+            fields[name] = torch.where(same, old, fields[name])
+
+
+def _part(
+    subgroup: Subgroup, record: Mapping[str, torch.Tensor], spec: ParamSpec
+) -> tuple[int, dict[str, torch.Tensor]] | None:
+    """Where in the chunk a subgroup's part of a parameter starts, and its fields; ``None`` if the
+    parameter does not reach into it."""
+    low = max(spec.offset, subgroup.start)
+    high = min(spec.offset + spec.numel, subgroup.start + subgroup.count)
+    if low >= high:
+        return None
+    inside = (low - subgroup.start, high - subgroup.start)
+    return low, {f.name: record[f.name][f.span(*inside)] for f in subgroup.fields}

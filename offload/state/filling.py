@@ -1,0 +1,107 @@
+"""Moves a model's weights and state to their homes, and frees the originals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..engine import Engine
+from ..schedule.units import ParamSpec, Unit
+from ..training import torch_private
+from ..training.parameters import managed
+from .importing import open_weights
+from .loading import default_init, initialise, match_files, values_of_unit
+
+log = logging.getLogger("overspill")
+
+
+class Taken:
+    """What was taken from a model whose weights are in the engine alone; to be given back if it
+    cannot be wrapped.
+
+    None of its parameters then holds NaN unsaid: those whose exact values the engine has get them
+    back, the others go to ``meta``, where using them raises.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device]] = {}  # by parameter
+        self._values: dict[int, torch.Tensor] = {}
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def move_buffers(self) -> None:
+        """Brings every buffer to the device."""
+        device = self._engine.accelerator.device
+        for module in self._model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                if buffer.device != device:
+                    self._buffers.append((module, name, buffer))
+                    setattr(module, name, buffer.to(device))
+
+    def free(self, unit: Unit, *, theirs: bool) -> None:
+        """Frees the originals of a unit: its parameters keep their shape, and hold one NaN.
+        ``theirs``: the engine has the values that they had."""
+        stubs = self._engine.residences.stubs.of(unit)
+        for (_, spec), stub in zip(unit.params, stubs, strict=True):
+            p = self._engine.parts.parameters[spec.index]
+            self._was[spec.index] = spec, p.dtype, p.device if theirs else torch.device("meta")
+            torch_private.become(p, stub)
+
+    def read(self) -> None:
+        """Copies to the host what is to be given back; to be called before the engine ends."""
+        wanted = {index for index, (_, _, device) in self._was.items() if device.type != "meta"}
+        for unit in self._engine.parts.units:
+            if wanted.intersection(spec.index for _, spec in unit.params):
+                for spec, value in self._engine.contents.exact(unit.index):
+                    self._values[spec.index] = value
+
+    def give_back(self) -> None:
+        """Undoes all, once the engine has ended."""
+        for module, name, buffer in self._buffers:
+            setattr(module, name, buffer)
+        lost = 0
+        for index, (spec, dtype, device) in self._was.items():
+            p, value = self._engine.parts.parameters[index], self._values.pop(index, None)
+            if value is None or torch.promote_types(value.dtype, dtype) != value.dtype:
+                lost += device.type != "meta"
+                value = torch.empty_strided(spec.shape, spec.stride, device="meta")
+                device = value.device
+            if (known := managed(p)) is not None:  # a part of the model was hooked up
+                known.release(p, torch.empty(0, dtype=dtype, device="cpu"))
+            torch_private.become(p, value.to(device, dtype))
+        if lost:
+            log.error(
+                "overspill: the weights of %d parameters could not be given back; they are on the "
+                "meta device now: build the model again", lost,
+            )  # fmt: skip
+
+
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, taken: Taken) -> None:
+    """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
+    taken.move_buffers()
+    parts, config = engine.parts, engine.config
+    files = None if config.weights is None else open_weights(config.weights)
+    names = {} if files is None else match_files(files, model, parts)
+    init = config.init or default_init(model)
+    for index, p in enumerate(parts.parameters):
+        rule = engine.blueprint.rule_of(index)
+        if rule is not None:
+            engine.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+    for unit in parts.units:
+        specs = {spec.index: spec for _, spec in unit.params}
+        made: Mapping[int, torch.Tensor] = {}
+        if files is None and any(parts.parameters[i].is_meta for i in specs):
+            made = initialise(parts.found[unit.index], specs, parts, init)
+
+        def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
+            if files is not None:
+                return files.load(names[index])
+            return made.get(index, parts.parameters[index].data)
+
+        values = values_of_unit(engine.blueprint.rules, parts, optimizer, weight_of)
+        if not engine.contents.fill(unit.index, values, first=True):
+            engine.spoiled(unit.index)
+        taken.free(unit, theirs=files is None)

@@ -1,0 +1,271 @@
+"""Full, current weights for whoever reads or changes them from outside: one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import OffloadError
+from ..movement.executor import Executor
+from ..planning.partition import Partition
+from ..schedule.ledger import Ledger
+from ..schedule.units import ParamSpec
+from ..training import parameters, torch_private
+from ..training.callers import callers
+from ..training.residences import Residences
+from ..training.stepping import Stepping
+from .contents import Contents, Parts, Values
+
+
+@dataclass(eq=False)
+class _Loan:
+    """The copy of a weight that all tensors lie over which others have made of the parameter;
+    ``version`` is the unit's when the copy was last the same as the weight."""
+
+    watched: torch_private.Watched
+    version: int
+
+    @property
+    def copy(self) -> torch.Tensor:
+        return self.watched.tensor
+
+
+class Weights:
+    """See ``parameters.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
+    and changes them, as in plain PyTorch: ``settle`` makes both true."""
+
+    def __init__(
+        self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
+        contents: Contents, ledger: Ledger,
+        editing: Callable[[Parts], AbstractContextManager[Callable[[int], None]]],
+        tidy: Callable[[], None], require_trainer: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``editing``: inside of what it gives for parts of units, nothing moves; ``tidy`` closes
+        what an interrupted forward, backward or read has left open; ``require_trainer`` raises in a
+        thread that does not train."""
+        self._parts, self._executor, self._residences = parts, executor, residences
+        self._stepping, self._contents, self._ledger = stepping, contents, ledger
+        self._editing, self._tidy, self._require_trainer = editing, tidy, require_trainer
+        self._loans: dict[int, _Loan] = {}
+
+    def name(self, index: int) -> str:
+        """The parameter's name in the model."""
+        unit = self._parts.units[self._parts.unit_of[index]]
+        return next(spec.name for _, spec in unit.params if spec.index == index)
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy of a parameter's current weight, on its device, in its own strides."""
+        self._begin()
+        return self._read(index)
+
+    def _begin(self) -> None:
+        self._executor.raise_failure()
+        if not any(frame.f_code is Weights._read.__code__ for frame in callers()):
+            self._tidy()  # no signal handler amid another read
+        self.settle()
+
+    def _read(self, index: int) -> torch.Tensor:
+        self._executor.raise_failure()  # after a failed update memory may hold two steps
+        self._require_trainer()
+        unit = self._parts.unit_of[index]
+        with torch.inference_mode(False), torch.no_grad(), self._stepping.reading(unit):
+            return self._residences.weight(index).clone()
+
+    def borrow(self, index: int) -> torch.Tensor:
+        """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
+        self._begin()
+        loan = self._loans.get(index)
+        return self._read(index) if loan is None else loan.copy.detach()
+
+    def lend(self, index: int, copy: torch.Tensor) -> None:
+        """Somebody has a tensor over ``copy``, which was borrowed, and may change it."""
+        if index not in self._loans:
+            watched = torch_private.Watched(copy.detach())
+            self._loans[index] = _Loan(watched, self._now(index))
+
+    def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
+        """What torch has put into a state dict, as a copy: what is done to it is not done to the
+        weights."""
+        if isinstance(found, parameters.Hidden):
+            return self.read(index)
+        self.settle()
+        loan = self._loans.get(index)
+        if (
+            loan is not None
+            and torch_private.is_alone(loan.copy, 1)
+            and torch_private.storage_key(loan.copy) == torch_private.storage_key(found)
+        ):
+            del self._loans[index]  # made for this, and nobody else has it
+            return found
+        return found.detach().clone()
+
+    # -- loans ----------------------------------------------------------------------------------
+
+    def _now(self, index: int) -> int:
+        return self._ledger.versions[self._parts.unit_of[index]]
+
+    def settle(self, units: Container[int] | None = None) -> None:
+        """What was changed in copies that were lent is changed in the weights; what the weights are
+        by now, the copies are; copies that nobody has any more are forgotten.  ``units``: of these
+        alone.
+
+        Raises:
+            OffloadError: a copy was changed after an update had changed the weights.
+        """
+        if not self._loans:
+            return
+        asked = {index: loan for index, loan in self._loans.items()
+                 if units is None or self._parts.unit_of[index] in units}  # fmt: skip
+        edited = {index: loan for index, loan in asked.items() if loan.watched.changed}
+        late = [index for index, loan in edited.items() if loan.version != self._now(index)]
+        if late:
+            self.renew()
+            raise OffloadError(
+                f"a tensor over the weights of {', '.join(map(self.name, late))} was changed in "
+                "place after update='backward' had changed the weights, and the change is lost; "
+                "change weights between step() and the next backward()"
+            )
+        if edited:
+            self._write({index: loan.copy for index, loan in edited.items()})
+        if units is None:
+            self._forget()
+        for index in asked.keys() & self._loans.keys():
+            loan = self._loans[index]
+            if loan.version != self._now(index):
+                self._renew(index, loan)
+
+    def refuse_joined(self) -> None:
+        """Raises if two trained parameters lie over the same memory, as after ``a.data = b.data``:
+        each would be updated, and in plain PyTorch both updates change both.
+
+        Raises:
+            OffloadError: two do.
+        """
+        seen: dict[int, list[int]] = {}
+        for index, loan in self._loans.items():
+            if self._parts.groups[index] is not None:
+                seen.setdefault(torch_private.storage_key(loan.copy), []).append(index)
+        for indices in seen.values():
+            ends = 0
+            for start, end, index in sorted((*self._span(i), i) for i in indices):
+                if start < ends:
+                    raise OffloadError(
+                        f"{self.name(index)} lies over the same memory as another trained "
+                        "parameter (p.data = ...); tie parameters before wrap, or copy"
+                    )
+                ends = end
+
+    def _span(self, index: int) -> tuple[int, int]:
+        copy = self._loans[index].copy
+        first = int(copy.storage_offset()) * copy.element_size()
+        return first, first + copy.nbytes
+
+    def renew(self) -> None:
+        """The copies that others have become what the weights are, whatever was done to them."""
+        self._forget()
+        for index, loan in list(self._loans.items()):
+            self._renew(index, loan)
+
+    def _forget(self) -> None:
+        """Forgets copies over whose memory nobody has a tensor any more, but for other loans; not
+        where two parameters have the same one."""
+        keys = {i: torch_private.storage_key(loan.copy) for i, loan in self._loans.items()}
+        lent = Counter(keys.values())
+        starts = Counter((keys[i], loan.copy.data_ptr()) for i, loan in self._loans.items())
+        over = [i for i, loan in self._loans.items()
+                if torch_private.is_alone(loan.copy, lent[keys[i]] - 1)
+                and starts[keys[i], loan.copy.data_ptr()] == 1]  # fmt: skip
+        for index in over:
+            del self._loans[index]
+
+    def _renew(self, index: int, loan: _Loan) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            loan.copy.copy_(self._read(index))
+        self._same(index, loan)
+
+    def _same(self, index: int, loan: _Loan) -> None:
+        loan.watched.accept()
+        loan.version = self._now(index)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Another weight for one parameter; its master follows."""
+        self.write_all({index: value})
+
+    def write_all(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Writes weights (and their masters, exactly) by parameter index.
+
+        Raises:
+            OffloadError: a unit among them runs, or this step's backward has updated it already.
+        """
+        self.settle()
+        others = {i: value for i, value in values.items() if not self._is_lent(i, value)}
+        if others:  # those that are lent are written now
+            self._write(others)
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """As ``p.data = value``: what others have tensors over is theirs from now on, and keeps its
+        values; what they do to ``value`` they do to the weight."""
+        self._begin()
+        loan = self._loans.pop(index, None)
+        try:
+            self._write({index: value})
+        except BaseException:
+            if loan is not None:
+                self._loans[index] = loan
+            raise
+        self.lend(index, value)
+
+    def require_writable(self, units: Iterable[int]) -> None:
+        """Raises if weights of units cannot be changed now.
+
+        Raises:
+            OffloadError: one of them runs, or this step's backward has updated it already.
+        """
+        self._tidy()
+        for unit in units:
+            if self._residences.uses[unit]:
+                name = self._parts.units[unit].name
+                raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
+            self._stepping.refuse_edit(unit)
+
+    def _is_lent(self, index: int, value: torch.Tensor) -> bool:
+        loan = self._loans.get(index)
+        return loan is not None and torch_private.same_memory(loan.copy, value)
+
+    def _write(self, values: Mapping[int, torch.Tensor]) -> None:
+        self._executor.raise_failure()
+        parts: dict[int, list[int]] = {}
+        for index in sorted(values, key=self._parts.unit_of.__getitem__):
+            parts.setdefault(self._parts.unit_of[index], []).append(index)
+        units = list(parts)
+        self.require_writable(units)
+        # What is read elsewhere is read before all else stands still.
+        given = {index: value.detach() for index, value in values.items()}
+        with torch.inference_mode(False), torch.no_grad(), self._editing(parts) as spoil:
+            for unit in units:
+                if not self._contents.fill(unit, _given(given), first=False):
+                    spoil(unit)
+                self._stepping.changed(unit, parts[unit])
+        for index, loan in self._loans.items():
+            if self._parts.unit_of[index] not in units:
+                continue
+            if index in given and not torch_private.same_memory(loan.copy, given[index]):
+                with torch.inference_mode(False), torch.no_grad():
+                    loan.copy.copy_(given[index])
+            self._same(index, loan)
+
+
+def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:
+    def value_of(spec: ParamSpec) -> Values | None:
+        value = values.get(spec.index)
+        return None if value is None else {"weight": value}
+
+    return value_of

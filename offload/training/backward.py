@@ -1,0 +1,77 @@
+"""Which units a backward pass has open, and when a backward pass is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..facts.trace import Trace
+from . import torch_private
+from .residences import Residences
+
+
+class Backward:
+    """Keeps one unit open at a time; tells ``over`` when the last open graph task has ended.
+
+    With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
+    """
+
+    def __init__(
+        self, residences: Residences, trace: Trace, begin: Callable[[], None],
+        over: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """``begin`` is called when the first graph task has begun: what was changed by then in
+        weights is told to the graphs."""
+        self._residences, self._trace, self._begin, self._over = residences, trace, begin, over
+        self._units: list[int] = []
+        self._tasks: set[int] = set()
+
+    def opened(self) -> None:
+        """A graph task is running: makes sure to hear of its end."""
+        task = torch_private.current_graph_task()
+        if not self._trace.computing:
+            self._trace.compute_resume("backward")
+        if task >= 0 and task not in self._tasks:
+            if not self._tasks:
+                self._begin()
+            self._tasks.add(task)
+            torch_private.at_end_of_backward(lambda: self._closed(task))
+
+    def _closed(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._finish()
+
+    def enter(self, unit: int) -> None:
+        """Backward has come to ``unit``; the ones before it are let go."""
+        self.opened()
+        if unit in self._units:
+            return
+        self._let_go()
+        self._residences.enter(unit)
+        self._units.append(unit)
+
+    def recomputes(self, unit: int) -> None:
+        """A checkpoint is about to run the forward of ``unit`` again: the others are let go, else
+        more of them would be open than a forward or a backward needs."""
+        for other in [each for each in self._units if each != unit]:
+            self.leave(other)
+
+    def leave(self, unit: int) -> None:
+        """All gradients of ``unit`` are there: its weights are of no more use."""
+        if unit in self._units:
+            self._units.remove(unit)
+            self._residences.leave(unit)
+
+    def _let_go(self) -> None:
+        while self._units:
+            self._residences.leave(self._units.pop())
+
+    def _finish(self) -> None:
+        self._let_go()
+        self._over()
+
+    def abandon(self) -> None:
+        """An exception ended the last backward without a word."""
+        if self._tasks or self._units:
+            self._tasks.clear()
+            self._finish()

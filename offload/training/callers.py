@@ -1,0 +1,31 @@
+"""Who calls: the frames of this thread, for what must know amid of what it runs."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType
+
+
+def callers() -> list[FrameType]:
+    """The frames that led to the function that asks, itself left out, innermost first."""
+    found: list[FrameType] = []
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = None if frame is None else frame.f_back
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def amid_engine() -> bool:
+    """Whether the caller of the function that asks came, as a signal handler or by the collector,
+    amid work of the engine: that holds locks, and has told only a part of what it does."""
+    return any(frame.f_globals.get("__name__", "").startswith(_AMID) for frame in callers()[1:])
+
+
+_PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
+_AMID = tuple(
+    f"{_PACKAGE}.{name}"
+    for name in ("engine", "movement", "training", "state", "durable.committing", "durable.meta")
+)

@@ -1,0 +1,420 @@
+"""Gradients on their way out: collected as they appear, gathered flat per unit, handed over.
+
+``p.grad`` is the truth at every moment: a plain tensor in the hook is fresh, the wrapper means
+that more is added to what is there, ``None`` at the step skips the parameter, and a tensor of the
+user's is copied in.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..facts.tier import Tier
+from ..movement.accelerators.base import Accelerator
+from ..movement.executor import Executor
+from ..movement.updates import Arrived, Updater
+from ..planning.partition import Partition
+from ..schedule.arena import Place
+from ..schedule.ledger import Ledger
+from ..schedule.messages import GradLost, GradReady, GradRoom
+from ..schedule.units import PARAM_ALIGN
+from . import torch_private
+from .backward import Backward
+from .gradient_tensor import OffloadedGradient
+from .handles import all_or_none, remove_all
+
+
+class _Pending:
+    """A unit's gradients that have appeared and are not gathered yet, by parameter index; and the
+    streams that made them."""
+
+    __slots__ = ("added", "fresh", "streams")
+
+    def __init__(self) -> None:
+        self.fresh: dict[int, torch.Tensor] = {}
+        self.added: dict[int, torch.Tensor] = {}
+        self.streams: set[Hashable] = set()
+
+
+class EarlyUpdates(Protocol):
+    """Who decides about updates while backward runs."""
+
+    def may_update(self, unit: int, over: bool) -> bool: ...
+
+    def begin_early(self, unit: int, params: Sequence[int]) -> None: ...
+
+    def refuse_updated(self, unit: int) -> None: ...
+
+
+class GradientCollector:
+    """One per engine.  ``early`` is asked, when a unit is gathered, whether to update it now.
+
+    ``zeroed``: parameters whose gradient was set to zero in place; ``consumed``: those whose
+    gradient an update in backward has used up; ``torn``: those of a unit that was being gathered
+    when an exception came.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        ledger: Ledger,
+        executor: Executor,
+        accelerator: Accelerator,
+        updater: Updater,
+        backward: Backward,
+        early: EarlyUpdates,
+        transient: bool,
+        make_grad: Callable[[int], OffloadedGradient],
+    ) -> None:
+        self.parts, self.executor, self.accelerator = parts, executor, accelerator
+        self._ledger, self._updater, self._backward = ledger, updater, backward
+        self._early, self._transient, self._make_grad = early, transient, make_grad
+        self.pending: dict[int, _Pending] = {}
+        self._wrappers: dict[int, OffloadedGradient] = {}
+        self.trained: list[tuple[int, ...]] = [
+            tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
+            for unit in parts.units
+        ]
+        self.zeroed: set[int] = set()
+        self.consumed: set[int] = set()
+        self.torn: set[int] = set()
+        self.taken: dict[int, int] = {}  # how often a fresh gradient came
+        self.appeared_any = False  # since it was last set so
+        self._told = [0] * len(parts.units)  # how often gradients were handed over
+        self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
+        self._handles: list[Any] = []
+        me = weakref.ref(self)
+        with all_or_none(self._handles):
+            for indices in self.trained:
+                for index in indices:
+                    self._hook(me, index)
+
+    def _hook(self, me: weakref.ref[GradientCollector], index: int) -> None:
+        def fired(p: torch.Tensor) -> None:
+            collector = me()
+            if collector is not None:
+                collector.appeared(index, p)
+
+        p = self.parts.parameters[index]
+        self._handles.append(p.register_post_accumulate_grad_hook(fired))
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        remove_all(self._handles)
+        self._own.clear()
+
+    # -- appearance -----------------------------------------------------------------------------
+
+    def appeared(self, index: int, p: torch.Tensor) -> None:
+        """Autograd has accumulated into ``p.grad``."""
+        grad = p.grad
+        self._backward.opened()
+        self.appeared_any = True
+        if grad is None:
+            return
+        if not isinstance(grad, OffloadedGradient):
+            self._take(index, p, grad)
+        unit = self.parts.unit_of[index]
+        pending = self.pending.get(unit)
+        if pending is not None and len(pending.fresh) + len(pending.added) == len(
+            self.trained[unit]
+        ):
+            self._backward.leave(unit)
+            self.deliver(unit, over=False)
+
+    def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """Replaces a fresh gradient by the wrapper, and keeps it until the unit is gathered."""
+        if grad.layout is not torch.strided:
+            raise OffloadError(
+                f"parameter {self._name(index)!r} got a {grad.layout} gradient; overspill keeps "
+                "dense gradients only (for an embedding: sparse=False)"
+            )
+        unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
+        pending = self._pending_of(unit)
+        pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
+        pending.fresh[index] = grad.detach()
+        self._renew(index)
+        self.taken[index] = self.taken.get(index, 0) + 1
+        p.grad = None
+        if index not in self._wrappers:
+            self._wrappers[index] = self._make_grad(index)
+        elif sys.getrefcount(self._wrappers[index]) > 2:  # somebody has kept the last one
+            self._wrappers[index].gone = True
+            self._wrappers[index] = self._make_grad(index)
+        p.grad = self._wrappers[index]
+
+    def _pending_of(self, unit: int) -> _Pending:
+        """Where a gradient of a unit goes, that the calling thread's stream has made."""
+        pending = self.pending.setdefault(unit, _Pending())
+        pending.streams.add(self.accelerator.stream())
+        return pending
+
+    def _renew(self, index: int) -> None:
+        """A parameter's earlier gradient is of no more account."""
+        self._ledger.renew(index)
+        self.zeroed.discard(index)
+        self.consumed.discard(index)
+        self.torn.discard(index)
+
+    def zero(self, index: int) -> None:
+        """``p.grad.zero_()``: nothing is written before somebody wants the zeroes."""
+        pending = self.pending.get(self.parts.unit_of[index])
+        if pending is not None:
+            pending.fresh.pop(index, None)
+            pending.added.pop(index, None)
+        self._renew(index)
+        self.zeroed.add(index)
+
+    def replace(self, index: int, value: torch.Tensor) -> None:
+        """Another gradient takes the place of a parameter's zeroes."""
+        unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
+        self._renew(index)
+        self._pending_of(unit).fresh[index] = value.detach().clone()
+
+    def _zeroes(self, unit: int) -> None:
+        """The unit is about to be gathered: zeroes that nothing was added to are gradients too."""
+        for index in self.zeroed.intersection(self.trained[unit]):
+            if self.live(index):
+                self.replace(index, torch.zeros_like(self.parts.parameters[index]))
+            self.zeroed.discard(index)
+
+    def add(self, index: int, grad: torch.Tensor) -> None:
+        """``p.grad.add_(grad)``: autograd accumulates into the wrapper."""
+        if index in self.zeroed:
+            self.replace(index, grad)
+            return
+        self._ledger.squares.pop(index, None)
+        unit = self.parts.unit_of[index]
+        self._early.refuse_updated(unit)
+        pending = self._pending_of(unit)
+        if index in pending.fresh:
+            pending.fresh[index] = pending.fresh[index] + grad
+        elif index in pending.added:
+            pending.added[index] = pending.added[index] + grad
+        else:
+            pending.added[index] = grad.detach().clone()
+
+    def awaits(self, index: int) -> bool:
+        """Whether a gradient of this backward has appeared and is not gathered yet."""
+        pending = self.pending.get(self.parts.unit_of[index])
+        return pending is not None and (index in pending.fresh or index in pending.added)
+
+    def _name(self, index: int) -> str:
+        unit = self.parts.units[self.parts.unit_of[index]]
+        return next(spec.name for _, spec in unit.params if spec.index == index)
+
+    def live(self, index: int) -> bool:
+        """Whether ``p.grad`` is the wrapper, so that the engine holds its gradient."""
+        grad = self.parts.parameters[index].grad
+        return grad is not None and grad is self._wrappers.get(index)
+
+    # -- delivery -------------------------------------------------------------------------------
+
+    def deliver_all(self, *, over: bool = True) -> None:
+        """Gathers whatever has appeared; ``over``: backward has ended."""
+        for unit in list(self.pending):
+            self.deliver(unit, over=over)
+
+    def deliver_now(self) -> None:
+        """Gathers whatever has appeared, for somebody who looks at gradients.
+
+        Raises:
+            OffloadError: a backward runs that uses its gradients up.
+        """
+        inside = torch_private.in_backward()
+        self.deliver_all(over=not inside)
+        if inside and self._transient and self.pending:
+            raise OffloadError(
+                "gradients are looked at while a backward runs that applies them as they come "
+                "(update='backward'); use update='next_forward' where hooks need p.grad"
+            )
+
+    def deliver(self, unit: int, *, over: bool) -> None:
+        """Gathers one unit's gradients into its slot and hands them over.
+
+        ``over``: backward has ended.  Where gradients have no home, they stay pending until the
+        update may consume them.
+        """
+        self._zeroes(unit)
+        pending = self._still_wanted(unit)
+        if pending is None:
+            return
+        others = [
+            i
+            for i in self.trained[unit]
+            if i not in pending.fresh and i not in pending.added and self.live(i)
+        ]
+        merge = bool(others or pending.added)
+        update = not others and self._early.may_update(unit, over)
+        if not update and self._transient:
+            return
+        try:
+            if update:
+                self._early.begin_early(unit, (*pending.fresh, *pending.added))
+            del self.pending[unit]
+            with torch.inference_mode(False), torch.no_grad():
+                on_slot, settled = self._hand_over(unit, pending, merge)
+            if not on_slot and (merge or self.executor.machine.layout.converts[unit]):
+                self._updater.arrived(unit, Arrived(tuple(pending.fresh), tuple(pending.added)))
+            self._told[unit] += 1
+            self.executor.tell(GradReady(unit, merge, update, settled))
+        except BaseException:
+            # Nobody can tell how far it came.
+            self.torn.update(self.trained[unit])
+            self.pending.pop(unit, None)
+            if not self.executor.failed:
+                self.executor.tell(GradLost(unit))
+            raise
+
+    def _still_wanted(self, unit: int) -> _Pending | None:
+        """What has appeared for a unit, but for gradients that were dropped since (``p.grad`` is
+        another or none): those of a backward that did not end."""
+        pending = self.pending[unit]
+        for found in (pending.fresh, pending.added):
+            for index in [i for i in found if not self.live(i)]:
+                del found[index]
+        if pending.fresh or pending.added:
+            return pending
+        del self.pending[unit]
+        return None
+
+    def _hand_over(self, unit: int, pending: _Pending, merge: bool) -> tuple[bool, bool]:
+        """Gathers into the place where the gradients are wanted.
+
+        Returns:
+            Whether that is where they are kept, and whether nothing is left to be done there.
+        """
+        place = self.executor.gradient_home(unit, self._told[unit])
+        if place is None:
+            place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
+        assert place is not None
+        on_slot = self._in_host_layout(unit)
+        if self.accelerator.has_device_memory:
+            self.executor.compute_waits_for(place, "copy_out")
+            self.accelerator.used(self.executor.arenas.bytes_of(place))
+        self.accelerator.join(pending.streams, pending.fresh.values())
+        self._gather(unit, pending, place, on_slot)
+        settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
+        if settled and self._updater.measures:
+            self._updater.measure(unit, place)
+        if self.accelerator.has_device_memory:
+            self.executor.mark_device_use(place, self.accelerator.record())
+            self.mark_resident(unit)
+        return on_slot, settled
+
+    def refuse_torn(self, params: Collection[int]) -> None:
+        """Raises when one of the gradients was lost to an exception."""
+        lost = self.torn.intersection(params)
+        if lost:
+            raise OffloadError(
+                f"the gradient of {self._name(min(lost))!r} was being gathered when an exception "
+                "came, and is not whole; zero_grad(), and run forward and backward again"
+            )
+
+    def mark_resident(self, unit: int) -> None:
+        """A resident unit's compute is over for now: an update of its weights waits for it.
+
+        Compute may not have used it since the last update, as where its gradients were left at
+        zero: what brought those weights comes first all the same.
+        """
+        home = self.executor.machine.layout.homes[unit]
+        if home.device_place is not None:
+            self.executor.compute_waits_for(home.device_place, "copy_in")
+            self.accelerator.used(self.executor.arenas.bytes_of(home.device_place))
+            self.executor.mark_device_use(home.device_place, self.accelerator.record())
+
+    def _in_host_layout(self, unit: int) -> bool:
+        """Whether gradients are gathered straight to where they are kept."""
+        home = self.executor.machine.layout.homes[unit]
+        return not self.accelerator.has_device_memory or home.grads is Tier.DEVICE
+
+    def _gather(self, unit: int, pending: _Pending, place: Place, on_slot: bool) -> None:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, view in self._targets(unit, place, on_slot):
+            value = pending.fresh.get(index, pending.added.get(index))
+            if value is None:
+                continue
+            if on_slot and index not in pending.fresh:
+                view.add_(value)
+            else:
+                targets.append(view)
+                sources.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _targets(self, unit: int, place: Place, on_slot: bool) -> list[tuple[int, torch.Tensor]]:
+        """Where in ``place`` each parameter's gradient goes; what lies between them is zeroed.
+
+        Those of a place that is the unit's own for good are made once.
+        """
+        if unit in self._own:
+            return self._own[unit]
+        made: list[tuple[int, torch.Tensor]] = []
+        for number, chunk in enumerate(self.parts.units[unit].chunks):
+            if chunk.group is None:
+                continue
+            if on_slot:
+                dtype = self._updater.grads.dtypes[unit][number]
+                offset = self._updater.grads.offsets[unit][number]
+            else:
+                dtype, offset = chunk.dtype, chunk.grad_offset
+            flat = self.executor.arenas.typed(place, offset, dtype, chunk.numel)
+            border = PARAM_ALIGN // chunk.dtype.itemsize
+            for spec in chunk.params:
+                end = spec.offset + spec.numel
+                if pad := -spec.numel % border:
+                    flat[end : end + pad].zero_()
+                view = flat[spec.offset : end].as_strided(
+                    spec.shape, spec.stride, flat.storage_offset() + spec.offset
+                )
+                made.append((spec.index, view))
+        if place == self.executor.machine.layout.homes[unit].grad_place:
+            self._own[unit] = made
+        return made
+
+    # -- at the step ----------------------------------------------------------------------------
+
+    def take_user_grads(self) -> None:
+        """Copies in gradients that the user has put into ``p.grad`` himself, zeroes among them."""
+        for indices in self.trained:
+            for index in indices:
+                p: nn.Parameter = self.parts.parameters[index]
+                if isinstance(p.grad, OffloadedGradient):
+                    self._refuse_stranger(index, p.grad)
+                elif p.grad is not None:
+                    self._take(index, p, p.grad)
+        for index in self.zeroed:
+            if self.live(index):
+                self.pending.setdefault(self.parts.unit_of[index], _Pending())
+        self.deliver_all()
+
+    def _refuse_stranger(self, index: int, grad: OffloadedGradient) -> None:
+        if grad is not self._wrappers.get(index):
+            raise OffloadError(
+                f"the gradient in {self._name(index)!r} is that of another parameter, or one that "
+                "was kept from before; put a clone() of it there"
+            )
+
+    def drop(self) -> None:
+        """Forgets all gradients."""
+        for indices in self.trained:
+            for index in indices:
+                self.parts.parameters[index].grad = None
+        self.pending.clear()
+        self.zeroed.clear()
+        self.consumed.clear()
+        self.torn.clear()
+
+    def present(self, unit: int) -> frozenset[int]:
+        """The unit's parameters that have a gradient."""
+        return frozenset(i for i in self.trained[unit] if self.live(i))

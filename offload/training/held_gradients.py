@@ -1,0 +1,210 @@
+"""The gradients that the engine holds between backward and step, as ``p.grad`` shows them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ..config import OffloadConfig
+from ..movement.accelerators.base import Accelerator
+from ..movement.direct import DirectAccess
+from ..movement.pools import Arenas
+from ..movement.updates import Updater
+from ..optim import sum_of_squares
+from ..planning.partition import Partition
+from ..schedule.ledger import Ledger
+from ..schedule.messages import Item, Kind, Settled
+from ..schedule.units import ParamSpec
+from . import torch_private
+from .gradients import GradientCollector
+from .stepping import Stepping
+
+log = logging.getLogger("overspill")
+
+
+class _Loan(torch_private.Watched):
+    """A copy of a gradient that somebody has a view of; ``taken`` says which gradient it was."""
+
+    def __init__(self, copy: torch.Tensor, taken: int) -> None:
+        super().__init__(copy)
+        self.taken = taken
+
+
+class HeldGradients:
+    """Reads and writes one gradient at a time; norms and scales touch no gradient at all.
+
+    A norm is known from arrival (sums of squares in fp64), and a scale is applied by the update
+    in the pass that it makes anyway, in fp32 before any rounding to a narrower gradient.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        parts: Partition,
+        ledger: Ledger,
+        accelerator: Accelerator,
+        direct: DirectAccess,
+        arenas: Arenas,
+        updater: Updater,
+        collector: GradientCollector,
+        stepping: Stepping,
+    ) -> None:
+        self._config, self._parts, self._ledger = config, parts, ledger
+        self._accelerator = accelerator
+        self._direct, self._arenas, self._updater = direct, arenas, updater
+        self._collector, self._stepping = collector, stepping
+        self._warned = False
+        self._loans: dict[int, _Loan] = {}
+
+    def _refuse_lost(self, numbers: Sequence[int]) -> None:
+        """Raises when one of the gradients is not there any more, or not whole."""
+        self._stepping.refuse_consumed(numbers)
+        self._collector.refuse_torn(numbers)
+
+    # -- one gradient ---------------------------------------------------------------------------
+
+    def add(self, number: int, grad: torch.Tensor) -> None:
+        """Autograd adds to a gradient of an earlier backward."""
+        self.settle()
+        self._refuse_lost([number])
+        if number in self._ledger.scales:
+            self.write(number, self.read(number))
+        low = self._parts.parameters[number].dtype == torch.bfloat16
+        again = self._collector.awaits(number) or number in self._collector.zeroed
+        if low and self._config.accumulate == 1 and not self._warned and not again:
+            self._warned = True
+            log.warning(
+                "overspill: gradients are accumulated in bfloat16, as torch does; pass "
+                "accumulate=N (micro-steps per step) to wrap to accumulate in fp32"
+            )
+        self._collector.add(number, grad)
+
+    def zero(self, number: int) -> None:
+        """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
+        self._collector.zero(number)
+        if (loan := self._loans.get(number)) is not None:
+            loan.tensor.zero_()
+            loan.accept()
+
+    def read(self, number: int) -> torch.Tensor:
+        self.settle()
+        return self._read(number)
+
+    def _read(self, number: int) -> torch.Tensor:
+        if number in self._collector.zeroed:
+            return torch.zeros_like(self._parts.parameters[number])
+        flat, spec = self._flat(number)
+        shaped = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+        copy = shaped.to(self._accelerator.device, copy=True)
+        scale = self._ledger.scales.get(number, 1.0)
+        return copy if scale == 1.0 else copy.mul_(scale)
+
+    def write(self, number: int, value: torch.Tensor) -> None:
+        self._write(number, value)
+        if (loan := self._loans.get(number)) is not None:
+            if not torch_private.same_memory(loan.tensor, value):
+                loan.tensor.copy_(value)
+            loan.accept()
+
+    def _write(self, number: int, value: torch.Tensor) -> None:
+        if number in self._collector.zeroed:
+            self._collector.replace(number, value)
+            return
+        flat, spec = self._flat(number)
+        flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
+        self._ledger.scales.pop(number, None)
+        self._ledger.squares[number] = sum_of_squares(flat.cpu())
+        self._direct.store(Item(Kind.GRADS, self._parts.unit_of[number]))
+
+    def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
+        """The parameter's gradient at its place, flat, after everything has arrived."""
+        unit = self._parts.unit_of[number]
+        self._refuse_lost([number])
+        self._collector.deliver_now()
+        self._collector.executor.request(Settled)
+        self._direct.settle()
+        place = self._direct.load(Item(Kind.GRADS, unit))
+        grads = self._updater.grads
+        for chunk_number, chunk in enumerate(self._parts.units[unit].chunks):
+            for spec in chunk.params:
+                if spec.index == number:
+                    whole = self._arenas.typed(
+                        place, grads.offsets[unit][chunk_number], grads.dtypes[unit][chunk_number],
+                        chunk.numel,
+                    )  # fmt: skip
+                    return whole[spec.offset : spec.offset + spec.numel], spec
+        raise KeyError(number)
+
+    # -- views that others have -----------------------------------------------------------------
+
+    def borrow(self, number: int) -> torch.Tensor:
+        """A copy as of ``read``; but if somebody has a view of one, that one."""
+        self.settle()
+        loan = self._loans.get(number)
+        return self._read(number) if loan is None else loan.tensor.detach()
+
+    def lend(self, number: int, copy: torch.Tensor) -> None:
+        """Somebody has a view of ``copy``, which was borrowed, and may write to it."""
+        if number not in self._loans:
+            taken = self._collector.taken.get(number, 0)
+            self._loans[number] = _Loan(copy.detach(), taken)
+
+    def settle(self) -> None:
+        """What was written to views of gradients is written to the gradients; views of gradients
+        that others have taken the place of, or that nobody has any more, are forgotten."""
+        for number, loan in list(self._loans.items()):
+            current = loan.taken == self._collector.taken.get(number, 0)
+            if not (current and self._collector.live(number)):
+                del self._loans[number]
+                continue
+            if loan.changed:
+                self._write(number, loan.tensor)
+                loan.accept()
+            if torch_private.is_alone(loan.tensor):
+                del self._loans[number]
+
+    def renew(self) -> None:
+        """Views become what the gradients are after another backward."""
+        self.settle()
+        for number, loan in self._loans.items():
+            loan.tensor.copy_(self._read(number))
+            loan.accept()
+
+    # -- norms and scales -----------------------------------------------------------------------
+
+    def norms(self, numbers: Sequence[int]) -> list[float]:
+        """The L2 norm of each gradient, as it is now.
+
+        The first call reads the gradients; from then on norms are taken as gradients arrive.
+        """
+        self.settle()
+        self._refuse_lost(numbers)
+        self._updater.measures = True
+        self._collector.deliver_now()
+        self._collector.executor.request(Settled)
+        found: list[float] = []
+        for number in numbers:
+            if number in self._collector.zeroed:
+                found.append(0.0)
+                continue
+            if number not in self._ledger.squares:
+                self._ledger.squares[number] = sum_of_squares(self._flat(number)[0].cpu())
+            scale = self._ledger.scales.get(number, 1.0)
+            found.append(math.sqrt(self._ledger.squares[number]) * abs(scale))
+        return found
+
+    def scale(self, numbers: Sequence[int], factor: float) -> None:
+        """Multiplies gradients by ``factor`` when the update reads them."""
+        self.settle()
+        self._refuse_lost(numbers)
+        self._collector.deliver_now()
+        for number in numbers:
+            if (loan := self._loans.get(number)) is not None:
+                loan.tensor.mul_(factor)
+                loan.accept()
+            if factor != 1.0 and number not in self._collector.zeroed:
+                before = self._ledger.scales.get(number, 1.0)
+                self._ledger.scales[number] = before * factor

@@ -1,0 +1,244 @@
+"""All module hooks: units are fetched before they run, and let go after.
+
+Around each unit's forward the engine's pair of saved-tensor hooks is pushed (an enclosing pair
+gets everything that is no weight).  Hooks on the outputs fetch a unit again before its backward.
+Nothing's correctness depends on a backward hook having fired.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..facts.trace import Trace
+from ..planning.partition import direct_parameters
+from . import torch_private
+from .backward import Backward
+from .handles import all_or_none, remove_all
+from .residences import Residences
+from .saved import SavedTensors
+
+
+class _Frame:
+    """One unit whose forward runs in this thread."""
+
+    __slots__ = ("autocast_cache", "outer", "unit")
+
+    def __init__(self, unit: int, outer: tuple[Any, Any] | None, autocast_cache: bool) -> None:
+        self.unit, self.outer, self.autocast_cache = unit, outer, autocast_cache
+
+
+class _Frames(threading.local):
+    """The units that run in the present thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+
+class ModuleHooks:
+    """Installs hooks on the units, on whoever reads their weights, and on the root; ``remove``
+    takes all away."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        residences: Residences,
+        saved: SavedTensors,
+        backward: Backward,
+        trace: Trace,
+        alive: Callable[[], None],
+        require_trainer: Callable[[], None],
+        before_root: Callable[[], None],
+        catch_up: Callable[[int], None],
+        forward_over: Callable[[], None],
+    ) -> None:
+        """Installs the hooks.
+
+        Args:
+            alive: raises where the engine cannot be used.
+            require_trainer: raises in a thread that does not train.
+            before_root: called when a forward of the whole model begins, outside of any backward.
+            catch_up: called with a resident unit before a module runs that reads its weights.
+            forward_over: called when a forward of the whole model has ended.
+        """
+        self._residences, self._saved, self._backward = residences, saved, backward
+        self._trace, self._alive, self._before_root = trace, alive, before_root
+        self._require_trainer = require_trainer
+        self.catch_up, self._forward_over = catch_up, forward_over
+        self._frames = _Frames()
+        self._handles: list[Any] = []
+        with all_or_none(self._handles):
+            self._hook(model)
+
+    def _hook(self, model: nn.Module) -> None:
+        me = weakref.ref(self)
+        for unit, found in enumerate(self._residences.parts.found):
+            if self._residences.streamed[unit]:
+                self._hook_unit(me, unit, found.module)
+        self._hook_readers(me, model)
+        self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
+        self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
+
+    def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
+        own = id(module)  # a copy of the module has its hooks, and stands alone
+
+        @torch_private.not_compiled
+        def before(called: nn.Module, _args: Any) -> None:
+            hooks = me()
+            if hooks is not None and id(called) == own:
+                hooks.before_forward(unit)
+
+        @torch_private.not_compiled
+        def after(called: nn.Module, _args: Any, output: Any) -> None:
+            hooks = me()
+            if hooks is not None and id(called) == own:
+                hooks.after_forward(unit, output)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _hook_readers(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
+        """Whoever calls a module that may read weights of a resident unit waits for their update:
+        the unit's own module, and all that hold a parameter of it, wherever they are in the
+        model."""
+        parts = self._residences.parts
+        index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+        readers: dict[nn.Module, set[int]] = {}
+        for unit, found in enumerate(parts.found):
+            if not found.direct_only:
+                readers.setdefault(found.module, set()).update(self._residences.groups[unit])
+        for module in model.modules():
+            mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
+                    if id(p) in index_of}  # fmt: skip
+            readers.setdefault(module, set()).update(mine)
+        for module, units in readers.items():
+            resident = tuple(sorted(u for u in units if self._residences.fixed[u]))
+            if resident:
+                self._handles.append(
+                    module.register_forward_pre_hook(
+                        _reader(me, id(module), resident), prepend=True
+                    )
+                )
+
+    # -- units ----------------------------------------------------------------------------------
+
+    def before_forward(self, unit: int) -> None:
+        """The unit's module is about to run."""
+        self.catch_up(unit)
+        if torch_private.in_backward():
+            self._backward.recomputes(unit)
+        self._residences.enter(unit)
+        stack = self._frames.stack
+        outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
+        frame = _Frame(unit, outer, torch.is_autocast_cache_enabled())
+        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
+        torch.set_autocast_cache_enabled(False)
+        stack.append(frame)
+
+    def after_forward(self, unit: int, output: Any) -> None:
+        """The unit's module has run, or raised."""
+        stack = self._frames.stack
+        if not stack or stack[-1].unit != unit:
+            return
+        self._pop()
+        if output is not None and torch.is_grad_enabled():
+            backward = self._backward
+            for t in differentiable(output):
+                t.register_hook(lambda _grad: backward.enter(unit))
+        self._residences.leave(unit)
+        self._residences.refuse_edits()
+
+    def _pop(self) -> _Frame:
+        frame = self._frames.stack.pop()
+        torch_private.pop_saved_tensor_hooks()
+        torch.set_autocast_cache_enabled(frame.autocast_cache)
+        return frame
+
+    # -- the root -------------------------------------------------------------------------------
+
+    def before_root(self) -> None:
+        """A forward of the whole model begins: clears what an interrupted one left behind."""
+        self._alive()
+        self._leave_frames()
+        if not torch_private.in_backward():
+            self._backward.abandon()
+            self._residences.reset()
+            self._before_root()
+        self._trace.compute_resume("model")
+
+    def tidy(self) -> None:
+        """Closes what an interrupted forward, backward or read has left open, if none runs in this
+        thread: whoever reads weights between forwards needs the room."""
+        if not self._frames.stack and not self._residences.in_use:
+            return
+        self._require_trainer()
+        if torch_private.in_backward() or torch_private.in_module():
+            return
+        self._leave_frames()
+        self._backward.abandon()
+        self._residences.reset()
+
+    def _leave_frames(self) -> None:
+        while self._frames.stack:
+            self._residences.leave(self._pop().unit)
+        while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
+            torch_private.pop_saved_tensor_hooks()
+
+    def after_root(self, output: Any) -> None:
+        """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
+        raised."""
+        if output is not None and torch.is_grad_enabled():
+            backward = self._backward
+            for t in differentiable(output):
+                t.register_hook(lambda _grad: backward.opened())
+        self._forward_over()
+        if output is not None:
+            self._residences.refuse_edits()
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        remove_all(self._handles)
+
+
+def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Callable[..., None]:
+    @torch_private.not_compiled
+    def before(called: nn.Module, _args: Any) -> None:
+        hooks = me()
+        if hooks is not None and id(called) == own:
+            for unit in units:
+                hooks.catch_up(unit)
+
+    return before
+
+
+def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any], None]:
+    @torch_private.not_compiled
+    def before(_module: nn.Module, _args: Any) -> None:
+        hooks = me()
+        if hooks is not None:
+            hooks.before_root()
+
+    return before
+
+
+def _root_after(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any], None]:
+    @torch_private.not_compiled
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        hooks = me()
+        if hooks is not None:
+            hooks.after_root(output)
+
+    return after
+
+
+def differentiable(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``output`` through which gradients will come."""
+    leaves = [output] if isinstance(output, torch.Tensor) else torch_private.tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            yield leaf

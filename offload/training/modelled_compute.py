@@ -1,0 +1,96 @@
+"""Compute of a simulated device: every unit takes the time that its FLOPs need at the set rate.
+
+The tiny model's own arithmetic runs at once on the calling thread; what is left of the modelled
+time that thread sleeps, after the unit's weights have come and before its results go on, so that
+everything the engine does meanwhile lies under compute as it would on a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..movement.accelerators.pace import sleep_until
+from ..planning.partition import Partition
+from . import torch_private
+from .hooks import differentiable
+
+BACKWARD = 2.0  # times the FLOPs of forward
+
+
+class ModelledCompute:
+    """Hooks on every unit, to be installed after the engine's own.
+
+    Args:
+        flops_s: FLOPs per second of the device.
+        waited_ns: how long compute has waited for the engine so far; not modelled time.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Partition, flops_s: float, waited_ns: Callable[[], int]
+    ) -> None:
+        self._flops_s, self._waited_ns = flops_s, waited_ns
+        self._due_ns = self._waited_at = 0
+        self.modelled_s = 0.0  # of compute, in all
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._restart, prepend=True)]
+        for unit, found in zip(parts.units, parts.found, strict=True):
+            if unit.flops:
+                self._hook(found.module, unit.flops)
+
+    def _hook(self, module: nn.Module, flops: int) -> None:
+        tokens = [0]
+
+        @torch_private.not_compiled
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            tokens[0] = token_count((*args, *kwargs.values()))
+            self._spend(flops * tokens[0])
+
+        @torch_private.not_compiled
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            need, once = BACKWARD * flops * tokens[0], [False]
+
+            def backward(_grad: torch.Tensor) -> None:
+                if not once[0]:
+                    once[0] = True
+                    self._spend(need)
+
+            for t in differentiable(output):
+                t.register_hook(backward)
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def _restart(self, _module: nn.Module, _args: Any) -> None:
+        self._due_ns, self._waited_at = time.perf_counter_ns(), self._waited_ns()
+
+    def _spend(self, flops: float) -> None:
+        """Compute goes on for so long.  Begins when what came before was due, waits left out, so
+        that neither the model's own arithmetic nor a late waking adds to the modelled time."""
+        needed_s = flops / self._flops_s
+        self.modelled_s += needed_s
+        needed_ns, now_ns = int(needed_s * 1e9), time.perf_counter_ns()
+        waited_ns = self._waited_ns()
+        begin_ns = self._due_ns + waited_ns - self._waited_at
+        self._due_ns = max(begin_ns, now_ns - needed_ns) + needed_ns
+        self._waited_at = waited_ns
+        sleep_until(self._due_ns)
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def token_count(values: Any) -> int:
+    """Tokens in the first tensor among a module's arguments: all but the last dimension's
+    elements of activations, all elements of token ids."""
+    for value in torch_private.tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.numel():
+            return value.numel() // value.shape[-1] if value.is_floating_point() else value.numel()
+    return 0

@@ -1,0 +1,38 @@
+"""Ranges for torch's profiler (and NVTX, under ``torch.autograd.profiler.emit_nvtx``): what the
+engine computes and moves, by unit and lane.  While no profiler runs, they cost a look at a flag."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+
+from torch.profiler import record_function
+
+from ..facts.trace import NO_RANGE
+from . import torch_private
+
+
+class ProfilerRanges:
+    """Ranges named ``overspill <what>``.  Compute's begins and ends in calls of their own: it is
+    left open rather than ended by another thread, as the profiler keeps them by thread."""
+
+    def __init__(self) -> None:
+        self._open: tuple[int, record_function] | None = None
+
+    def begin(self, name: str) -> None:
+        if torch_private.profiler_active():
+            opened = record_function(f"overspill compute: {name}")
+            opened.__enter__()
+            self._open = (threading.get_ident(), opened)
+
+    def end(self) -> None:
+        if self._open is not None:
+            thread, opened = self._open
+            self._open = None
+            if thread == threading.get_ident():
+                opened.__exit__(None, None, None)
+
+    def during(self, name: str) -> AbstractContextManager[object]:
+        if torch_private.profiler_active():
+            return record_function(f"overspill {name}")
+        return NO_RANGE

@@ -1,0 +1,379 @@
+"""Makes parameters point into their slot while the unit is in use, and at a stub otherwise.
+
+A stub keeps shape, dtype and device, holds one NaN of its own and no more, so that a stray read
+shows.  Every residency gets a new storage object over the slot: when that has expired, nothing
+points into the slot any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..errors import BudgetError, OffloadError
+from ..movement.accelerators.base import Accelerator
+from ..movement.executor import Executor
+from ..planning.partition import Partition
+from ..schedule.arena import Place
+from ..schedule.messages import Need
+from ..schedule.units import Unit
+from . import torch_private
+from .held_slots import HeldSlots
+from .parameters import Managed, WeightAccess
+from .stubs import Stubs
+
+
+@dataclass(frozen=True)
+class Residence:
+    """One residency of one unit: the storage over its slot, and its parameters' views.
+
+    ``streams``: of compute that uses it; modules may have several.
+    """
+
+    unit: int
+    storage: torch.UntypedStorage
+    views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
+    streams: set[Hashable] = field(default_factory=set)
+
+
+def view_in(
+    storage: torch.UntypedStorage, byte_offset: int, dtype: torch.dtype,
+    offset: int, shape: Sequence[int], stride: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """A tensor over part of a storage; ``offset`` counts elements after ``byte_offset``."""
+    start = byte_offset // dtype.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, shape, stride)
+
+
+def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
+    """Views of all parameters of a unit over its slot."""
+    return tuple(
+        view_in(storage, chunk.byte_offset, chunk.dtype, spec.offset, spec.shape, spec.stride)
+        for chunk, spec in unit.params
+    )
+
+
+_TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
+
+
+class Residences:
+    """Opens and closes units for compute.  Counts uses; the first opens, the last closes."""
+
+    def __init__(
+        self,
+        parts: Partition,
+        executor: Executor,
+        accelerator: Accelerator,
+        place_of: Callable[[int], Place],
+        held: HeldSlots,
+    ) -> None:
+        self.parts, self.executor, self.accelerator = parts, executor, accelerator
+        self._place_of, self._held = place_of, held
+        self.stubs = Stubs(parts.units, accelerator.device)
+        count = len(parts.units)
+        homes = executor.machine.layout.homes
+        self.fixed = [home.resident for home in homes]
+        self.groups = [(u.index, *u.shares) for u in parts.units]
+        self.users = [
+            [u for u, group in enumerate(self.groups) if unit in group]
+            for unit in range(len(self.groups))
+        ]
+        self.streamed = [not all(self.fixed[m] for m in group) for group in self.groups]
+        self.uses = [0] * count  # of a unit as a whole
+        self.open = [0] * count  # of its weights, through itself or a unit that shares them
+        self.current: list[Residence | None] = [None] * count
+        self.by_storage: dict[int, Residence] = {}
+        self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
+        self._params: list[tuple[nn.Parameter, ...]] = [
+            tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
+        ]
+        self._managed: list[tuple[Managed, ...]] = [()] * count
+        self._place_in_unit = {
+            spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
+        }
+        self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
+        self._hid: list[tuple[int, ...]] = [()] * count  # and when they went to their stubs
+        self._edited: list[str] = []
+
+    def install(self, access: WeightAccess) -> None:
+        """Takes the parameters over; all are hidden."""
+        for unit in self.parts.units:
+            if self.fixed[unit.index]:
+                # Hidden, they have their weights all the same: graphs may have saved them.
+                residence = self.current[unit.index] = self._residence(unit.index)
+                self._hidden[unit.index] = tuple(residence.views)
+            else:
+                self._hidden[unit.index] = self.stubs.of(unit)
+            torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
+            self._manage(unit, access)
+            self._to_stubs(unit.index)
+
+    def _manage(self, unit: Unit, access: WeightAccess) -> None:
+        self._managed[unit.index] = tuple(
+            Managed(p, spec, access)
+            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True)
+        )
+
+    def give_away(self, values: Sequence[torch.Tensor]) -> None:
+        """All parameters are ordinary ones again, with these weights, by their index."""
+        for unit, params in enumerate(self._params):
+            for p, known in zip(params, self._managed[unit], strict=True):
+                known.release(p, values[known.index])
+            self._managed[unit] = ()
+
+    def take_back(self, access: WeightAccess, hidden: Container[int]) -> None:
+        """Parameters that were given away show what they did before; ``hidden``: fixed units that
+        show a stub."""
+        for unit in self.parts.units:
+            self._manage(unit, access)
+            if self.current[unit.index] is None or unit.index in hidden:
+                self._to_stubs(unit.index)
+            else:
+                self._to_views(unit.index)
+
+    def close(self) -> list[torch_private.StorageWatch]:
+        """All parameters show a stub for good.  Returns watches of the storages over memory of the
+        engine that may still be in use."""
+        watches = self._held.watches
+        for unit, residence in enumerate(self.current):
+            self._hidden[unit] = ()  # of a resident unit its weights, which must be nobody's now
+            if self._managed[unit]:  # and not given away
+                self._hidden[unit] = self.stubs.of(self.parts.units[unit])
+                self._to_stubs(unit)
+                torch_private.outdate(self._params[unit])
+            if residence is not None:
+                watches.append(torch_private.StorageWatch(residence.storage))
+        self.by_storage.clear()
+        self.current = [None] * len(self.current)
+        return watches
+
+    def _residence(self, unit: int) -> Residence:
+        memory = self.executor.arenas.bytes_of(self._place_of(unit))
+        storage = torch_private.storage_over(memory)
+        return Residence(unit, storage, make_views(self.parts.units[unit], storage))
+
+    def _to_stubs(self, unit: int) -> None:
+        params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=True)
+        for p, known, stub in params:
+            known.hide(p, stub)
+        self._hid[unit] = self._versions(unit)
+
+    def _versions(self, unit: int) -> tuple[int, ...]:
+        return tuple(map(torch_private.version_of, self._params[unit]))
+
+    def _to_views(self, unit: int) -> None:
+        self.note_late_edits(unit)
+        residence = self.current[unit]
+        assert residence is not None
+        params = zip(self._params[unit], self._managed[unit], residence.views, strict=True)
+        for p, known, view in params:
+            known.show(p, view)
+        self._seen[unit] = self._versions(unit)
+
+    def suspend(self, unit: int) -> None:
+        """Nobody may see a resident unit's weights before ``resume``."""
+        self._note_edits(unit)
+        self._to_stubs(unit)
+
+    def resume(self, unit: int) -> None:
+        """A resident unit's update is over."""
+        self._to_views(unit)
+
+    def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
+        """Weights of a unit change, by parameter (``None``: all that are trained): graphs that have
+        saved these parameters themselves must not be run backward any more."""
+        if not self.fixed[unit]:
+            return  # no graph has saved more than a handle
+        seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
+        self._seen[unit] = self._hid[unit] = ()  # an exception in between is no edit
+        groups = self.parts.groups
+        specs = [spec for _, spec in self.parts.units[unit].params]
+        torch_private.outdate(
+            p for p, spec in zip(self._params[unit], specs, strict=True)
+            if (groups[spec.index] is not None if changed is None else spec.index in changed)
+        )  # fmt: skip
+        if seen:
+            self._seen[unit] = self._versions(unit)
+        if hid:
+            self._hid[unit] = self._versions(unit)
+
+    def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
+        """The unit's own parameters."""
+        return self._params[unit]
+
+    def weight(self, index: int) -> torch.Tensor:
+        """The weights of a parameter where they are now; its unit is open or fixed."""
+        residence = self.current[self.parts.unit_of[index]]
+        assert residence is not None
+        return residence.views[self._place_in_unit[index]]
+
+    # -- edits by others ------------------------------------------------------------------------
+
+    def _note_edits(self, unit: int) -> None:
+        """Notes which parameters of a unit were changed in place while they showed."""
+        specs = list(self.parts.units[unit].params)
+        for p, (_, spec), seen in zip(self._params[unit], specs, self._seen[unit], strict=False):
+            if torch_private.version_of(p) != seen:
+                self._edited.append(spec.name)
+        self._seen[unit] = ()
+
+    def note_late_edits(self, unit: int) -> None:
+        """Notes which parameters were changed while they did not show, by a tensor over them that
+        was made when they did: it shares their version."""
+        before, self._hid[unit] = self._hid[unit], ()
+        if before and before != (now := self._versions(unit)):
+            names = (spec.name for _, spec in self.parts.units[unit].params)
+            found = zip(names, before, now, strict=True)
+            self._edited += [name for name, then, here in found if then != here]
+
+    def refuse_edits(self) -> None:
+        """Raises if weights were changed in place where that can be neither kept nor made whole."""
+        if self._edited:
+            names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
+            raise OffloadError(
+                f"the weights of {names} were changed in place while they were in use (in "
+                "forward), or later by a tensor over them that was made then (p.detach(), p[...]), "
+                "which would be lost or half saved; change them outside of forward, by tensors "
+                "that are made there"
+            )
+
+    def check_shown(self, hidden: Container[int]) -> None:
+        """Raises if a parameter that never moves was changed, or given other data, since it showed;
+        ``hidden``: units that do not show now."""
+        for unit, residence in enumerate(self.current):
+            if self._hid[unit]:
+                self.note_late_edits(unit)
+                self._hid[unit] = self._versions(unit)
+            if self.fixed[unit] and residence is not None and unit not in hidden:
+                self._check(unit, residence.views)
+                self._note_edits(unit)
+                self._seen[unit] = self._versions(unit)
+        self.refuse_edits()
+
+    # -- opening and closing --------------------------------------------------------------------
+
+    def enter(self, unit: int) -> None:
+        """Compute is about to use the unit: fetches it, and points its parameters at it."""
+        if not self.streamed[unit]:
+            return
+        if self.uses[unit] == 0:
+            with torch.inference_mode(False), torch.no_grad():
+                self._open(unit)
+        self.uses[unit] += 1
+
+    def _open(self, unit: int) -> None:
+        self._need(unit)
+        opened: list[int] = []
+        try:
+            for member in self.groups[unit]:
+                if self.fixed[member]:
+                    continue
+                if self.open[member] == 0:
+                    self._show(member)
+                self.open[member] += 1
+                opened.append(member)
+        except BaseException:
+            for member in opened:
+                self._hide(member)
+            self.executor.release(unit)
+            raise
+
+    def _need(self, unit: int) -> None:
+        for left in reversed(range(_TRIES)):
+            try:
+                self.executor.request(
+                    lambda ticket: Need(unit, ticket), self.parts.units[unit].name
+                )
+                return
+            except BudgetError:
+                if not self._held or not left:
+                    raise
+                time.sleep(_LOOK_S)  # another thread may have looked at weights that showed
+
+    def _show(self, unit: int) -> None:
+        if self.accelerator.has_device_memory:
+            place = self._place_of(unit)
+            self.executor.compute_waits_for(place, "copy_in")
+            self.accelerator.used(self.executor.arenas.bytes_of(place))
+        residence = self._residence(unit)
+        residence.streams.add(self.accelerator.stream())
+        self.current[unit] = residence
+        self.by_storage[torch_private.identity(residence.storage)] = residence
+        self._to_views(unit)
+
+    def used_here(self, residence: Residence) -> None:
+        """Compute of the calling thread uses an open unit: maybe on another stream than the one it
+        was opened on, which has not waited for its weights."""
+        stream = self.accelerator.stream()
+        if stream not in residence.streams:
+            self.executor.wait_for(self._place_of(residence.unit))
+            residence.streams.add(stream)
+
+    def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
+        """Whether the unit's parameters show what the engine has given them."""
+        specs = self.parts.units[unit].params
+        for p, given, (_, spec) in zip(self._params[unit], expected, specs, strict=True):
+            if torch_private.storage_key(p) != torch_private.storage_key(given):
+                raise OffloadError(
+                    f"the data of parameter {spec.name!r} was replaced outside of the engine "
+                    "(model.to, half, load_state_dict(assign=True), p.data = ...); edit weights "
+                    "inside `with overspill.materialized(model, writeback=True)`"
+                )
+
+    def leave(self, unit: int) -> None:
+        """The counterpart of ``enter``: the last use sends the parameters back to their stubs."""
+        if not self.streamed[unit]:
+            return
+        self.uses[unit] -= 1
+        if self.uses[unit] == 0:
+            members = [m for m in self.groups[unit] if not self.fixed[m]]
+            held = tuple(member for member in members if self._hide(member))
+            self.executor.release(unit, held)
+
+    def _hide(self, unit: int) -> bool:
+        """Whether something still points into the slot after the last use has let go."""
+        self.open[unit] -= 1
+        residence = self.current[unit]
+        if self.open[unit] or residence is None:
+            return False
+        place = self._place_of(unit)
+        if self.accelerator.has_device_memory:
+            self.accelerator.join(residence.streams)
+            self.executor.mark_device_use(place, self.accelerator.record())
+        self._note_edits(unit)
+        self._to_stubs(unit)
+        self.current[unit] = None
+        del self.by_storage[torch_private.identity(residence.storage)]
+        watch = torch_private.StorageWatch(residence.storage)
+        del residence
+        if watch.expired:
+            return False
+        self._held.add(unit, place, watch)
+        return True
+
+    @property
+    def in_use(self) -> bool:
+        """Whether compute has, or was granted, a unit."""
+        return any(self.uses) or any(self.open) or self.executor.in_use
+
+    def reset(self) -> None:
+        """No forward and no backward runs: closes what an exception has left open."""
+        for unit, uses in enumerate(self.uses):
+            for _ in range(uses):
+                self.leave(unit)
+        for unit, count in enumerate(self.open):
+            if count:
+                self.open[unit] = 1
+                self._hide(unit)
+        self.executor.reclaim(self.uses)
+
+    def view(self, unit: int, offset: int, dtype: torch.dtype, shape: Sequence[int],
+             stride: Sequence[int]) -> torch.Tensor:  # fmt: skip
+        """A tensor over an open unit's slot; ``offset`` in elements of ``dtype`` from its start."""
+        residence = self.current[unit]
+        assert residence is not None
+        return view_in(residence.storage, 0, dtype, offset, shape, stride)

@@ -1,0 +1,68 @@
+"""Which parameters were there when the model was wrapped, and whether they still are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import OffloadError
+from .torch_private import own_parameters
+
+_AGAIN = (
+    "keep state = optimizer.state_dict(), overspill.unwrap(model), wrap again, and "
+    "optimizer.load_state_dict(state)"
+)
+
+
+class Roster:
+    """Raises where a loop changes what is trained, which the engine would not follow."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = groups
+        self._members = self._present()
+        mine = {number for group in self._members for number in group}
+        self._frozen = [
+            (name, p) for name, p in model.named_parameters()
+            if id(p) in mine and not p.requires_grad
+        ]  # fmt: skip
+        self._places = [
+            (f"{path}.{name}" if path else name, own_parameters(module), name, p)
+            for path, module in model.named_modules()
+            for name, p in own_parameters(module).items()
+        ]
+
+    def _present(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._groups]
+
+    def check(self) -> None:
+        """To be called before every forward that trains, and every step.
+
+        Raises:
+            OffloadError: a parameter was frozen then and is not any more, so that it has no state;
+                another one has taken its place in the model; or the groups have other members.
+        """
+        thawed = [name for name, p in self._frozen if p.requires_grad]
+        if thawed:
+            raise OffloadError(
+                f"{_listed(thawed)} required no grad when the model was wrapped, so no room was "
+                f"planned for its state; {_AGAIN}"
+            )
+        replaced = [name for name, there, key, p in self._places if there.get(key) is not p]
+        if replaced:
+            raise OffloadError(
+                f"{_listed(replaced)} was replaced, or moved elsewhere in the model, after it was "
+                "wrapped; overspill.unwrap(model) first, change it, and wrap it with a new "
+                "optimizer"
+            )
+        if self._present() != self._members:
+            raise OffloadError(
+                f"the parameters in optimizer.param_groups have changed since wrap; {_AGAIN}"
+            )
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(dict.fromkeys(names))
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return f"{', '.join(first[:3])}{more}"
