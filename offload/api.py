@@ -175,7 +175,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
-    engine.settle()
+    engine.settle()  # also ends what an exception has left of ``materialized``
     values = [engine.weights.read(index) for index in range(len(engine.parts.parameters))]
     for p in engine.parts.parameters:
         p.grad = None

@@ -33,11 +33,9 @@ from .optim import set_threads
 from .planning.blueprint import Blueprint
 from .planning.bounds import lane_seconds
 from .planning.plan import host_grad_dtype
-from .schedule.arena import Place
 from .schedule.describe import item_of
 from .schedule.ledger import Ledger
-from .schedule.messages import Freed
-from .schedule.residency import Residency
+from .schedule.messages import Adopt, Freed
 from .state.contents import Contents, Parts
 from .state.weight_access import Weights
 from .training.backward import Backward
@@ -86,7 +84,7 @@ class Engine:
         )  # fmt: skip
         self.accelerator = accelerator
         self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
-        self.closed = self.materialized = False
+        self.closed = self.materialized = self._returning = False
         self.roster = Roster(model, groups)
         self.trainer = Trainer()
         self._owner = os.getpid()
@@ -164,24 +162,22 @@ class Engine:
             layout, self._held.arenas, self.blueprint.rules, self.ledger, config.accumulate,
             judges(config, update),
         )  # fmt: skip
-        machine, trainer, held_slots = Residency(layout), self.trainer, HeldSlots()
+        trainer, held_slots = self.trainer, HeldSlots()
 
         def before_asking() -> list[Freed]:
             trainer.require()
             return held_slots.freed()
 
-        store.begin(machine.commits, self._facts(), self.trace)
+        store.begin(self._facts(), self.trace)
         self.executor = Executor(
-            machine, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
-            self.updater.work_on, self.updater.visit, self.ledger.take, before_asking,
+            layout, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
+            self.updater.work_on, self.updater.visit, self.ledger, before_asking,
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=store.writer,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, store.io, store.extents)
         self.contents = Contents(layout, self._held.arenas, self.direct)
-        self.residences = Residences(
-            self.parts, self.executor, self.accelerator, self._compute_place, held_slots
-        )
+        self.residences = Residences(self.parts, self.executor, self.accelerator, held_slots)
         self.backward = Backward(
             self.residences, self.trace, lambda: self.weights.settle(), self._backward_over
         )
@@ -190,7 +186,7 @@ class Engine:
         )
         self.stepping = Stepping(
             config, update, self.groups, self.ledger, self.executor, self.updater,
-            self.residences, self.saved, self.backward, self._compute_place,
+            self.residences, self.saved, self.backward,
             lambda: random_states(device),
         )  # fmt: skip
         if store.writer is not None:
@@ -215,10 +211,10 @@ class Engine:
         them."""
         assert self._found is not None and self.committing is not None
         generation = self._found.last()
-        commits = self.executor.machine.commits
         for item, role in zip(self._found.layout.items, generation.roles, strict=True):
-            commits.adopt(item_of(item.key), role)
-            self.direct.reload(item_of(item.key))
+            key = item_of(item.key)
+            self.executor.tell(Adopt(key, role))
+            self.direct.reload(key)
         self.committing.adopt(generation.meta)
 
     def install(self) -> None:
@@ -264,11 +260,6 @@ class Engine:
             self.modelled = ModelledCompute(
                 self.model, self.parts, flops_s, lambda: executor.waited_ns
             )
-
-    def _compute_place(self, unit: int) -> Place:
-        copy = self.executor.machine.weights.compute_copy(unit)
-        assert copy is not None, f"unit {unit} is not in memory"
-        return copy.place
 
     def _index_of(self, p: torch.Tensor) -> tuple[int, int] | None:
         found = self._unit_place.get(id(p))
@@ -384,8 +375,17 @@ class Engine:
 
     # -- state of the whole ---------------------------------------------------------------------
 
+    def dematerialize(self) -> None:
+        """The end of ``materialized``; done again at the next use where an exception cuts it off."""
+        self._returning = True
+        if not self.closed:
+            self.residences.take_back(self.weights, self.stepping.hidden)
+        self.materialized = self._returning = False
+
     def raise_if_unusable(self) -> None:
         """Raises after ``close``, after a failure, and inside ``materialized``."""
+        if self._returning:
+            self.dematerialize()
         if self.materialized:
             raise OffloadError("the model is materialized; leave the `with` block before training")
         self.executor.raise_failure()
@@ -439,7 +439,7 @@ class Engine:
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
-        self.trainer.claim()
+        self.trainer.closes()
         try:
             if self.committing is not None and not (self.executor.failed or self.materialized):
                 self.weights.settle()

@@ -10,7 +10,7 @@ drawn again after a resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..movement.commit_writer import CommitWriter
 from ..movement.direct import DirectAccess
 from ..movement.executor import Executor
 from ..schedule.ledger import Ledger, Prepared
-from ..schedule.messages import Cut, Durable, Kind, Seal, Sound, Spoiled
+from ..schedule.messages import Judged, Key, Kind, Until
 from ..state.contents import STATE, Contents, Parts
 from ..training.stepping import Stepping
 from .meta import (
@@ -67,8 +67,7 @@ class Committing:
         self._stepping, self._direct, self._contents = stepping, direct, contents
         self._writer = writer
         self._members = member_names(model, groups)
-        self._open = True  # there is a cut, or the very first is to be made, without its facts
-        self._cut = False  # the machine has, or will have, a cut of the last step
+        self._protocol = executor.protocol
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
@@ -93,7 +92,7 @@ class Committing:
         """All is as a commit has it."""
         facts = decode_facts(data)
         check_buffers(self._model, facts["buffers"])
-        self._open, self._writer.last = False, data
+        self._protocol.open, self._writer.last = False, data
         self._restore(facts)
 
     def restart(self) -> Any:
@@ -111,7 +110,6 @@ class Committing:
     def _stepped(self, step: Prepared) -> None:
         """A step was taken; on the machine's thread."""
         self._random, self._facts, self._moved = step.random, None, True
-        self._open = self._cut = step.commits
 
     def seal(self) -> None:
         """The state after the last step is about to be left behind: its facts are those of now.  If
@@ -120,16 +118,15 @@ class Committing:
         if before is None or self._asked:  # a schedule may have gone on since commit()
             self._facts = self._gather()
         late, self._asked = self._asked and self._facts != before, False
-        if self._open or late:
+        if self._protocol.open or late:
             self._tell_facts(kept=self._ledger.count > 0)
 
-    def _tell_facts(self, *, kept: bool) -> None:
-        """``kept``: no new store is to take the place of this commit."""
+    def _tell_facts(self, *, kept: bool, always: bool = True) -> None:
+        """``kept``: no new store is to take the place of this commit.  Not ``always``: only if
+        anything is newer than the last one."""
         assert self._facts is not None
         number = self._writer.seal(self._ledger.count, self._facts, kept)
-        # Told first: facts that are told twice do no harm, a cut without any waits for ever.
-        self._executor.tell(Seal(number) if self._open and self._cut else Cut(number))
-        self._open = False
+        self._protocol.seal(number, always=always)
 
     def _gather(self) -> bytes:
         extra = None if self._config.extra is None else self._config.extra()
@@ -161,7 +158,7 @@ class Committing:
         self._random = random_states(self._device)
         self._facts, self._asked = self._gather(), True
         self._tell_facts(kept=True)
-        self._executor.request(Durable)
+        self._protocol.wait(Until.DURABLE)
 
     def _unfit(self) -> str | None:
         """Why the present state is not one to commit; the last step has landed."""
@@ -172,10 +169,8 @@ class Committing:
             )
         if self._half:
             return _HALF
-        with self._executor.lock:
-            spoiled = sorted(self._executor.machine.commits.spoiled)
-        if spoiled:
-            names = ", ".join(self._stepping.name_of(unit) for unit in spoiled)
+        if self._ledger.spoiled:
+            names = ", ".join(map(self._stepping.name_of, sorted(self._ledger.spoiled)))
             return f"values are not finite in {names}; rollback(), or load weights and state"
         return None
 
@@ -184,23 +179,18 @@ class Committing:
         stays what it is."""
         if self._writer.last is None and self._ledger.count == 0:
             return  # nothing was trained
-        self._stepping.wait()
+        self._protocol.land()
         if (reason := self._unfit()) is not None:
             log.warning("overspill: closed; the store keeps the last commit: %s", reason)
             return
-        if not self._open:
-            self._executor.request(Durable)
+        if not self._protocol.open:
+            self._protocol.wait(Until.DURABLE)
         if self._facts is None or self._asked:  # a schedule may have gone on since
             self._facts = self._gather()
         late = (self._moved or self._asked) and self._facts != self._writer.last
-        if self._open or self._newer() or late:  # a step without gradients changes facts alone
-            self._tell_facts(kept=True)
-            self._executor.request(Durable)
-
-    def _newer(self) -> bool:
-        """Whether anything has changed since the last commit."""
-        with self._executor.lock:
-            return self._executor.machine.commits.newer()
+        # A step without gradients changes facts alone.
+        self._tell_facts(kept=True, always=self._protocol.open or late)
+        self._protocol.wait(Until.DURABLE)
 
     # -- edits ----------------------------------------------------------------------------------
 
@@ -240,17 +230,15 @@ class Committing:
         """
         torn = set(self._half)  # what was given them before an exception, nobody has looked at
         self.begin_edit(parts)
-        self._uncut()
+        self._protocol.begin_edit()
         self._facts = None
         given: set[int] = set()
         yield given.add
-        with self._executor.lock:
-            before = set(self._executor.machine.commits.spoiled)
-        doubtful = (before | torn) & parts.keys() - given
+        doubtful = (self._ledger.spoiled | torn) & parts.keys() - given
         sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
         for unit in sorted(doubtful | given):  # told last: the machine then moves
             if unit in sound:
-                self._executor.tell(Sound(unit))
+                self._executor.tell(Judged(unit, finite=True))
             else:
                 self.spoil(unit)
         if sound:
@@ -259,31 +247,20 @@ class Committing:
 
     def spoil(self, unit: int) -> None:
         """A unit was given values that are not finite."""
-        self._executor.tell(Spoiled(unit))
+        self._executor.tell(Judged(unit, finite=False))
         self._executor.catch_up()
         log.warning(
             "overspill: %r was given values that are not finite; nothing is committed until they "
             "are, or until rollback()", self._stepping.name_of(unit),
         )  # fmt: skip
 
-    def _uncut(self) -> None:
-        """Takes the last step's cut back, which is made anew when its facts are known; if they are
-        known already, it is waited for."""
-        if self._open and self._cut:
-            with self._executor.lock:
-                self._executor.machine.commits.take_back()
-            self._cut = False
-        elif not self._open:
-            self._executor.request(Durable)
-            self._direct.settle()
-
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
         first = self._writer.last is None
-        if first and self._open and self._unfit() is None:
+        if first and self._protocol.open and self._unfit() is None:
             self.seal()
-        if (first or self._cut) and not self._open:
-            self._executor.request(Durable)  # one may be under way, the first of all included
+        if (first or self._protocol.cut) and not self._protocol.open:
+            self._protocol.wait(Until.DURABLE)  # one may be under way, the first of all included
         if self._writer.last is None:
             raise OffloadError(
                 "there is no commit to go back to: none was made before values that are not finite "
@@ -293,26 +270,26 @@ class Committing:
         check_buffers(self._model, facts["buffers"])
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
         self._stepping.give_up()
-        self._open = self._cut = False
         self._facts = None
-        self._direct.settle()
-        facts = decode_facts(self._writer.last)  # a commit that was under way has come since
-        with self._executor.lock:
-            stale = self._executor.machine.rollback()
-        for item in stale:
+        self._direct.finish()
+        self._protocol.roll_back(self._read_again)
+        self._half.clear()
+        self._renew()
+        facts = decode_facts(self._writer.last)
+        log.warning("overspill: went back to the commit of step %d", facts["step"])
+        return facts["extra"]
+
+    def _read_again(self, items: Iterable[Key]) -> int:
+        """All is as the last commit has it, which may have come since the way back began; the
+        number of its facts."""
+        assert self._writer.last is not None
+        for item in items:
             self._direct.reload(item)
             if item.kind is Kind.WEIGHTS:
                 self._stepping.changed(item.number, range(len(self._ledger.steps)))
-        with self._executor.lock:
-            self._executor.machine.commits.rolled_back()
+        facts = decode_facts(self._writer.last)
         self._restore(facts)
-        number = self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
-        self._executor.tell(Cut(number))
-        self._executor.request(Durable)
-        self._half.clear()
-        self._renew()
-        log.warning("overspill: went back to the commit of step %d", facts["step"])
-        return facts["extra"]
+        return self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
 
     def _restore(self, facts: Mapping[str, Any]) -> None:
         self._ledger.restore(facts["step"], facts["steps"])

@@ -120,6 +120,7 @@ def _take_over(
 ) -> tuple[OffloadedOptimizer, Any]:
     """Gives the engine the commit instead of what the model and the optimizer hold."""
     with undone(model, engine) as taken:
+        taken.note()
         taken.move_buffers()
         for unit in engine.parts.units:
             taken.free(unit, theirs=False)

@@ -11,3 +11,5 @@ class Tier(str, enum.Enum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+    __hash__ = str.__hash__  # Enum's own is slow, and is not that of the text

@@ -190,9 +190,10 @@ class Trace:
                 if end_ns is None:
                     return
                 start_ns = started.ns()
-                assert start_ns is not None, "what ended has begun"
+                if start_ns is None:  # on another stream, which has not come there
+                    return
                 self._pending.popleft()
-                spans.append(Span(lane, name, start_ns, end_ns, 0))
+                spans.append(Span(lane, name, min(start_ns, end_ns), end_ns, 0))
         finally:
             self._settling.release()
 

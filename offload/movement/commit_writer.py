@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from ..errors import OffloadError
 from ..facts.trace import Trace
 from ..io_engine import IoEngine, Manifest
-from ..schedule.messages import Commit, Item, Write
+from ..schedule.messages import Commit, Write
 from .extents import Extents
 
 _LONGEST = 16  # facts that are kept for cuts which may still be asked for
 
-Table = Sequence[tuple[Item, int]]
 Done = Callable[[BaseException | None], None]
 
 
@@ -48,9 +47,9 @@ class CommitWriter:
         self._facts[number] = step, facts, kept
         return number
 
-    def put(self, work: Commit, table: Table, done: Done) -> None:
-        """Queues a commit of what ``table`` says; ``done`` is called with its error, if any."""
-        self._jobs.put((partial(self._commit, work.number, table), done))
+    def put(self, work: Commit, done: Done) -> None:
+        """Queues a commit; ``done`` is called with its error, if any."""
+        self._jobs.put((partial(self._commit, work), done))
 
     def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Done) -> None:
         """Queues a look whether weights that a commit has saved are still what was written: while
@@ -68,7 +67,8 @@ class CommitWriter:
                 done(None)
             del job, done, queued
 
-    def _commit(self, number: int, table: Table) -> None:
+    def _commit(self, work: Commit) -> None:
+        number, table = work.number, work.table
         started = time.perf_counter_ns()
         step, facts, kept = self._facts[number]
         for old in [each for each in list(self._facts) if each <= number - _LONGEST]:

@@ -16,11 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import BudgetError, OffloadError
+from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..io_engine import Once
 from ..schedule.arena import Place
 from ..schedule.invariants import validate
+from ..schedule.layout import Layout
+from ..schedule.ledger import Ledger
 from ..schedule.messages import (
+    AtHome,
     Clear,
     Commit,
     CopyIn,
@@ -29,10 +33,12 @@ from ..schedule.messages import (
     Failed,
     Freed,
     GradLost,
+    GradReady,
     GradRoom,
     Grant,
+    Held,
     Instruction,
-    Item,
+    Judged,
     Kind,
     Need,
     Read,
@@ -40,12 +46,11 @@ from ..schedule.messages import (
     Release,
     Settle,
     Signal,
-    Spoiled,
-    Step,
     Update,
     Work,
     Write,
 )
+from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from .accelerators.base import Accelerator, Event
 from .commit_writer import CommitWriter
@@ -61,12 +66,12 @@ from .visits import Parts, Visits
 class _Waiter:
     """Somebody who waits for a grant."""
 
-    __slots__ = ("abandoned", "error", "event", "lane", "place", "signal", "ticket")
+    __slots__ = ("abandoned", "error", "event", "grant", "lane", "signal", "ticket")
 
     def __init__(self, ticket: int, signal: Signal) -> None:
         self.ticket, self.signal = ticket, signal
         self.event = Once()
-        self.place: Place | None = None
+        self.grant: Grant | None = None
         self.error: BaseException | None = None
         self.abandoned = False
         self.lane = "update"  # what was waited for last
@@ -85,7 +90,7 @@ class Executor:
         work_on: runs updates and merges on the worker, and says whether what they gave is finite.
         visit: where the parts of an update live that go to the device for it, and where they are
             there.
-        take_step: called when the machine takes a step, on its thread, before it decides anything.
+        ledger: told of every signal, on the pump's thread, before anything is decided about it.
         before_asking: called by whoever is about to wait; raises if he must not, and tells of
             what became free.
         commits: makes cuts durable.
@@ -93,7 +98,7 @@ class Executor:
 
     def __init__(
         self,
-        machine: Residency,
+        layout: Layout,
         arenas: Arenas,
         accelerator: Accelerator,
         disk: Disk | None,
@@ -101,24 +106,32 @@ class Executor:
         trace: Trace,
         work_on: Callable[[Task], bool],
         visit: Callable[[Update], tuple[Parts, Parts]],
-        take_step: Callable[[], None],
+        ledger: Ledger,
         before_asking: Callable[[], Sequence[Freed]],
         *,
         check: bool,
         commits: CommitWriter | None = None,
     ) -> None:
-        self.machine, self.arenas, self.accelerator = machine, arenas, accelerator
+        self.layout, self.arenas, self.accelerator = layout, arenas, accelerator
+        self._machine = Residency(layout)
+        self.protocol = Protocol(layout, self.request, self.tell, ledger.landed)
         self._trace, self._check, self._commits = trace, check, commits
-        self._take_step, self._before_asking = take_step, before_asking
+        self._ledger, self._before_asking = ledger, before_asking
         self.waited_ns = 0  # by compute, in all
         self._queue: queue.SimpleQueue[Signal | _Waiter | Once | None]
         self._queue = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
         self._asked: dict[int, _Waiter] = {}  # training's; several only where it was interrupted
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()  # of the machine, and of what the pump keeps
         self._started = 0  # and not finished; the pump's
-        self._pins = [0] * len(machine.layout.units)  # granted and not released; the pump's
+        self._pins = [0] * len(layout.units)  # granted and not released; the pump's
+        # By unit, whether gradients may be gathered where they are kept, and how often they were.
+        self._at_home = [home.grads is layout.compute_tier for home in layout.homes]
+        self._gathered = [0] * len(layout.units)
+        self._drains = (
+            False  # the machine, or what carries out its word, has failed: it is asked no more
+        )
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False
@@ -126,15 +139,15 @@ class Executor:
         self._lane: str | None = None
         self._events = RangeEvents()
         self._mover = Mover(
-            machine.layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
+            layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
         )
         self._worker = UpdateWorker(
-            machine.layout, arenas, accelerator, self._events, trace, work_on,
-            lambda unit: self._queue.put(Spoiled(unit)), self._worked,
+            layout, arenas, accelerator, self._events, trace, work_on,
+            lambda unit: self._queue.put(Judged(unit, finite=False)), self._worked,
         )  # fmt: skip
         self._visits = Visits(
             arenas, accelerator, self._events, trace, visit,
-            lambda update: machine.layout.units[update.unit].name, self._worker.put, self._finished,
+            lambda update: layout.units[update.unit].name, self._worker.put, self._finished,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
         self._thread.start()
@@ -146,7 +159,7 @@ class Executor:
         self.raise_failure()
         self._queue.put(signal)
 
-    def release(self, unit: int, held: tuple[int, ...] = ()) -> None:
+    def release(self, unit: int, held: tuple[Held, ...] = ()) -> None:
         """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
         self._queue.put(Release(unit, held))
 
@@ -155,22 +168,21 @@ class Executor:
         """Whether a unit was granted, or asked for, that is not released yet."""
         return any(self._pins) or bool(self._asked)
 
-    def reclaim(self, uses: Sequence[int]) -> None:
-        """Releases what was granted and is in nobody's use: an exception came in between.
+    def lost(self, uses: Sequence[int]) -> list[int]:
+        """The units that were granted, once for every time, and are in nobody's use: an exception
+        came in between.
 
         ``uses``: by unit, whether compute uses it.
         """
         self._settle_asked()
         if not self.in_use:
-            return
+            return []
         self.catch_up()
-        lost = [
+        return [
             unit
             for unit, (pins, used) in enumerate(zip(self._pins, uses, strict=True))
             for _ in range(pins - min(used, 1))
         ]
-        for unit in lost:
-            self.release(unit)
 
     def catch_up(self) -> None:
         """Blocks until the machine has dealt with all that was told before."""
@@ -178,7 +190,7 @@ class Executor:
         self._queue.put(handled)
         handled.wait()
 
-    def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Place | None:
+    def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
         """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
 
         ``computing`` names the part of the model that the calling thread then goes on with.
@@ -190,7 +202,7 @@ class Executor:
         for freed in self._before_asking():
             if self.accelerator.has_device_memory:
                 # Kernels that read it through the graph may still run.
-                self.mark_device_use(freed.place, self.accelerator.record())
+                self.mark_device_use(freed.held.place, self.accelerator.record())
             self._queue.put(freed)
         self._settle_asked()
         ticket = next(self._tickets)
@@ -209,7 +221,8 @@ class Executor:
             self._waited(waiter.lane, started_ns, computing or before or "")
         if waiter.error is not None:
             self._raise(waiter.error)
-        return waiter.place
+        assert waiter.grant is not None
+        return waiter.grant
 
     def _settle_asked(self) -> None:
         """Waits for the answers to requests that were interrupted: what they are granted later
@@ -227,13 +240,13 @@ class Executor:
         """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
         there, and all ``GradReady`` about them (so many were told) have been dealt with."""
         self.raise_failure()
-        gradients = self.machine.gradients
-        with self.lock:
-            return gradients.at_home(unit) if gradients.units[unit].readied == told else None
+        with self._lock:
+            free = self._at_home[unit] and self._gathered[unit] == told
+        return self.layout.homes[unit].grad_place if free else None
 
     def _abandon(self, waiter: _Waiter) -> None:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
-        with self.lock:
+        with self._lock:
             waiter.abandoned = True
             granted = waiter.event.is_set() and waiter.error is None
         if granted:
@@ -277,16 +290,6 @@ class Executor:
     def failed(self) -> bool:
         return self._error is not None
 
-    def settle_down(self) -> None:
-        """Blocks until nothing moves and nothing waits."""
-        while not self.failed:
-            self.catch_up()
-            with self.lock:
-                if self.machine.idle:
-                    return
-            time.sleep(0.0002)
-        self.raise_failure()
-
     # -- the pump -------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -294,40 +297,47 @@ class Executor:
             if isinstance(told, Once):  # somebody waits for all that was put before
                 told.set()
                 continue
-            with self.lock:
+            with self._lock:
                 if isinstance(told, _Waiter):
                     self._waiters[told.ticket] = told
                 signal = told.signal if isinstance(told, _Waiter) else told
                 self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
                 self._started -= isinstance(signal, (Done, Failed))
                 try:
-                    if isinstance(signal, Step) and signal.counts and not self.machine.failed:
-                        self._take_step()
-                    elif isinstance(signal, Release):
-                        self._pins[signal.unit] -= 1
-                    instructions = self.machine.handle(signal)
-                    if self._check and not self.machine.failed:
-                        validate(self.machine)
-                    self._trace.level(time.perf_counter_ns(), *self.machine.used_bytes())
-                    for instruction in instructions:
-                        self._carry_out(instruction)
+                    self._take(signal)
                 except BaseException as error:
                     if self._error is None:
                         self._error = error
-                    self.machine.failed = True
+                    self._drains = True
                 if self._error is not None:
                     self._wake_all()
+
+    def _take(self, signal: Signal) -> None:
+        if self._error is None:
+            self._ledger.told(signal)
+            self.protocol.told(signal)
+        if isinstance(signal, Release):
+            self._pins[signal.unit] -= 1
+        elif isinstance(signal, GradReady):
+            self._gathered[signal.unit] += 1
+        if self._drains:
+            return
+        instructions = self._machine.handle(signal)
+        if self._check and self._error is None and not isinstance(signal, Failed):
+            validate(self._machine)
+        self._trace.level(time.perf_counter_ns(), *self._machine.used_bytes())
+        for instruction in instructions:
+            self._carry_out(instruction)
 
     def _wake_all(self) -> None:
         """Nothing more is granted.  Whoever waits is woken, whether the machine has heard of his
         signal or not: it may have failed while it took it, or before it said what it grants."""
-        self.machine.abandon()
         for ticket in list(self._waiters):
-            self._grant(ticket, None, self._error)
+            self._answer(ticket, None, self._error)
 
-    def _grant(self, ticket: int, place: Place | None, error: BaseException | None) -> None:
+    def _answer(self, ticket: int, grant: Grant | None, error: BaseException | None) -> None:
         waiter = self._waiters.pop(ticket)
-        waiter.place, waiter.error = place, error
+        waiter.grant, waiter.error = grant, error
         waiter.lane = self._lane or waiter.lane
         if error is None:
             if isinstance(waiter.signal, Need):
@@ -338,9 +348,11 @@ class Executor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Grant):
-            self._grant(instruction.ticket, instruction.place, None)
+            self._answer(instruction.ticket, instruction, None)
         elif isinstance(instruction, Refuse):
-            self._grant(instruction.ticket, None, self._refusal(instruction))
+            self._answer(instruction.ticket, None, self._refusal(instruction))
+        elif isinstance(instruction, AtHome):
+            self._at_home[instruction.unit] = instruction.free
         else:
             self._started += 1
             try:
@@ -349,12 +361,13 @@ class Executor:
                 self._finished(instruction, error)
 
     def _refusal(self, refuse: Refuse) -> BudgetError:
-        regions = self.machine.layout.regions
-        total = regions.device_bytes if refuse.tier == "device" else regions.host_bytes
+        regions, tier, item = self.layout.regions, refuse.tier, refuse.item
+        total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
+        unit = item.kind is Kind.WEIGHTS
         return BudgetError(
-            f"unit {self.machine.layout.units[refuse.unit].name!r}", refuse.tier, refuse.need_bytes,
-            refuse.have_bytes, total,
-            f"raise {refuse.tier}_memory, or free graphs that still hold weights",
+            f"unit {self.layout.units[item.number].name!r}" if unit else self.layout.name(item),
+            tier.value, refuse.need_bytes, refuse.have_bytes, total,
+            f"raise {tier.value}_memory, or free graphs that still hold weights",
         )  # fmt: skip
 
     def _start(self, work: Work) -> None:
@@ -364,8 +377,7 @@ class Executor:
             self._worker.put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
-            table = self.machine.commits.table()
-            self._commits.put(work, table, lambda error: self._finished(work, error))
+            self._commits.put(work, lambda error: self._finished(work, error))
         else:
             self._mover.start(work)
 
@@ -381,18 +393,17 @@ class Executor:
 
     def _moved(self, work: Move, error: BaseException | None) -> None:
         """The mover is through with a move."""
-        if error is None and isinstance(work, Write) and self._may_be_changed(work.item):
+        if error is None and isinstance(work, Write) and self._may_be_changed(work):
             assert self._commits is not None
-            name = self.machine.layout.units[work.item.number].name
+            name = self.layout.units[work.item.number].name
             memory = self.arenas.bytes_of(work.place).numpy()
             self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
         else:
             self._finished(work, error)
 
-    def _may_be_changed(self, item: Item) -> bool:
-        """Whether a commit saves the item from memory that the user may see."""
-        seen = not self.machine.layout.has_device and item.kind is Kind.WEIGHTS
-        return seen and self._commits is not None and item in self.machine.commits.places
+    def _may_be_changed(self, work: Write) -> bool:
+        """Whether a commit saves an item from memory that the user may see."""
+        return work.saves and work.item.kind is Kind.WEIGHTS and not self.layout.has_device
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:
@@ -435,7 +446,7 @@ class Executor:
             return
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            with self.lock:
+            with self._lock:
                 if self._queue.empty() and not self._started:
                     break
             time.sleep(0.0005)

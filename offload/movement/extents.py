@@ -8,7 +8,7 @@ from typing import Protocol
 from ..facts.tier import Tier
 from ..io_engine import Extent
 from ..schedule.layout import Layout
-from ..schedule.messages import Item, Kind
+from ..schedule.messages import Key, Kind
 
 
 class Allocator(Protocol):
@@ -24,29 +24,29 @@ class Extents:
         self,
         layout: Layout,
         store: Allocator | None,
-        kept: Mapping[tuple[Item, int], Extent] | None = None,
+        kept: Mapping[tuple[Key, int], Extent] | None = None,
     ) -> None:
         """``kept``: those that a store which was opened again has already."""
-        self._extents: dict[tuple[Item, int], Extent] = dict(kept or {})
+        self._extents: dict[tuple[Key, int], Extent] = dict(kept or {})
         if store is None:
             return
         pair = 2 if layout.durable else 1
         for unit, home in zip(layout.units, layout.homes, strict=True):
             if (layout.durable or home.weights is Tier.NVME) and unit.weight_bytes:
-                self._add(store, Item(Kind.WEIGHTS, unit.index), pair, unit.weight_bytes)
+                self._add(store, Key(Kind.WEIGHTS, unit.index), pair, unit.weight_bytes)
             if home.grads is Tier.NVME:
-                item = Item(Kind.GRADS, unit.index)
+                item = Key(Kind.GRADS, unit.index)
                 self._add(store, item, 1, layout.grad_bytes[unit.index])
             for subgroup, tier in zip(layout.subgroups[unit.index], home.state, strict=True):
                 if layout.durable or tier is Tier.NVME:
-                    item = Item(Kind.STATE, subgroup.index)
+                    item = Key(Kind.STATE, subgroup.index)
                     self._add(store, item, pair, subgroup.nbytes)
 
-    def _add(self, store: Allocator, item: Item, copies: int, nbytes: int) -> None:
+    def _add(self, store: Allocator, item: Key, copies: int, nbytes: int) -> None:
         for role in range(copies):
             if (item, role) not in self._extents:
                 self._extents[item, role] = store.allocate(nbytes)
 
-    def of(self, item: Item, role: int) -> Extent:
+    def of(self, item: Key, role: int) -> Extent:
         """The extent of ``item`` in ``role``."""
         return self._extents[item, role]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
-from ..schedule.messages import CopyIn, CopyOut, Kind, Read, Write
+from ..schedule.messages import CopyIn, CopyOut, Read, Write
 from .accelerators.base import Accelerator, CopyDone
 from .disk import Disk, Moved
 from .events import RangeEvents
@@ -34,8 +34,7 @@ class Mover:
         self._extents, self._events, self._trace, self._finished = (
             extents, events, trace, finished
         )  # fmt: skip
-        self._names: Sequence[str] = [unit.name for unit in layout.units]
-        self._unit_of = [s.unit for group in layout.subgroups for s in group]
+        self._layout = layout
 
     def start(self, work: Move) -> None:
         """Begins a move; its end comes on another thread."""
@@ -52,7 +51,7 @@ class Mover:
         assert self._disk is not None
         extent = self._extents.of(work.item, work.role)
         memory = self._arenas.bytes_of(work.place).numpy()
-        name = self._item_name(work)
+        name = self._layout.name(work.item)
 
         def done(moved: Moved) -> None:
             self._trace.add(lane, name, moved.started_ns, moved.finished_ns, moved.nbytes)
@@ -64,14 +63,8 @@ class Mover:
             else:
                 self._disk.write(extent, memory, on_done=done)
 
-    def _item_name(self, work: Read | Write) -> str:
-        kind, index = work.item
-        if kind is Kind.STATE:
-            return f"state {self._names[self._unit_of[index]]} {index}"
-        return f"{kind.value} {self._names[index]}"
-
     def _copy_in(self, work: CopyIn) -> None:
-        with self._trace.during("copy_in", self._names[work.unit]):
+        with self._trace.during("copy_in", self._unit_name(work)):
             event = self._accelerator.copy_in(
                 self._arenas.bytes_of(work.place),
                 self._arenas.bytes_of(work.source),
@@ -81,7 +74,7 @@ class Mover:
             self._events.set(work.place, event)
 
     def _copy_out(self, work: CopyOut) -> None:
-        with self._trace.during("copy_out", self._names[work.unit]):
+        with self._trace.during("copy_out", self._unit_name(work)):
             event = self._accelerator.copy_out(
                 self._arenas.bytes_of(work.place).narrow(0, 0, work.source.nbytes),
                 self._arenas.bytes_of(work.source),
@@ -90,9 +83,12 @@ class Mover:
             )
             self._events.set(work.source, event)
 
+    def _unit_name(self, work: CopyIn | CopyOut) -> str:
+        return self._layout.units[work.item.number].name
+
     def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:
         def done(copy: CopyDone) -> None:
-            name = self._names[work.unit]
+            name = self._unit_name(work)
             self._trace.add(lane, name, copy.started_ns, copy.finished_ns, copy.nbytes)
             self._finished(work, copy.error)
 

@@ -9,10 +9,9 @@ from ..config import OffloadConfig
 from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..io_engine import Extent, IoEngine, Lease, Manifest, OwnedStore
-from ..schedule.commits import Commits
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout
-from ..schedule.messages import Item
+from ..schedule.messages import Key
 from .commit_writer import CommitWriter
 from .disk import Disk, PacedDisk
 from .extents import Extents
@@ -72,7 +71,7 @@ class Store:
         if read is not None or write is not None:  # a simulated machine: at that one's rates
             self.disk = self._paced = PacedDisk(self.io, read, write)
 
-    def _kept(self) -> dict[tuple[Item, int], Extent]:
+    def _kept(self) -> dict[tuple[Key, int], Extent]:
         """The extents of a store that was opened again."""
         if self.found is None:
             return {}
@@ -82,11 +81,10 @@ class Store:
             for role, extent in enumerate(item.extents)
         }
 
-    def begin(self, commits: Commits, facts: Mapping[str, Any], trace: Trace) -> None:
+    def begin(self, facts: Mapping[str, Any], trace: Trace) -> None:
         """Gives what is durable a manifest, or goes on in that of its store.
 
         Args:
-            commits: knows what a commit holds.
             facts: about the run, for whoever resumes it; JSON.
         """
         if not self._layout.durable or self.io is None:
@@ -95,7 +93,8 @@ class Store:
             self._manifest = Manifest.reopen(self.found.manifests)
         else:
             named = [
-                (key_of(i), [self.extents.of(i, 0), self.extents.of(i, 1)]) for i in commits.items
+                (key_of(item), [self.extents.of(item, 0), self.extents.of(item, 1)])
+                for item in self._layout.stored
             ]
             description = {**facts, "units": describe_units(self._layout)}
             self._manifest = self.io.make_durable(named, description)

@@ -74,7 +74,9 @@ class UpdateWorker:
 
     def _do(self, task: Task, queued_ns: int) -> None:
         started = time.perf_counter_ns()
-        name = self._names[self._unit_of[task.item[1]] if isinstance(task, Clear) else task.unit]
+        name = self._names[
+            self._unit_of[task.item.number] if isinstance(task, Clear) else task.unit
+        ]
         with self._trace.during("update", name):
             finite = self._in_order(task)
         if not finite and isinstance(task, Update):

@@ -12,40 +12,40 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..facts.trace import Trace
+from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
+    AtHome,
     Clear,
     Commit,
     CopyIn,
     CopyOut,
     Done,
-    GradReady,
-    GradRoom,
     Grant,
     Kind,
-    Landed,
-    Need,
     Read,
     Refuse,
     Release,
     Settle,
-    Settled,
     Signal,
-    Step,
     Update,
     Work,
     Write,
 )
+from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
 from .costs import Costs
 
-LANE_OF: dict[type, str] = {Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out"}
+LANE_OF: dict[type, str] = {
+    Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out", Commit: "write",
+}  # fmt: skip
 LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
@@ -90,14 +90,17 @@ class Simulation:
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self.layout, self.costs, self.machine = layout, costs, Residency(layout)
+        self._protocol = Protocol(layout, self._ask, self._send)
         self.now_s = 0.0
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self._lanes = {name: _Lane(name) for name in (*LINKS, "update", "compute")}
         self._ends: list[tuple[float, int, int, _Lane]] = []
         self._numbers = itertools.count()
-        self._granted: set[int] = set()
-        self._landed = True
+        self._grants: dict[int, Grant] = {}
+        self._arriving: set[Place] = set()  # on the device
+        self._facts = itertools.count(1)
+        self._computing = ""  # the unit that compute is at
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
         self._params = [s.count for s in subgroups]
@@ -139,14 +142,17 @@ class Simulation:
     # -- moves ----------------------------------------------------------------------------------
 
     def _send(self, signal: Signal) -> None:
+        self._protocol.told(signal)
         for instruction in self.machine.handle(signal):
             if isinstance(instruction, Grant):
-                self._granted.add(instruction.ticket)
+                self._grants[instruction.ticket] = instruction
             elif isinstance(instruction, Refuse):
-                raise AssertionError(f"the machine refused unit {instruction.unit}")
+                raise AssertionError(f"the machine refused {self.layout.name(instruction.item)}")
             elif isinstance(instruction, Update) and instruction.visit is not None:
                 self._queue(_Leg(instruction, "copy_in"), "copy_in")
-            else:
+            elif not isinstance(instruction, AtHome):
+                if isinstance(instruction, CopyIn):
+                    self._arriving.add(instruction.place)
                 urgent = isinstance(instruction, Read) and instruction.urgent
                 self._queue(instruction, LANE_OF.get(type(instruction), "update"), urgent)
         self._note_peaks()
@@ -232,7 +238,8 @@ class Simulation:
             return self._names[work.item.kind][work.item.number]
         if isinstance(work, (Clear, Commit)):
             return "clear" if isinstance(work, Clear) else "commit"
-        return self.layout.units[work.unit].name
+        unit = work.unit if isinstance(work, (Settle, Update)) else work.item.number
+        return self.layout.units[unit].name
 
     def _end_next(self) -> None:
         """The next piece of work ends."""
@@ -253,6 +260,8 @@ class Simulation:
         self._start(lane)
         if lane.current is None:
             self._changed(lane)
+        if isinstance(work, CopyIn):
+            self._arriving.discard(work.place)
         if not isinstance(work, _Leg):
             self._send(Done(work))
         elif (following := LEGS.get(work.lane)) is not None:
@@ -271,38 +280,36 @@ class Simulation:
 
     # -- compute --------------------------------------------------------------------------------
 
-    def _ticket(self) -> int:
-        return next(self._numbers)
-
-    def _wait(self, ticket: int, name: str) -> None:
+    def _ask(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
+        """Sends a signal, and waits for what it is granted."""
+        ticket = next(self._numbers)
+        self._send(make(ticket))
         started_s, lane = self.now_s, "update"
-        while ticket not in self._granted:
+        while ticket not in self._grants:
             self._end_next()
             lane = self._lane
-        self._granted.discard(ticket)
-        if self.now_s > started_s and name:
-            self.trace.stall(lane, _ns(started_s), _ns(self.now_s), name)
+        if self.now_s > started_s and self._computing:
+            self.trace.stall(lane, _ns(started_s), _ns(self.now_s), self._computing)
+        return self._grants.pop(ticket)
 
-    def _arrive(self, unit: int, name: str) -> None:
+    def _arrive(self, places: Iterable[Place | None]) -> None:
         """Waits for what copies bring to the device."""
         started_s = self.now_s
-        while (copy := self.machine.weights.compute_copy(unit)) is not None and not copy.valid:
-            self._end_next()
-        if self.now_s > started_s and name:
-            self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), name)
+        for place in places:
+            while place in self._arriving:
+                self._end_next()
+        if self.now_s > started_s and self._computing:
+            self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
     def _compute(self, unit: int, seconds: float) -> None:
         """Compute runs one unit's forward or backward, once its weights are there."""
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
-        group = (unit, *shares)
-        streamed = not all(self.layout.homes[u].resident for u in group)
-        streamed = streamed or not self.machine.weights.updating.isdisjoint(group)
+        self._computing = name
+        self._protocol.catch_up(unit)
+        self._arrive(self.layout.homes[member].device_place for member in (unit, *shares))
+        streamed = self._protocol.streams(unit)
         if streamed:
-            ticket = self._ticket()
-            self._send(Need(unit, ticket))
-            self._wait(ticket, name)
-            for member in group:
-                self._arrive(member, name)
+            self._arrive(self._protocol.need(unit))
         started_s, lane = self.now_s, self._lanes["compute"]
         if seconds:
             lane.current, lane.left_s, lane.seen_s = _Compute(unit), seconds, started_s
@@ -313,18 +320,22 @@ class Simulation:
             self.trace.add("compute", name, _ns(started_s), _ns(self.now_s))
         if streamed:
             self._send(Release(unit))
+        self._computing = ""
 
     def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
         """The gradients of one unit are gathered and handed over."""
-        ticket = self._ticket()
-        self._send(GradRoom(unit, ticket, merge and not self.layout.has_device))
-        self._wait(ticket, self.layout.units[unit].name)
-        self._send(GradReady(unit, merge, update, settled=not self.layout.has_device))
+        self._computing = self.layout.units[unit].name
+        self._protocol.room(unit, merge=merge)
+        settled = not self.layout.has_device
+        self._protocol.gathered(unit, merge=merge, update=update, settled=settled)
+        self._computing = ""
 
-    def step(self, micro_steps: int, update: str) -> float:
+    def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
         """One optimizer step over all units in their order; its seconds."""
         began_s = self.now_s
         units, costs = self.layout.units, self.costs
+        if commit and self._protocol.open:
+            self._protocol.seal(next(self._facts))
         for micro in range(micro_steps):
             for unit in units:
                 self._compute(unit.index, costs.forward_s[unit.index])
@@ -333,35 +344,23 @@ class Simulation:
                 if unit.trainable:
                     final = update == "backward" and micro == micro_steps - 1
                     if final:
-                        self._land()
+                        self._protocol.land()
                     self._deliver(unit.index, merge=micro > 0, update=final)
-        self._finish_step(update)
+        self._finish_step(update, commit)
         index = len(self.trace.steps) + 1
         self.trace.mark_step(index, _ns(self.now_s))
         return self.now_s - began_s
 
-    def _finish_step(self, update: str) -> None:
+    def _finish_step(self, update: str, commit: bool) -> None:
         """What ``optimizer.step()`` does."""
-        units = self.layout.units
         if update != "backward":
-            self._send(Settled(ticket := self._ticket()))
-            self._wait(ticket, "")
-        self._land()
-        trained = tuple(u.index for u in units if u.trainable)
-        self._send(Step(trained, ticket := self._ticket(), update != "step"))
-        self._wait(ticket, "")
-        self._landed = update == "step"
-        if self._landed and self.layout.has_device:
-            for unit in units:
-                if self.layout.homes[unit.index].resident:
-                    self._arrive(unit.index, "")
-
-    def _land(self) -> None:
-        """Waits until the last step's updates are over."""
-        if not self._landed:
-            self._send(Landed(ticket := self._ticket()))
-            self._wait(ticket, "")
-            self._landed = True
+            self._protocol.settle()
+        self._protocol.land()
+        trained = tuple(u.index for u in self.layout.units if u.trainable)
+        self._protocol.step(trained, background=update != "step", commit=commit)
+        if update == "step":
+            self._protocol.land()
+            self._arrive(home.device_place for home in self.layout.homes)
 
 
 def _inverse(rate: float | None) -> float:

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 from ..facts.tier import Tier
-from .arena import Place
+from .items import Items, Roles
 from .layout import Layout
-from .messages import Commit, Item, Kind, Work, Write
-from .weights import Roles
+from .messages import Commit, Instruction, Key, Kind
 
 SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
 
@@ -32,33 +31,23 @@ def saved_bytes(layout: Layout) -> int:
 class Commits:
     """The cut that is under way, if any; one at a time."""
 
-    def __init__(
-        self, layout: Layout, roles_of: Callable[[Item], Roles], emit: Callable[[Work], None]
-    ) -> None:
-        self._emit, self._roles_of = emit, roles_of
-        self.items: list[Item] = []
-        self.places: dict[Item, Place] = {}  # of what lives in memory
-        for unit, home in zip(layout.units, layout.homes, strict=True):
-            if unit.weight_bytes:
-                item = Item(Kind.WEIGHTS, unit.index)
-                self.items.append(item)
-                if home.weights is Tier.HOST and home.host_place is not None:
-                    self.places[item] = home.host_place
-        for group, home in zip(layout.subgroups, layout.homes, strict=True):
-            for subgroup, place in zip(group, home.state_places, strict=True):
-                item = Item(Kind.STATE, subgroup.index)
-                self.items.append(item)
-                if place is not None:
-                    self.places[item] = place
-        self.dirty: set[Item] = set()  # in memory, changed since it was last saved
+    def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
+        self._emit, self._items = emit, items
+        self._stored = layout.stored
+        self._in_memory: dict[Key, Tier] = {}  # where those are that a commit must save
+        for key in layout.stored:
+            tier, place = layout.home(key)
+            if place is not None and (key.kind is Kind.STATE or tier is Tier.HOST):
+                self._in_memory[key] = place.tier
+        self.dirty: set[Key] = set()  # in memory, changed since it was last saved
         self.pending = False
-        self._stale: set[Item] = set()  # to be read again after a rollback
+        self._stale: set[Key] = set()  # to be read again after a rollback
         self.spoiled: set[int] = set()  # units that hold values that are not finite
         self.sealed: int | None = None
-        self.blocked: set[Item] = set()
-        self._changed: dict[Item, int] = {}
-        self._unsaved: deque[Item] = deque()
-        self._saving: set[Item] = set()
+        self.blocked: set[Key] = set()
+        self._changed: dict[Key, int] = {}
+        self._unsaved: deque[Key] = deque()
+        self._saving: set[Key] = set()
         self._committing = False
 
     # -- a cut ----------------------------------------------------------------------------------
@@ -70,20 +59,20 @@ class Commits:
         self.pending, self.sealed = True, sealed
         self._changed = {
             item: roles.newest
-            for item in self.items
-            if (roles := self._roles_of(item)).newest != roles.committed
+            for item in self._stored
+            if (roles := self._roles(item)).newest != roles.committed
         }
-        self._unsaved = deque(item for item in self.items if item in self.dirty)
+        self._unsaved = deque(item for item in self._stored if item in self.dirty)
         self.dirty.clear()
-        self.blocked = {item for item in self._changed if item not in self.places}
+        self.blocked = {item for item in self._changed if item not in self._in_memory}
         self.blocked.update(self._unsaved)
 
-    def change(self, item: Item) -> None:
+    def change(self, item: Key) -> None:
         """An update is about to change what lives in memory."""
-        if item in self.places:
+        if item in self._in_memory:
             self.dirty.add(item)
 
-    def blocks(self, item: Item) -> bool:
+    def blocks(self, item: Key) -> bool:
         """Whether an update of the item must wait; what it waits for then goes first."""
         if item not in self.blocked:
             return False
@@ -100,33 +89,31 @@ class Commits:
             self._save(self._unsaved.popleft())
         if self.sealed is not None and not self._saving and not self._committing:
             self._committing = True
-            self._emit(Commit(self.sealed))
+            self._emit(Commit(self.sealed, self._table()))
 
-    def _save(self, item: Item) -> None:
+    def _save(self, item: Key) -> None:
         self._saving.add(item)
-        self._emit(Write(item, self._roles_of(item).target(), self.places[item]))
+        self._items.write(self._items.of(item), self._in_memory[item], saves=True)
 
-    def saves(self, item: Item) -> bool:
-        """Whether the item's write is one of the cut's."""
-        return item in self._saving
-
-    def saved(self, item: Item) -> None:
-        roles = self._roles_of(item)
-        roles.wrote()
-        self._changed[item] = roles.newest
+    def saved(self, item: Key) -> None:
+        """One of the cut's writes has ended."""
+        self._changed[item] = self._roles(item).newest
         self._saving.discard(item)
         self.blocked.discard(item)
 
-    def table(self) -> list[tuple[Item, int]]:
+    def _roles(self, item: Key) -> Roles:
+        return self._items.of(item).roles
+
+    def _table(self) -> tuple[tuple[Key, int], ...]:
         """Every item and the extent that the cut has it in."""
-        return [
-            (item, self._changed.get(item, self._roles_of(item).committed)) for item in self.items
-        ]
+        return tuple(
+            (item, self._changed.get(item, self._roles(item).committed)) for item in self._stored
+        )
 
     def committed(self) -> None:
         """The record is durable: the roles turn."""
         for item, role in self._changed.items():
-            self._roles_of(item).committed = role
+            self._roles(item).committed = role
         self._end()
 
     def _end(self) -> None:
@@ -138,12 +125,12 @@ class Commits:
     def newer(self) -> bool:
         """Whether anything is newer than the last commit."""
         return bool(self.pending or self.dirty) or any(
-            roles.newest != roles.committed for roles in map(self._roles_of, self.items)
+            roles.newest != roles.committed for roles in map(self._roles, self._stored)
         )
 
-    def adopt(self, item: Item, role: int) -> None:
+    def adopt(self, item: Key, role: int) -> None:
         """A store that was opened again has the item in this extent."""
-        roles = self._roles_of(item)
+        roles = self._roles(item)
         roles.newest = roles.committed = role
         self.dirty.discard(item)
 
@@ -161,7 +148,7 @@ class Commits:
         """All that ``rollback`` said has been read."""
         self._stale = set()
 
-    def rollback(self) -> list[Item]:
+    def rollback(self) -> list[Key]:
         """Forgets the cut and all that is newer than the last commit.  Nothing may be under way.
 
         Returns:
@@ -169,9 +156,9 @@ class Commits:
         """
         assert not self._saving and not self._committing, "a commit is under way"
         # All that lives in memory: an edit that was interrupted may have told of nothing yet.
-        stale = self._stale | set(self.places)
-        for item in self.items:
-            roles = self._roles_of(item)
+        stale = self._stale | set(self._in_memory)
+        for item in self._stored:
+            roles = self._roles(item)
             if roles.newest != roles.committed:
                 roles.newest = roles.committed
                 stale.add(item)
@@ -180,4 +167,4 @@ class Commits:
         self._unsaved.clear()
         self._end()
         self.spoiled.clear()
-        return [item for item in self.items if item in stale]
+        return [item for item in self._stored if item in stale]

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from .layout import Layout
-from .messages import Item, Kind
+from .messages import Key, Kind
 from .units import Subgroup, Unit
 
 
-def key_of(item: Item) -> str:
+def key_of(item: Key) -> str:
     """The name of an item in the store."""
     return f"{item.kind.value}/{item.number}"
 
 
-def item_of(key: str) -> Item:
+def item_of(key: str) -> Key:
     """The item that ``key_of`` has named."""
     kind, number = key.split("/")
-    return Item(Kind(kind), int(number))
+    return Key(Kind(kind), int(number))
 
 
 def describe_units(layout: Layout) -> list[dict[str, Any]]:

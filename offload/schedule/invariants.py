@@ -3,93 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from ..facts.tier import Tier
-from .arena import Arena, Place
-from .messages import Item, Kind, Read, Update, Write
+from .arena import Place
+from .items import Copy, Item, Items
+from .messages import Read, Work, Write
 from .residency import Residency
-from .weights import Roles
+from .weights import UnitWeights
 
 
 def validate(machine: Residency) -> None:
     """Checks every invariant of the machine; about 10 us a unit, for tests and debugging."""
-    _owners(machine)
-    _currency(machine)
-    _extents(machine)
-
-
-def _owners(machine: Residency) -> None:
-    """No slot has two owners; each lies in its region; regions account for exactly their slots."""
-    weights, grads, updates = machine.weights, machine.gradients, machine.updates
-    groups: list[tuple[Arena, list[Place]]] = [
-        (weights.host_arena, []),
-        (weights.device_arena, []),
-        (grads.host_arena, []),
-        (grads.device_arena, []),
-        (updates.arena, []),
-        (updates.visits, []),
+    forgotten = [
+        place
+        for item in machine.weights.units
+        for place in item.kept
+        if (copy := item.copy(machine.layout.compute_tier)) is None or copy.place != place
     ]
-    host_w, device_w, host_g, device_g, states, visits = (places for _, places in groups)
-    for item in weights.units:
-        host_w += [item.host.place] if item.host and not item.host.fixed else []
-        device_w += [item.device.place] if item.device and not item.device.fixed else []
-        copy = item.device if machine.layout.has_device else item.host
-        forgotten = [place for place in item.kept if copy is None or copy.place != place]
-        (device_w if machine.layout.has_device else host_w).extend(forgotten)
-    for unit, home in zip(grads.units, machine.layout.homes, strict=True):
-        if unit.slot is not None and home.grad_place is None:
-            host_g.append(unit.slot)
-        host_g += [unit.staging] if unit.staging else []
-        device_g += [unit.device] if unit.device else []
-    states += [state.slot for state in updates.states if state.slot is not None]
-    visits += [w.visit for w in machine.in_flight if isinstance(w, Update) and w.visit]
-    for arena, places in groups:
-        end = arena.base
-        for place in sorted(p for p in places if p.nbytes):
-            assert place.tier is arena.tier, f"{place} lies in the wrong tier"
-            assert place.offset >= end, f"{place} overlaps its neighbour, or leaves its region"
-            end = place.offset + place.nbytes
-        assert end <= arena.base + arena.nbytes, f"region of {arena.tier.value} memory is passed"
-        used = sum(p.nbytes for p in places)
+    validate_items(machine.items, machine.in_flight, forgotten)
+    for unit in machine.weights.units:
+        _weights(machine, unit)
+
+
+def validate_items(
+    items: Items, in_flight: Mapping[Work, int], forgotten: list[Place] | None = None
+) -> None:
+    """What holds for items of every kind.  ``forgotten``: slots that somebody uses whose copies
+    are forgotten."""
+    _owners(items, forgotten or [])
+    _extents(items, in_flight)
+    for item in items.all():
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if (copy := item.copy(tier)) is not None:
+                _copy(item, tier, copy)
+
+
+def _owners(items: Items, forgotten: list[Place]) -> None:
+    """No slot has two owners; each lies in its region; regions account for exactly their slots."""
+    for region, (arena, tenants) in items.regions().items():
+        slots = [copy.slot for item in tenants if (copy := item.copy(region.tier)) is not None]
+        assert len(slots) == len(tenants), f"a tenant of {region} has no copy there"
+        first, last = region.base, region.base + region.nbytes
+        slots += [
+            p for p in forgotten if p.tier is region.tier and first <= p.offset < last and p.nbytes
+        ]
+        end = first
+        for slot in sorted(s for s in slots if s.nbytes):
+            assert slot.tier is region.tier, f"{slot} lies in the wrong tier"
+            assert slot.offset >= end, f"{slot} overlaps its neighbour, or leaves its region"
+            end = slot.offset + slot.nbytes
+        assert end <= last, f"region of {region.tier.value} memory is passed"
+        used = sum(s.nbytes for s in slots)
         assert used == arena.used_bytes, f"{arena.used_bytes} bytes accounted, {used} owned"
-
-
-def _currency(machine: Residency) -> None:
-    """Every unit has a current copy; nothing dirty can be evicted; counts are not negative."""
-    for number, item in enumerate(machine.weights.units):
-        home = machine.layout.homes[number]
-        current = item.stored or home.weights is Tier.DEVICE
-        current = current or (item.host is not None and item.host.valid)
-        assert current, f"unit {number} has no current copy"
-        assert item.pins >= 0, f"unit {number} was released too often"
-        assert all(n > 0 for n in item.kept.values()), f"unit {number} keeps what was let go"
-        for tier, copy in ((Tier.HOST, item.host), (Tier.DEVICE, item.device)):
-            assert copy is None or copy.holds >= 0, f"unit {number} was let go too often"
+    tenants_of = dict(items.regions().values())
+    for item in items.all():
+        for tier in (Tier.DEVICE, Tier.HOST):
+            copy = item.copy(tier)
             moved = copy is not None and not copy.fixed
-            assert moved == (number in machine.weights.moved[tier]), f"unit {number} is miscounted"
-        if not item.stored and home.weights is Tier.NVME:
-            assert item.host is not None and item.host.holds > 0, f"unit {number} may be lost"
-        if item.pins:
-            copy = machine.weights.compute_copy(number)
-            assert copy is not None, f"unit {number} is in use but not there"
+            listed = moved and item in tenants_of[items.arena(item.key.kind, tier)]
+            assert moved == listed, f"{item.key} is miscounted"
 
 
-def _extents(machine: Residency) -> None:
+def _copy(item: Item, tier: Tier, copy: Copy) -> None:
+    assert copy.holds >= 0, f"{item.key} was let go too often"
+    begins = copy.place.tier is tier and copy.place.offset == copy.slot.offset
+    assert begins and copy.place.nbytes <= copy.slot.nbytes, f"{item.key} lies beside its slot"
+
+
+def _extents(items: Items, in_flight: Mapping[Work, int]) -> None:
     """One writer per extent, none on a committed one, and no read beside a write of its item."""
-    writes = Counter(w.item for w in machine.in_flight if isinstance(w, Write))
-    for work, count in machine.in_flight.items():
+    writes = Counter(w.item for w in in_flight if isinstance(w, Write))
+    for work, count in in_flight.items():
         if isinstance(work, Write):
             assert count == 1 and writes[work.item] == 1, f"two writers of {work.item}"
-            roles = _roles(machine, work.item)
-            if roles is not None and roles.pair:
+            roles = items.of(work.item).roles
+            if roles.pair:
                 assert work.role != roles.committed, f"{work.item} overwrites its committed extent"
         elif isinstance(work, Read):
             assert not writes[work.item], f"{work.item} is read while it is written"
 
 
-def _roles(machine: Residency, item: Item) -> Roles | None:
-    if item.kind is Kind.WEIGHTS:
-        return machine.weights.units[item.number].roles
-    if item.kind is Kind.STATE:
-        return machine.updates.states[item.number].roles
-    return None
+def _weights(machine: Residency, item: UnitWeights) -> None:
+    """Every unit has a current copy; nothing dirty can be evicted; counts are not negative."""
+    unit, home = item.key.number, machine.layout.homes[item.key.number]
+    current = item.stored or home.weights is Tier.DEVICE
+    current = current or (item.host is not None and item.host.valid)
+    assert current, f"unit {unit} has no current copy"
+    assert item.pins >= 0, f"unit {unit} was released too often"
+    assert all(item.kept.values()), f"unit {unit} keeps what was let go"
+    if not item.stored and home.weights is Tier.NVME:
+        assert item.host is not None and item.host.holds > 0, f"unit {unit} may be lost"
+    if item.pins:
+        assert machine.weights.compute_copy(unit) is not None, f"unit {unit} is used, not there"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from ..facts.tier import Tier
 from .arena import Place
+from .messages import Key, Kind
 from .units import Subgroup, Unit
 
 
@@ -29,6 +32,16 @@ class UnitHome:
     state_places: tuple[Place | None, ...] = ()
 
 
+class Region(NamedTuple):
+    """A part of a tier's arena that items move through; handed out in slots of ``slot_bytes``, or
+    piece by piece where that is 0."""
+
+    tier: Tier
+    base: int
+    nbytes: int
+    slot_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Regions:
     """Bytes of each part of the two memory arenas; the fixed part comes first in both."""
@@ -45,21 +58,38 @@ class Regions:
     visit_slots: int = 0
 
     @property
-    def device_visits(self) -> int:
-        return self.visit_slot * self.visit_slots
-
-    @property
     def device_bytes(self) -> int:
-        return self.device_fixed + self.device_weights + self.device_grads + self.device_visits
+        return self.fixed_bytes(Tier.DEVICE) + sum(r.nbytes for r in self.of(Tier.DEVICE).values())
 
     @property
     def host_bytes(self) -> int:
-        return (
-            self.host_fixed
-            + self.host_weights
-            + self.host_grads
-            + self.state_slot * self.state_slots
+        return self.fixed_bytes(Tier.HOST) + sum(r.nbytes for r in self.of(Tier.HOST).values())
+
+    def fixed_bytes(self, tier: Tier) -> int:
+        """Of what stays put, at the start of the arena."""
+        return self.device_fixed if tier is Tier.DEVICE else self.host_fixed
+
+    def of(self, tier: Tier) -> dict[Kind, Region]:
+        """The regions of a tier, by the kind that they are for, in the order in which they lie."""
+        state, visits = self.state_slot * self.state_slots, self.visit_slot * self.visit_slots
+        sizes: dict[Kind, tuple[int, int]] = (
+            {
+                Kind.WEIGHTS: (self.device_weights, 0),
+                Kind.GATHERED: (self.device_grads, 0),
+                Kind.VISIT: (visits, self.visit_slot),
+            }
+            if tier is Tier.DEVICE
+            else {
+                Kind.WEIGHTS: (self.host_weights, 0),
+                Kind.GRADS: (self.host_grads, 0),
+                Kind.STATE: (state, self.state_slot),
+            }
         )
+        found, base = {}, self.fixed_bytes(tier)
+        for kind, (nbytes, slot_bytes) in sizes.items():
+            found[kind] = Region(tier, base, nbytes, slot_bytes)
+            base += nbytes
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,3 +111,55 @@ class Layout:
     def compute_tier(self) -> Tier:
         """Where weights must be for compute to use them."""
         return Tier.DEVICE if self.has_device else Tier.HOST
+
+    def region(self, kind: Kind, tier: Tier) -> Region:
+        """What items of a kind move through in a tier.  Gradients that come share that of those
+        that wait."""
+        if kind is Kind.GATHERED and tier is Tier.HOST:
+            kind = Kind.GRADS
+        return self.regions.of(tier).get(kind, Region(tier, 0, 0))
+
+    # -- by item --------------------------------------------------------------------------------
+
+    @cached_property
+    def records(self) -> tuple[Subgroup, ...]:
+        """Every subgroup, by its number."""
+        return tuple(s for group in self.subgroups for s in group)
+
+    @cached_property
+    def _state_homes(self) -> tuple[tuple[Tier, Place | None], ...]:
+        return tuple(
+            each for home in self.homes for each in zip(home.state, home.state_places, strict=True)
+        )
+
+    @cached_property
+    def stored(self) -> tuple[Key, ...]:
+        """The items that a store keeps: weights by unit, then records."""
+        weights = [Key(Kind.WEIGHTS, unit.index) for unit in self.units if unit.weight_bytes]
+        return (*weights, *(Key(Kind.STATE, number) for number in range(len(self.records))))
+
+    def nbytes(self, item: Key) -> int:
+        """Size of an item, where it waits."""
+        if item.kind is Kind.STATE:
+            return self.records[item.number].nbytes
+        if item.kind is Kind.WEIGHTS:
+            return self.units[item.number].weight_bytes
+        assert item.kind is Kind.GRADS, f"{item} has no size of its own"
+        return self.grad_bytes[item.number]
+
+    def home(self, item: Key) -> tuple[Tier | None, Place | None]:
+        """The tier that owns an item, and its place there, if it has one that is its own."""
+        if item.kind is Kind.STATE:
+            return self._state_homes[item.number]
+        home = self.homes[item.number]
+        if item.kind is Kind.WEIGHTS:
+            own = home.device_place if home.weights is Tier.DEVICE else home.host_place
+            return home.weights, own
+        return home.grads, home.grad_place
+
+    def name(self, item: Key) -> str:
+        """What an item is called in traces and errors."""
+        if item.kind in (Kind.STATE, Kind.VISIT):
+            unit = self.units[self.records[item.number].unit].name
+            return f"{item.kind.value} {unit} {item.number}"
+        return f"{item.kind.value} {self.units[item.number].name}"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .messages import Judged, Rollback, Signal, Step
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -33,8 +35,8 @@ class Ledger:
 
     ``steps``: taken so far.  ``versions``: by unit, how often its weights have changed.
     ``squares``: sums of squares of the gradients as they arrived; ``scales``: what multiplies them
-    since.  ``early``: units that this step's backward has updated already.  ``count``: whole steps;
-    ``landing``: whether the updates of the last one may still run.
+    since.  ``early``: units that this step's backward has updated already.  ``spoiled``: units that
+    hold values that are not finite.  ``count``: whole steps.
     """
 
     def __init__(self, parameters: int, units: int) -> None:
@@ -43,8 +45,8 @@ class Ledger:
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()
+        self.spoiled: set[int] = set()
         self.count = self.micro_steps = 0
-        self.landing = False
         self.next: Prepared | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._listeners: list[Callable[[Prepared], None]] = []
@@ -89,8 +91,20 @@ class Ledger:
         """Has ``listener`` told of every step, on the machine's thread; to be quick."""
         self._listeners.append(listener)
 
-    def take(self) -> None:
-        """The machine takes the step that was prepared; called on its thread."""
+    def told(self, signal: Signal) -> None:
+        """The machine is about to take a signal; called on its thread."""
+        if isinstance(signal, Step) and signal.counts:
+            self._take()
+        elif isinstance(signal, Judged):
+            if signal.finite:
+                self.spoiled.discard(signal.unit)
+            else:
+                self.spoiled.add(signal.unit)
+        elif isinstance(signal, Rollback):
+            self.spoiled.clear()
+
+    def _take(self) -> None:
+        """The step that was prepared is taken."""
         prepared, self.next = self.next, None
         assert prepared is not None
         for unit, parameters in prepared.present.items():
@@ -101,14 +115,12 @@ class Ledger:
         self.early.clear()
         self.count += 1
         self.micro_steps = 0
-        self.landing = True
         for listener in self._listeners:
             listener(prepared)
 
     def landed(self) -> None:
         """All updates of the last step are over."""
         self._present.clear()
-        self.landing = False
 
     def give_up(self) -> None:
         """A step that was begun is not taken; its updates are over."""

@@ -11,16 +11,20 @@ from .arena import Place
 
 
 class Kind(enum.Enum):
-    """What an extent holds."""
+    """What an item is."""
 
-    WEIGHTS = "weights"  # indexed by unit
-    GRADS = "grads"  # indexed by unit
-    STATE = "state"  # indexed by subgroup
+    WEIGHTS = "weights"  # of a unit
+    GRADS = "grads"  # of a unit, as the update reads them
+    STATE = "state"  # the record of a subgroup
+    GATHERED = "gathered"  # gradients of a unit, on their way from compute to where they wait
+    VISIT = "visit"  # a record with its gradients and weights, on the device for its update
 
     __hash__ = object.__hash__  # Enum's own is slow, and moves are counted by their items
 
 
-class Item(NamedTuple):
+class Key(NamedTuple):
+    """Which item: the ``number`` of a unit, or for ``STATE`` and ``VISIT`` of a subgroup."""
+
     kind: Kind
     number: int
 
@@ -32,7 +36,7 @@ class Item(NamedTuple):
 class Read:
     """Disk to host: extent ``role`` of ``item`` into ``place``.  ``urgent`` overtakes prefetch."""
 
-    item: Item
+    item: Key
     role: int
     place: Place
     urgent: bool = False
@@ -40,35 +44,37 @@ class Read:
 
 @dataclass(frozen=True)
 class Clear:
-    """Zeroes into ``place``: the state of ``item`` was never written."""
+    """Zeroes into ``place``: ``item`` was never written."""
 
-    item: Item
+    item: Key
     place: Place
 
 
 @dataclass(frozen=True)
 class Write:
-    """Host to disk: ``place`` into extent ``role`` of ``item``."""
+    """Host to disk: ``place`` into extent ``role`` of ``item``.  ``saves``: for a commit, of what
+    lives in memory."""
 
-    item: Item
+    item: Key
     role: int
     place: Place
+    saves: bool = False
 
 
 @dataclass(frozen=True)
 class CopyIn:
-    """Host to device: the weights of ``unit``."""
+    """Host to device: ``item``."""
 
-    unit: int
+    item: Key
     source: Place
     place: Place
 
 
 @dataclass(frozen=True)
 class CopyOut:
-    """Device to host: the gathered gradients of ``unit``."""
+    """Device to host: ``item``."""
 
-    unit: int
+    item: Key
     source: Place
     place: Place
 
@@ -102,35 +108,52 @@ class Update:
 
 @dataclass(frozen=True)
 class Commit:
-    """Flush what is written, and make the cut whose facts have ``number`` the last one."""
+    """Flush what is written, and make the cut whose facts have ``number`` the last one: every
+    stored item in the extent that ``table`` has for it."""
 
     number: int
+    table: tuple[tuple[Key, int], ...]
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Tell whoever holds ``ticket`` that it may go on; ``place`` is what it was given, if any."""
+    """Tell whoever holds ``ticket`` that it may go on.
+
+    ``places``: what it was given, by member of a unit's group for ``Need``.  ``roles``: for
+    ``Locate``, the extent to read (-1: it reads as zeroes) and the one to write.  ``items``: for
+    ``Rollback``, what lives in memory and must be read again.
+    """
 
     ticket: int
-    place: Place | None = None
+    places: tuple[Place, ...] = ()
+    roles: tuple[int, int] | None = None
+    items: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Nothing under way could make room for ``unit``: ``need_bytes`` against ``have_bytes``."""
+    """Nothing under way could make room for ``item``: ``need_bytes`` against ``have_bytes``."""
 
     ticket: int
-    unit: int
-    tier: str
+    item: Key
+    tier: Tier
     need_bytes: int
     have_bytes: int
 
 
+@dataclass(frozen=True)
+class AtHome:
+    """Whether compute may now gather gradients of ``unit`` where they are kept, unasked."""
+
+    unit: int
+    free: bool
+
+
 Work = Read | Clear | Write | CopyIn | CopyOut | Settle | Update | Commit
-Instruction = Work | Grant | Refuse
+Instruction = Work | Grant | Refuse | AtHome
 
 
-# -- signals ------------------------------------------------------------------------------------
+# -- signals: compute ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,20 +164,27 @@ class Need:
     ticket: int
 
 
-@dataclass(frozen=True)
-class Release:
-    """Compute let go of ``unit``.  ``held``: units into whose slots a graph points (see Freed)."""
+class Held(NamedTuple):
+    """A storage that a graph keeps over a slot of ``unit``; ``token`` tells it from others."""
 
     unit: int
-    held: tuple[int, ...] = ()
+    place: Place
+    token: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Compute let go of ``unit``.  ``held``: what graphs keep of the slots that it used."""
+
+    unit: int
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
 class Freed:
-    """The last reference into a slot of ``unit`` that was held by a graph is gone."""
+    """A graph let go of ``held``, of which ``Release`` may have told."""
 
-    unit: int
-    place: Place
+    held: Held
 
 
 @dataclass(frozen=True)
@@ -179,6 +209,14 @@ class GradReady:
 
 
 @dataclass(frozen=True)
+class GradLost:
+    """The gradients that compute was about to gather for ``unit``, in the place it was granted,
+    will never come."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
 class Step:
     """Update ``units`` (those not updated already).  ``ticket`` is granted when all has landed, or
     in the ``background`` at once: compute then goes on, and waits unit by unit.  ``commit``: what
@@ -192,6 +230,31 @@ class Step:
     counts: bool = True
 
 
+# -- signals: waiting ---------------------------------------------------------------------------
+
+
+class Until(enum.Enum):
+    """What somebody waits for."""
+
+    SETTLED = "settled"  # every gradient that is on its way has arrived
+    LANDED = "landed"  # the last step's updates and their writes are over
+    DURABLE = "durable"  # no commit is under way
+    QUIET = "quiet"  # nothing moves; copies that are only cached are dropped then
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Await:
+    """Grant ``ticket`` once that is so."""
+
+    until: Until
+    ticket: int
+
+
+# -- signals: commits ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Seal:
     """The facts of the last step's cut are known, under ``number``: it may become durable."""
@@ -201,53 +264,70 @@ class Seal:
 
 @dataclass(frozen=True)
 class Cut:
-    """Commit what is current once nothing is under way; its facts are known under ``number``."""
+    """Commit what is current once nothing is under way; its facts are known under ``number``.
+    Not ``always``: only if anything is newer than the last commit."""
 
     number: int
+    always: bool = True
 
 
 @dataclass(frozen=True)
-class Durable:
-    """Grant ``ticket`` once no commit is under way."""
+class Judged:
+    """Whether the values of ``unit`` are finite.  While those of one are not, nothing is committed,
+    until they are replaced or all is rolled back."""
+
+    unit: int
+    finite: bool
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """The last step's cut is not made: what it holds is about to be edited, and will be in another.
+    Its facts are not known, and all has landed."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Go back to the last commit; nothing moves.  ``ticket``'s grant says what to read again."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
-class Spoiled:
-    """An update of ``unit`` gave values that are not finite: nothing is committed before the unit
-    is ``Sound`` again, or all is rolled back."""
-
-    unit: int
+class Restored:
+    """All that the grant of ``Rollback`` named was read."""
 
 
-@dataclass(frozen=True)
-class Sound:
-    """All weights and state of ``unit`` were replaced by finite ones."""
-
-    unit: int
+# -- signals: edits, while nothing moves --------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GradLost:
-    """The gradients that compute was about to gather for ``unit``, in the place it was granted,
-    will never come."""
+class Locate:
+    """Grant ``ticket`` with where the bytes of ``item`` are while in hand: its home, or room in the
+    region that it moves through; and with its extents."""
 
-    unit: int
-
-
-@dataclass(frozen=True)
-class Landed:
-    """Grant ``ticket`` once the last step's updates and their writes are over."""
-
+    item: Key
     ticket: int
 
 
 @dataclass(frozen=True)
-class Settled:
-    """Grant ``ticket`` once every gradient that is on its way has arrived."""
+class Edited:
+    """What is in the place of ``item`` is its current value; ``role``: the extent that it was
+    written to as well, if it lives on disk."""
 
-    ticket: int
+    item: Key
+    role: int | None = None
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """A store that was opened again has ``item``, committed, in this extent."""
+
+    item: Key
+    role: int
+
+
+# -- signals: ends ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -265,6 +345,6 @@ class Failed:
 
 
 Signal = (
-    Need | Release | Freed | GradRoom | GradReady | GradLost | Step | Landed | Settled | Seal | Cut
-    | Durable | Spoiled | Sound | Done | Failed
+    Need | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut | Judged
+    | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
 )  # fmt: skip

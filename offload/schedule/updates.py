@@ -7,34 +7,19 @@ from collections.abc import Callable, Container, Sequence
 from itertools import islice
 
 from ..facts.tier import Tier
-from .arena import Arena, Place
+from .arena import Place
 from .commits import Commits
 from .gradients import Gradients
+from .items import Item, Items, Move
 from .layout import Layout
-from .messages import Clear, Instruction, Item, Kind, Read, Update, Write
+from .messages import Instruction, Key, Kind, Update
 from .order import NEVER, Order, Use
+from .records import Records
 from .units import Subgroup
 from .visits import visitors
-from .weights import Roles, Weights
+from .weights import Weights
 
 UNITS_AHEAD = 3  # units whose weights and gradients are staged while the first one is updated
-
-
-class _State:
-    """The record of one subgroup: its place while in memory (the start of ``slot``), its extents.
-
-    ``claimed`` from when an update stages it until it is written; otherwise a copy in a slot is
-    clean, and there only because it comes next.
-    """
-
-    __slots__ = ("claimed", "place", "ready", "roles", "slot")
-
-    def __init__(self, place: Place | None, pair: bool) -> None:
-        self.place = place
-        self.slot: Place | None = None
-        self.ready = place is not None
-        self.claimed = False
-        self.roles = Roles(pair)
 
 
 class _Task:
@@ -57,6 +42,44 @@ class _Task:
         self.begun = self.holds_weights = self.complete = False
 
 
+class _Visits:
+    """Room on the device for records that are updated there, for as long as they are."""
+
+    def __init__(self, layout: Layout, items: Items) -> None:
+        self._items, self._visitors = items, visitors(layout)
+        self._slot_bytes = layout.regions.visit_slot
+        items.govern(Kind.VISIT, self)
+
+    def goes(self, record: int) -> bool:
+        """Whether the record is updated on the device."""
+        return record in self._visitors
+
+    def begin(self, record: int) -> Place | None:
+        """The slot for a visit; ``None``: all are taken."""
+        visit = Item(Key(Kind.VISIT, record), self._slot_bytes)
+        copy = self._items.make_room(visit, Tier.DEVICE)
+        if copy is None:
+            return None
+        self._items.add(visit)
+        return copy.place
+
+    def end(self, record: int) -> None:
+        """The record is back."""
+        self._items.remove(self._items.of(Key(Kind.VISIT, record)))
+
+    def next_use(self, item: Item, tier: Tier) -> int:
+        return NEVER
+
+    def may_go(self, item: Item, tier: Tier) -> bool:
+        return False
+
+    def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
+        return True
+
+    def moved(self, item: Item, work: Move) -> None:
+        raise AssertionError("a visit moves within its update")
+
+
 class Updates:
     """First come, first served: the head of the queue always gets its room first."""
 
@@ -64,40 +87,26 @@ class Updates:
         self,
         layout: Layout,
         order: Order,
+        items: Items,
         weights: Weights,
         gradients: Gradients,
+        commits: Commits,
         emit: Callable[[Instruction], None],
     ) -> None:
         self.layout, self.order, self._emit = layout, order, emit
-        self.weights, self.gradients = weights, gradients
-        self.commits: Commits  # set by the machine
-        regions = layout.regions
-        base = regions.host_fixed + regions.host_weights + regions.host_grads
-        self.arena = Arena(Tier.HOST, base, regions.state_slot * regions.state_slots)
-        self.slot_bytes = regions.state_slot
-        visits = regions.device_visits
-        self.visits = Arena(Tier.DEVICE, regions.device_bytes - visits, visits)
-        self._visitors = visitors(layout)
-        self.sizes = [s.nbytes for group in layout.subgroups for s in group]
-        self.cached: set[int] = set()  # records in slots
-        self.states: list[_State] = []
-        self.unit_of: list[int] = []
-        for unit, home in enumerate(layout.homes):
-            for place in home.state_places:
-                self.states.append(_State(place, layout.durable))
-                self.unit_of.append(unit)
+        self.weights, self.gradients, self._commits = weights, gradients, commits
+        self.records = Records(layout, items)
+        self._visits = _Visits(layout, items)
         self.queue: deque[_Task] = deque()
         self.updated: set[int] = set()  # units updated since the last end of a step
-        self.writing = 0
+        self._writing = 0
         self._forwards = False
         self._queued: list[int] = []  # the units of this step in the order of their updates
-        self._coming: deque[int] = deque()  # subgroups on disk in the order expected next
-        self._turns: dict[int, int] = {}  # of those that are coming
 
     @property
     def busy(self) -> bool:
         """Whether an update runs or one of its writes has not landed."""
-        return bool(self.queue) or self.writing > 0
+        return bool(self.queue) or self._writing > 0
 
     def blocked_at(self) -> int | None:
         """The unit whose update is next, if there is one."""
@@ -108,9 +117,9 @@ class Updates:
         if unit not in self.updated:
             self.updated.add(unit)
             self._queued.append(unit)
-            while self._coming and self.unit_of[self._coming[0]] in self.updated:
-                del self._turns[self._coming.popleft()]
+            self.records.passed(self.updated)
             self.weights.begin_update(unit)
+            self.gradients.tell_home(unit)
             self.order.observe(Use.UPDATE, unit)
             self.queue.append(_Task(unit, self.layout.subgroups[unit]))
 
@@ -140,13 +149,7 @@ class Updates:
     def end_step(self) -> None:
         """All has landed: the next step's order is known."""
         order = reversed(self._queued) if self.weights.drains else self._queued
-        self._coming = deque(
-            subgroup.index
-            for unit in order
-            for subgroup in self.layout.subgroups[unit]
-            if self._on_disk(subgroup.index)
-        )
-        self._turns = {index: turn for turn, index in enumerate(self._coming)}
+        self.records.expect(s.index for unit in order for s in self.layout.subgroups[unit])
         self._queued = []
         self.updated.clear()
 
@@ -176,7 +179,7 @@ class Updates:
         if self.gradients.stored(unit) and not self._fetch_gradients(unit, number):
             return False
         while task.staged < len(task.subgroups):
-            if not self._stage_state(task.subgroups[task.staged]):
+            if not self.records.claim(task.subgroups[task.staged].index):
                 return False
             task.staged += 1
         there = task.holds_weights or home.weights is Tier.DEVICE
@@ -188,63 +191,10 @@ class Updates:
         before = islice(self.queue, number)
         return all(self.gradients.fetched(t.unit) for t in before) and self.gradients.fetch(unit)
 
-    def _stage_state(self, subgroup: Subgroup) -> bool:
-        state = self.states[subgroup.index]
-        if state.place is None and not self._fetch(subgroup.index, ()):
-            return False
-        state.claimed = state.slot is not None
-        return True
-
-    def _fetch(self, index: int, keep: Container[int]) -> bool:
-        """Starts to bring a record into a slot, but into none that one of ``keep`` has."""
-        state = self.states[index]
-        state.slot = self.arena.allocate(self.slot_bytes)
-        if state.slot is None:
-            victim = self._victim(keep)
-            if victim is None:
-                return False
-            self._drop(victim)
-            state.slot = self.arena.allocate(self.slot_bytes)
-            assert state.slot is not None
-        state.place = state.slot._replace(nbytes=self.sizes[index])
-        self.cached.add(index)
-        item = Item(Kind.STATE, index)
-        if state.roles.written:
-            self._emit(Read(item, state.roles.newest, state.place))
-        else:
-            self._emit(Clear(item, state.place))
-        return True
-
-    def _victim(self, keep: Container[int]) -> int | None:
-        """A clean record that may give way: the one that comes last."""
-        clean = [
-            i
-            for i in self.cached
-            if self.states[i].ready and not self.states[i].claimed and i not in keep
-        ]
-        return max(clean, key=lambda i: self._turns.get(i, NEVER), default=None)
-
-    def _drop(self, index: int) -> None:
-        state = self.states[index]
-        assert state.slot is not None and not state.claimed
-        self.arena.free(state.slot)
-        state.slot, state.place, state.ready = None, None, False
-        self.cached.discard(index)
-
     def prefetch(self) -> None:
-        """Reads the records that come next into slots that no update has claimed."""
-        count = self.layout.regions.state_slots
-        if self.queue or not self._coming:
-            return
-        first = list(islice(self._coming, count))
-        for index in first:
-            if self.states[index].place is None and not self._fetch(index, first):
-                return
-
-    def drop_cached(self) -> None:
-        """Forgets all records that are only cached.  Nothing may be under way."""
-        for index in list(self.cached):
-            self._drop(index)
+        """Reads ahead the records that come next, while no update runs."""
+        if not self.queue:
+            self.records.prefetch()
 
     def _dispatch(self, task: _Task) -> bool:
         """Whether all of the task's subgroups have been dispatched."""
@@ -255,60 +205,41 @@ class Updates:
             return False
         copy = self.weights.units[unit].device if home.weights is Tier.DEVICE else None
         copy = copy or self.weights.units[unit].host
-        grads = self.gradients.units[unit].slot
-        assert copy is not None and grads is not None
-        weights = Item(Kind.WEIGHTS, unit)
-        if self.commits.blocks(weights):
+        assert copy is not None
+        weights, grads = Key(Kind.WEIGHTS, unit), self.gradients.slot(unit)
+        if self._commits.blocks(weights):
             return False
         while task.next < task.staged:
-            subgroup = task.subgroups[task.next]
-            state = self.states[subgroup.index]
-            item = Item(Kind.STATE, subgroup.index)
-            if self.commits.blocks(item) or not state.ready or state.place is None:
+            number = task.subgroups[task.next].index
+            record, place = Key(Kind.STATE, number), self.records.ready(number)
+            if self._commits.blocks(record) or place is None:
                 return False
             visit = None
-            if subgroup.index in self._visitors:
-                visit = self.visits.allocate(self.layout.regions.visit_slot)
+            if self._visits.goes(number):
+                visit = self._visits.begin(number)
                 if visit is None:
                     return False
-            self.commits.change(item)
-            self.commits.change(weights)
-            self._emit(Update(subgroup.index, unit, copy.place, grads, state.place, visit))
+            self._commits.change(record)
+            self._commits.change(weights)
+            self._emit(Update(number, unit, copy.place, grads, place, visit))
             task.next += 1
         return task.next == len(task.subgroups)
 
     # -- events ---------------------------------------------------------------------------------
 
-    def state_ready(self, index: int) -> None:
-        self.states[index].ready = True
-
-    def update_done(self, signal: Update) -> None:
-        task = next(task for task in self.queue if task.unit == signal.unit)
-        if signal.visit is not None:
-            self.visits.free(signal.visit)
-        state = self.states[signal.subgroup]
-        if self._on_disk(signal.subgroup):
-            self.writing += 1
-            assert state.place is not None
-            item = Item(Kind.STATE, signal.subgroup)
-            self._emit(Write(item, state.roles.target(), state.place))
+    def update_done(self, work: Update) -> None:
+        """A record and its weights have new values."""
+        task = next(task for task in self.queue if task.unit == work.unit)
+        if work.visit is not None:
+            self._visits.end(work.subgroup)
+        self._writing += self.records.updated(work.subgroup)
         task.done += 1
         if task.done == len(task.subgroups):
             self.queue.remove(task)
             self.gradients.consumed(task.unit)
-            self.writing += self.layout.homes[task.unit].weights is Tier.NVME
-            self.weights.updated(task.unit)
+            self._writing += self.weights.updated(task.unit)
+            self.gradients.tell_home(task.unit)
 
-    def _on_disk(self, index: int) -> bool:
-        unit = self.unit_of[index]
-        first = self.layout.subgroups[unit][0].index
-        return self.layout.homes[unit].state[index - first] is Tier.NVME
-
-    def state_written(self, index: int) -> None:
-        state = self.states[index]
-        state.roles.wrote()
-        state.claimed = False
-        self.writing -= 1
-
-    def weights_written(self) -> None:
-        self.writing -= 1
+    def written(self) -> None:
+        """A write of an update has ended."""
+        self._writing -= 1

@@ -1,104 +1,58 @@
-"""The weights of every unit: which copies exist, which is current, and who may be evicted."""
+"""The policy of weights: brought toward compute, kept while it uses them, updated, written back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
 
 from ..facts.tier import Tier
-from .arena import Arena, Place
+from .arena import Place
+from .items import Copy, Item, Items, Move
 from .layout import Layout
-from .messages import CopyIn, Item, Kind, Read, Work, Write
+from .messages import Held, Key, Kind, Read, Write
 from .order import NEVER, Order, Use
 
 
-class Roles:
-    """The committed extent of an item, and the ``newest``, which is what a read must see.
+class UnitWeights(Item):
+    """The weights of one unit.
 
-    -1: none, it reads as zeroes.  A write never targets the committed extent.  Without durability
-    there is one extent, and none is ever committed.
+    ``pins`` counts compute's uses of the copy in the compute tier.  ``kept`` has, for each slot,
+    the tokens of storages that graphs keep over it after compute let go: the copy's own slot, and
+    those of copies that are forgotten, which only such storages still use.  ``updating`` says that
+    an update is queued: until it is done nobody computes with the unit; ``turn`` is its place in
+    that queue.
     """
 
-    __slots__ = ("committed", "newest", "pair")
+    __slots__ = ("kept", "pins", "turn", "updating")
 
-    def __init__(self, pair: bool) -> None:
-        self.pair, self.committed, self.newest = pair, -1, -1
-
-    @property
-    def written(self) -> bool:
-        """Whether there is anything to read."""
-        return self.newest >= 0
-
-    def target(self) -> int:
-        """The extent that the next write goes to."""
-        return 1 if self.pair and self.committed == 0 else 0
-
-    def wrote(self) -> None:
-        self.newest = self.target()
-
-
-@dataclass
-class Copy:
-    """A copy of a unit's weights in a memory tier.
-
-    ``valid`` once it has arrived; ``holds`` counts what still reads or writes it.
-    """
-
-    place: Place
-    valid: bool
-    fixed: bool
-    holds: int = 0
-
-
-class _Unit:
-    """The copies of one unit's weights.
-
-    ``pins`` counts compute's uses of the compute-tier copy.  ``kept`` counts, for each slot, the
-    storages that graphs keep over it after compute let go: the copy's own slot, and those of copies
-    that are forgotten, which only such storages still use.
-    ``stored`` says that the newest extent is current, ``updating`` that an update is queued: until
-    it is done nobody computes with the unit.
-    """
-
-    __slots__ = (
-        "device", "host", "kept", "nbytes", "pins", "roles", "stored", "turn", "updating"
-    )  # fmt: skip
-
-    def __init__(self, nbytes: int, pair: bool) -> None:
-        self.nbytes = nbytes
-        self.host: Copy | None = None
-        self.device: Copy | None = None
-        self.kept: dict[Place, int] = {}
+    def __init__(self, unit: int, nbytes: int, *, pair: bool) -> None:
+        super().__init__(Key(Kind.WEIGHTS, unit), nbytes, pair=pair)
+        self.kept: dict[Place, set[int]] = {}
         self.pins = self.turn = 0
-        self.stored = self.updating = False
-        self.roles = Roles(pair)
+        self.updating = False
 
 
 class Weights:
-    """Moves weights between the tiers by emitting instructions; evicts by the next known use."""
+    """Copies come toward compute, and go by the next known use."""
 
-    def __init__(self, layout: Layout, order: Order, emit: Callable[[Work], None]) -> None:
-        self.layout, self.order, self._emit = layout, order, emit
-        regions = layout.regions
-        self.host_arena = Arena(Tier.HOST, regions.host_fixed, regions.host_weights)
-        self.device_arena = Arena(Tier.DEVICE, regions.device_fixed, regions.device_weights)
+    def __init__(self, layout: Layout, order: Order, items: Items) -> None:
+        self.layout, self.order, self._items = layout, order, items
+        items.govern(Kind.WEIGHTS, self)
         self.updates_begun = self.updates_done = 0
         self.drains = False  # whether all queued updates come before any further compute
         self.updating: set[int] = set()
-        self.units: list[_Unit] = []
-        self.moved: dict[Tier, set[int]] = {Tier.HOST: set(), Tier.DEVICE: set()}  # not fixed there
+        self.units: list[UnitWeights] = []
         self._users = [
             [u.index, *(other.index for other in layout.units if u.index in other.shares)]
             for u in layout.units
         ]
         for unit, home in zip(layout.units, layout.homes, strict=True):
-            item = _Unit(unit.weight_bytes, layout.durable)
-            if home.host_place is not None:
-                item.host = Copy(home.host_place, valid=True, fixed=True)
-            if home.device_place is not None:
-                item.device = Copy(home.device_place, valid=True, fixed=True)
+            item = UnitWeights(unit.index, unit.weight_bytes, pair=layout.durable)
+            for place in (home.host_place, home.device_place):
+                if place is not None:
+                    item.fix(place)
             if home.weights is Tier.NVME:
                 item.stored, item.roles.newest = True, 0
+            items.add(item)
             self.units.append(item)
 
     # -- questions ------------------------------------------------------------------------------
@@ -108,19 +62,9 @@ class Weights:
         """Queued updates that come before any use that the recorded order foresees."""
         return self.updates_begun - self.updates_done if self.drains else 0
 
-    @property
-    def compute_arena(self) -> Arena:
-        """Where the copies that compute uses come and go."""
-        return self.device_arena if self.layout.has_device else self.host_arena
-
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
-        item = self.units[unit]
-        return item.device if self.layout.has_device else item.host
-
-    def _on_device(self, unit: int) -> bool:
-        copy = self.units[unit].device
-        return copy is not None and copy.valid
+        return self.units[unit].copy(self.layout.compute_tier)
 
     def usable(self, unit: int) -> bool:
         """Whether compute may be told to go on (on a device, its stream waits for the copy)."""
@@ -134,9 +78,42 @@ class Weights:
         host = self.units[unit].host
         return host is not None and host.valid
 
+    # -- the policy of the kind -----------------------------------------------------------------
+
+    def may_go(self, item: Item, tier: Tier) -> bool:
+        assert isinstance(item, UnitWeights)
+        copy = item.copy(tier)
+        assert copy is not None
+        used = item.pins or copy.place in item.kept
+        return not (used and tier is self.layout.compute_tier)
+
+    def next_use(self, item: Item, tier: Tier) -> int:
+        assert isinstance(item, UnitWeights)
+        unit = item.key.number
+        compute = min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
+        update = self.order.next_use(Use.UPDATE, unit)
+        if tier is Tier.DEVICE:
+            return compute + self.queued if compute < update else NEVER
+        if item.updating:  # it is used when its turn in the queue comes
+            return max(0, item.turn - self.updates_done)  # others may have been let before it
+        return min(compute, update) + self.queued
+
+    def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
+        assert isinstance(item, UnitWeights)
+        if item.key.number not in spare:
+            return False
+        if tier is self.layout.compute_tier or item.updating:
+            return True
+        return item.device is None or not item.device.valid  # there already: here it may go
+
+    def moved(self, item: Item, work: Move) -> None:
+        assert isinstance(item, UnitWeights)
+        if not isinstance(work, (Read, Write)) and item.updating:
+            self._give_up_device(item)
+
     # -- toward compute -------------------------------------------------------------------------
 
-    def toward_compute(self, unit: int, distance: int, spare: Iterable[int] = ()) -> bool:
+    def toward_compute(self, unit: int, distance: int, spare: Container[int] = ()) -> bool:
         """Brings a unit closer to compute.  ``False``: there is no room at this distance.
 
         ``distance`` is how many uses away the unit is (-1: now); only copies that are used later
@@ -149,112 +126,79 @@ class Weights:
             return True
         if not self.host_valid(unit):
             return self.toward_host(unit, distance, spare)
-        place = self._room(self.device_arena, item.nbytes, distance, spare)
-        if place is None:
+        if self._items.make_room(item, Tier.DEVICE, distance, spare) is None:
             return False
-        item.device = Copy(place, valid=False, fixed=False)
-        self.moved[Tier.DEVICE].add(unit)
-        self._copy_in(unit, item)
+        self._items.copy_in(item)
         return True
 
-    def toward_host(self, unit: int, distance: int, spare: Iterable[int] = ()) -> bool:
+    def toward_host(self, unit: int, distance: int, spare: Container[int] = ()) -> bool:
         """Starts to read a unit into host memory, where it is not there or on its way already."""
         item = self.units[unit]
         if item.host is not None:
             return True
-        place = self._room(self.host_arena, item.nbytes, distance, spare)
-        if place is None:
+        if self._items.make_room(item, Tier.HOST, distance, spare) is None:
             return False
         assert item.stored, f"unit {unit} has no current copy to read"
-        item.host = Copy(place, valid=False, fixed=False, holds=1)
-        self.moved[Tier.HOST].add(unit)
-        self._emit(Read(Item(Kind.WEIGHTS, unit), item.roles.newest, place, urgent=distance < 0))
+        self._items.read(item, urgent=distance < 0)
         return True
 
-    def _copy_in(self, unit: int, item: _Unit) -> None:
-        assert item.host is not None and item.device is not None
-        item.host.holds += 1
-        item.device.valid = False
-        item.device.holds += 1
-        self._emit(CopyIn(unit, item.host.place, item.device.place))
+    def drop_unused(self, tiers: Iterable[Tier]) -> None:
+        """Drops every copy there that may be dropped."""
+        for tier in tiers:
+            for item in self.units:
+                if self._items.may_drop(item, tier):
+                    self._items.drop(item, tier)
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- compute's uses -------------------------------------------------------------------------
 
-    def evictable(self, unit: int, tier: Tier) -> Copy | None:
-        """The unit's copy in ``tier`` if it may be dropped: clean, arrived, unused, not fixed."""
+    def pin(self, unit: int) -> Place:
+        """Compute uses the unit from now on, where it is."""
+        copy = self.compute_copy(unit)
+        assert copy is not None
+        self.units[unit].pins += 1
+        return copy.place
+
+    def unpin(self, unit: int) -> None:
+        """Compute lets go of the unit."""
         item = self.units[unit]
-        copy = item.device if tier is Tier.DEVICE else item.host
-        if copy is None or copy.fixed or not copy.valid or copy.holds:
-            return None
-        if tier is self.layout.compute_tier and (item.pins or copy.place in item.kept):
-            return None
-        if tier is Tier.HOST and not item.stored:
-            return None
-        return copy
+        assert item.pins > 0, f"unit {unit} was released more often than needed"
+        item.pins -= 1
 
-    def _next_use(self, unit: int, tier: Tier) -> int:
-        compute = min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
-        update = self.order.next_use(Use.UPDATE, unit)
-        if tier is Tier.DEVICE:
-            return compute + self.queued if compute < update else NEVER
-        item = self.units[unit]
-        if item.updating:  # it is used when its turn in the queue comes
-            return max(0, item.turn - self.updates_done)  # others may have been let before it
-        return min(compute, update) + self.queued
+    def keep(self, held: Held) -> None:
+        """Compute let go of a unit, and a graph still has a storage over its slot.  It may be told
+        of again."""
+        self.units[held.unit].kept.setdefault(held.place, set()).add(held.token)
 
-    def _room(self, arena: Arena, nbytes: int, distance: int, spare: Iterable[int]) -> Place | None:
-        place = arena.allocate(nbytes)
-        if place is not None:
-            return place
-        keep = set(spare)
-        if arena.tier is not self.layout.compute_tier:  # on the device already: here it may go
-            keep = {u for u in keep if self.units[u].updating or not self._on_device(u)}
-        victims: list[tuple[int, int, Copy]] = []
-        for unit in self.moved[arena.tier]:
-            copy = self.evictable(unit, arena.tier)
-            if copy is not None and unit not in keep and copy.place.nbytes:
-                use = self._next_use(unit, arena.tier)
-                if use > distance:
-                    victims.append((use, unit, copy))
-        if not arena.fits_after(nbytes, [copy.place for _, _, copy in victims]):
-            return None
-        victims.sort(key=lambda victim: (-victim[0], victim[1]))
-        for _, unit, _ in victims:
-            self.drop(unit, arena.tier)
-            place = arena.allocate(nbytes)
-            if place is not None:
-                return place
-        raise AssertionError("an arena that would fit after all evictions did not")
+    def freed(self, held: Held) -> None:
+        """A graph let go of a storage; maybe of one that nobody has told of."""
+        kept, copy = self.units[held.unit].kept, self.compute_copy(held.unit)
+        tokens = kept.get(held.place)
+        if tokens is None or held.token not in tokens:
+            return
+        tokens.remove(held.token)
+        if not tokens:
+            del kept[held.place]
+            if copy is None or copy.place != held.place:
+                self._items.free(Kind.WEIGHTS, held.place)
 
-    def drop(self, unit: int, tier: Tier) -> None:
-        """Forgets a clean copy and frees its slot."""
-        item = self.units[unit]
-        copy = self.evictable(unit, tier)
-        assert copy is not None, f"unit {unit} must not be evicted from {tier.value}"
-        self.moved[tier].discard(unit)
-        if tier is Tier.DEVICE:
-            item.device = None
-            self.device_arena.free(copy.place)
-        else:
-            item.host = None
-            self.host_arena.free(copy.place)
+    def forget_kept(self) -> None:
+        """No copy whose slot a graph keeps is used again: the graph may write there."""
+        for item in self.units:
+            copy = item.copy(self.layout.compute_tier)
+            if copy is not None and copy.place in item.kept:
+                self._orphan(item)
 
-    # -- events ---------------------------------------------------------------------------------
+    def _orphan(self, item: UnitWeights) -> None:
+        """Forgets the copy that compute has used; a graph still has its slot.  Without one that may
+        be forgotten so, does nothing."""
+        tier = self.layout.compute_tier
+        copy = item.copy(tier)
+        if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
+            return
+        assert copy.place in item.kept
+        self._items.forget(item, tier)
 
-    def read_done(self, unit: int) -> None:
-        host = self.units[unit].host
-        assert host is not None
-        host.valid = True
-        host.holds -= 1
-
-    def copy_done(self, unit: int) -> None:
-        item = self.units[unit]
-        assert item.host is not None and item.device is not None
-        item.host.holds -= 1
-        item.device.holds -= 1
-        item.device.valid = item.device.holds == 0
-        if item.updating:
-            self._give_up_device(unit)
+    # -- updates --------------------------------------------------------------------------------
 
     def begin_update(self, unit: int) -> None:
         """An update is queued: the device copy is of no more use, unless it stays for good."""
@@ -263,52 +207,22 @@ class Weights:
         self.updating.add(unit)
         item.updating, item.turn = True, self.updates_begun
         self.updates_begun += 1
-        self._give_up_device(unit)
+        self._give_up_device(item)
 
-    def _give_up_device(self, unit: int) -> None:
+    def _give_up_device(self, item: UnitWeights) -> None:
         """An update makes the device copy stale: its room is free once it has arrived, and once
         no graph holds it."""
-        item = self.units[unit]
         if item.device is None or item.device.fixed or item.device.holds:
             return
         if item.device.place in item.kept:
-            self.orphan(unit)
+            self._orphan(item)
         else:
-            self.drop(unit, Tier.DEVICE)
-
-    def orphan(self, unit: int) -> None:
-        """Forgets the copy that compute has used; a graph still has its slot.  Without one that may
-        be forgotten so, does nothing."""
-        item, copy = self.units[unit], self.compute_copy(unit)
-        if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
-            return
-        assert copy.place in item.kept
-        self.moved[copy.place.tier].discard(unit)
-        if copy is item.device:
-            item.device = None
-        else:
-            item.host = None
+            self._items.drop(item, Tier.DEVICE)
 
     def may_update(self, unit: int) -> bool:
         """Whether no copy of the old values is under way any more."""
         device = self.units[unit].device
         return device is None or device.holds == 0
-
-    def keep(self, unit: int) -> None:
-        """Compute let go of the unit, and a graph still has a storage over its slot."""
-        copy = self.compute_copy(unit)
-        assert copy is not None
-        kept = self.units[unit].kept
-        kept[copy.place] = kept.get(copy.place, 0) + 1
-
-    def freed(self, unit: int, place: Place) -> None:
-        """A graph let go of a storage over this slot of the unit."""
-        kept, copy = self.units[unit].kept, self.compute_copy(unit)
-        kept[place] -= 1
-        if not kept[place]:
-            del kept[place]
-            if copy is None or copy.place != place:
-                self.compute_arena.free(place)
 
     def hold_host(self, unit: int) -> None:
         """The update is about to use the host copy."""
@@ -316,29 +230,22 @@ class Weights:
         assert host is not None and host.valid
         host.holds += 1
 
-    def updated(self, unit: int) -> None:
-        """The host copy has new values: write it back, and refresh or drop the device copy."""
+    def updated(self, unit: int) -> bool:
+        """The copy in the unit's home has new values: refreshes or drops the device copy, and
+        writes back what lives on disk; whether it does."""
         item, home = self.units[unit], self.layout.homes[unit]
-        item.updating = False
+        item.updating = item.stored = False
         self.updating.discard(unit)
         self.updates_done += 1
         if home.weights is Tier.DEVICE:
-            return
+            return False
         assert item.host is not None
+        item.host.holds -= 1
         if item.device is not None:
             if item.device.fixed:
-                self._copy_in(unit, item)
+                self._items.copy_in(item)
             else:
-                self.drop(unit, Tier.DEVICE)
+                self._items.drop(item, Tier.DEVICE)
         if home.weights is Tier.NVME:
-            item.stored = False
-            self._emit(Write(Item(Kind.WEIGHTS, unit), item.roles.target(), item.host.place))
-        else:
-            item.host.holds -= 1
-
-    def write_done(self, unit: int) -> None:
-        item = self.units[unit]
-        assert item.host is not None
-        item.roles.wrote()
-        item.stored = True
-        item.host.holds -= 1
+            self._items.write(item)
+        return home.weights is Tier.NVME

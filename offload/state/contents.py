@@ -12,7 +12,7 @@ from ..movement.pools import Arenas
 from ..optim import Noise, join_master, read_moment, split_master, sum_of_squares, write_moment
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
-from ..schedule.messages import Item, Kind
+from ..schedule.messages import Key, Kind
 from ..schedule.units import Chunk, ParamSpec, Subgroup
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
@@ -53,7 +53,7 @@ class Contents:
         fp32, which are stored in their format), or ``None`` to leave it as it is.  ``first``:
         nothing was there before.
         """
-        item, finite = Item(Kind.WEIGHTS, unit), True
+        item, finite = Key(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.load(item)
         if first:
             self._arenas.bytes_of(place).zero_()
@@ -139,7 +139,7 @@ class Contents:
             if subgroup.chunk != number:
                 continue
             wanted = {field.name for field in subgroup.fields} & given
-            item = Item(Kind.STATE, subgroup.index)
+            item = Key(Kind.STATE, subgroup.index)
             if first and not wanted:
                 if not self._direct.starts_clear(subgroup.index):
                     self._arenas.bytes_of(self._direct.place(item)).zero_()
@@ -187,7 +187,7 @@ class Contents:
 
     def is_finite(self, unit: int) -> bool:
         """Whether all weights, masters and moments are that are trained in a unit."""
-        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        place = self._direct.load(Key(Kind.WEIGHTS, unit))
         for chunk in self._layout.units[unit].chunks:
             if chunk.group is None:
                 continue
@@ -224,7 +224,7 @@ class Contents:
     ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact fp32 value of every trained parameter of a unit; ``stored``: of those alone
         whose weights are not that."""
-        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        place = self._direct.load(Key(Kind.WEIGHTS, unit))
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
@@ -244,7 +244,7 @@ class Contents:
     def exact(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact value of every parameter of a unit: its master, else its weight."""
         yield from self.masters(unit)
-        place = self._direct.load(Item(Kind.WEIGHTS, unit))
+        place = self._direct.load(Key(Kind.WEIGHTS, unit))
         for chunk in self._layout.units[unit].chunks:
             if chunk.group is None:
                 flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
@@ -263,7 +263,7 @@ class Contents:
             ]
             if subgroup.chunk != number or not names:
                 continue
-            record = self._record(self._direct.load(Item(Kind.STATE, subgroup.index)), subgroup)
+            record = self._record(self._direct.load(Key(Kind.STATE, subgroup.index)), subgroup)
             for name in names:
                 dtype = record[name].dtype if masters else torch.float32
                 whole = gathered.setdefault(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +29,22 @@ class Taken:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
-        self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device]] = {}  # by parameter
+        # By parameter; ``True``: the engine has the values that it had.
+        self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device, bool]] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._groups: list[tuple[Any, dict[str, Any]]] = []
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def note(self) -> None:
+        """Hyper-parameters and buffers are about to be set to those of a commit."""
+        self._groups = [
+            (group, {k: _kept(v) for k, v in group.items() if k != "params"})
+            for group in self._engine.groups
+        ]
+        for buffer in self._model.buffers():
+            if not buffer.is_meta:
+                self._contents.append((buffer, buffer.detach().clone()))
 
     def move_buffers(self) -> None:
         """Brings every buffer to the device."""
@@ -47,25 +61,37 @@ class Taken:
         stubs = self._engine.residences.stubs.of(unit)
         for (_, spec), stub in zip(unit.params, stubs, strict=True):
             p = self._engine.parts.parameters[spec.index]
-            self._was[spec.index] = spec, p.dtype, p.device if theirs else torch.device("meta")
+            self._was[spec.index] = spec, p.dtype, p.device, theirs
             torch_private.become(p, stub)
 
     def read(self) -> None:
         """Copies to the host what is to be given back; to be called before the engine ends."""
-        wanted = {index for index, (_, _, device) in self._was.items() if device.type != "meta"}
         for unit in self._engine.parts.units:
-            if wanted.intersection(spec.index for _, spec in unit.params):
+            wanted = [i for _, spec in unit.params if self._theirs(i := spec.index)]
+            if not wanted:
+                continue
+            try:
                 for spec, value in self._engine.contents.exact(unit.index):
                     self._values[spec.index] = value
+            except Exception as error:
+                log.warning("overspill: weights of %r cannot be read back: %s", unit.name, error)
+
+    def _theirs(self, index: int) -> bool:
+        return index in self._was and self._was[index][3]
 
     def give_back(self) -> None:
         """Undoes all, once the engine has ended."""
         for module, name, buffer in self._buffers:
             setattr(module, name, buffer)
+        for group, kept in self._groups:
+            group.update(kept)
+        with torch.no_grad():
+            for buffer, value in self._contents:
+                buffer.copy_(value)
         lost = 0
-        for index, (spec, dtype, device) in self._was.items():
-            p, value = self._engine.parts.parameters[index], self._values.pop(index, None)
-            if value is None or torch.promote_types(value.dtype, dtype) != value.dtype:
+        for index, (spec, dtype, device, theirs) in self._was.items():
+            p, value = self._engine.parts.parameters[index], self._values.pop(index, _LOST)
+            if not theirs or torch.promote_types(value.dtype, dtype) != value.dtype:
                 lost += device.type != "meta"
                 value = torch.empty_strided(spec.shape, spec.stride, device="meta")
                 device = value.device
@@ -77,6 +103,13 @@ class Taken:
                 "overspill: the weights of %d parameters could not be given back; they are on the "
                 "meta device now: build the model again", lost,
             )  # fmt: skip
+
+
+_LOST = torch.empty(0, dtype=torch.bool, device="meta")  # narrower than any weight
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, taken: Taken) -> None:

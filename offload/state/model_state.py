@@ -160,15 +160,16 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
     engine.raise_if_unusable()
     weights, params = engine.weights, engine.parts.parameters
     full = [weights.read(index) for index in range(len(params))]
-    engine.materialized = True
-    engine.residences.give_away(full)
+    given = False
     try:
+        engine.materialized = True
+        engine.residences.give_away(full)
+        given = True
         yield model
     finally:
-        edited = {index: p.data for index, p in enumerate(params)}
-        engine.residences.take_back(weights, engine.stepping.hidden)
-        engine.materialized = False
-        if writeback:
+        edited = {index: p.data for index, p in enumerate(params)} if given else {}
+        engine.dematerialize()
+        if writeback and not engine.closed:
             # Only what was edited: a bf16 weight written back would round its master.
             changed = {
                 index: value

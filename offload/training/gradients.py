@@ -23,7 +23,7 @@ from ..movement.updates import Arrived, Updater
 from ..planning.partition import Partition
 from ..schedule.arena import Place
 from ..schedule.ledger import Ledger
-from ..schedule.messages import GradLost, GradReady, GradRoom
+from ..schedule.messages import GradLost
 from ..schedule.units import PARAM_ALIGN
 from . import torch_private
 from .backward import Backward
@@ -51,6 +51,8 @@ class EarlyUpdates(Protocol):
     def begin_early(self, unit: int, params: Sequence[int]) -> None: ...
 
     def refuse_updated(self, unit: int) -> None: ...
+
+    def compute_over(self, unit: int) -> None: ...
 
 
 class GradientCollector:
@@ -263,10 +265,10 @@ class GradientCollector:
             del self.pending[unit]
             with torch.inference_mode(False), torch.no_grad():
                 on_slot, settled = self._hand_over(unit, pending, merge)
-            if not on_slot and (merge or self.executor.machine.layout.converts[unit]):
+            if not on_slot and (merge or self.executor.layout.converts[unit]):
                 self._updater.arrived(unit, Arrived(tuple(pending.fresh), tuple(pending.added)))
             self._told[unit] += 1
-            self.executor.tell(GradReady(unit, merge, update, settled))
+            self.executor.protocol.gathered(unit, merge=merge, update=update, settled=settled)
         except BaseException:
             # Nobody can tell how far it came.
             self.torn.update(self.trained[unit])
@@ -295,20 +297,20 @@ class GradientCollector:
         """
         place = self.executor.gradient_home(unit, self._told[unit])
         if place is None:
-            place = self.executor.request(lambda ticket: GradRoom(unit, ticket, merge))
-        assert place is not None
+            place = self.executor.protocol.room(unit, merge=merge)
         on_slot = self._in_host_layout(unit)
         if self.accelerator.has_device_memory:
             self.executor.compute_waits_for(place, "copy_out")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-        self.accelerator.join(pending.streams, pending.fresh.values())
+        made = [*pending.fresh.values(), *pending.added.values()]
+        self.accelerator.join(pending.streams, made)
         self._gather(unit, pending, place, on_slot)
         settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
         if settled and self._updater.measures:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.mark_device_use(place, self.accelerator.record())
-            self.mark_resident(unit)
+        self._early.compute_over(unit)
         return on_slot, settled
 
     def refuse_torn(self, params: Collection[int]) -> None:
@@ -320,21 +322,9 @@ class GradientCollector:
                 "came, and is not whole; zero_grad(), and run forward and backward again"
             )
 
-    def mark_resident(self, unit: int) -> None:
-        """A resident unit's compute is over for now: an update of its weights waits for it.
-
-        Compute may not have used it since the last update, as where its gradients were left at
-        zero: what brought those weights comes first all the same.
-        """
-        home = self.executor.machine.layout.homes[unit]
-        if home.device_place is not None:
-            self.executor.compute_waits_for(home.device_place, "copy_in")
-            self.accelerator.used(self.executor.arenas.bytes_of(home.device_place))
-            self.executor.mark_device_use(home.device_place, self.accelerator.record())
-
     def _in_host_layout(self, unit: int) -> bool:
         """Whether gradients are gathered straight to where they are kept."""
-        home = self.executor.machine.layout.homes[unit]
+        home = self.executor.layout.homes[unit]
         return not self.accelerator.has_device_memory or home.grads is Tier.DEVICE
 
     def _gather(self, unit: int, pending: _Pending, place: Place, on_slot: bool) -> None:
@@ -378,7 +368,7 @@ class GradientCollector:
                     spec.shape, spec.stride, flat.storage_offset() + spec.offset
                 )
                 made.append((spec.index, view))
-        if place == self.executor.machine.layout.homes[unit].grad_place:
+        if place == self.executor.layout.homes[unit].grad_place:
             self._own[unit] = made
         return made
 

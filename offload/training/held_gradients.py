@@ -16,7 +16,7 @@ from ..movement.updates import Updater
 from ..optim import sum_of_squares
 from ..planning.partition import Partition
 from ..schedule.ledger import Ledger
-from ..schedule.messages import Item, Kind, Settled
+from ..schedule.messages import Key, Kind
 from ..schedule.units import ParamSpec
 from . import torch_private
 from .gradients import GradientCollector
@@ -117,16 +117,16 @@ class HeldGradients:
         flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
         self._ledger.scales.pop(number, None)
         self._ledger.squares[number] = sum_of_squares(flat.cpu())
-        self._direct.store(Item(Kind.GRADS, self._parts.unit_of[number]))
+        self._direct.store(Key(Kind.GRADS, self._parts.unit_of[number]))
 
     def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
         """The parameter's gradient at its place, flat, after everything has arrived."""
         unit = self._parts.unit_of[number]
         self._refuse_lost([number])
         self._collector.deliver_now()
-        self._collector.executor.request(Settled)
+        self._collector.executor.protocol.settle()
         self._direct.settle()
-        place = self._direct.load(Item(Kind.GRADS, unit))
+        place = self._direct.load(Key(Kind.GRADS, unit))
         grads = self._updater.grads
         for chunk_number, chunk in enumerate(self._parts.units[unit].chunks):
             for spec in chunk.params:
@@ -184,7 +184,7 @@ class HeldGradients:
         self._refuse_lost(numbers)
         self._updater.measures = True
         self._collector.deliver_now()
-        self._collector.executor.request(Settled)
+        self._collector.executor.protocol.settle()
         found: list[float] = []
         for number in numbers:
             if number in self._collector.zeroed:

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Container
 
 from ..schedule.arena import Place
-from ..schedule.messages import Freed
+from ..schedule.messages import Freed, Held
 from .torch_private import StorageWatch
 
 
-@dataclass(frozen=True)
-class _Held:
-    unit: int
-    place: Place
-    watch: StorageWatch
-
-
 class HeldSlots:
-    """Watches the storages over such slots, and tells of each once when it has expired."""
+    """Watches the storages over such slots, and tells of each when it has expired.
+
+    An exception may come between any two lines: a slot may be told of twice, which its token makes
+    harmless, but none is forgotten.
+    """
 
     def __init__(self) -> None:
-        self._held: list[_Held] = []
+        self._tokens = itertools.count()
+        self._held: dict[Held, StorageWatch] = {}
+        self._told: set[Held] = set()
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def add(self, unit: int, place: Place, watch: StorageWatch) -> None:
-        """A graph still has a storage over this slot of the unit."""
-        self._held.append(_Held(unit, place, watch))
+    def add(self, unit: int, place: Place, watch: StorageWatch) -> Held:
+        """Somebody may still have a storage over this slot of the unit."""
+        held = Held(unit, place, next(self._tokens))
+        self._held[held] = watch
+        return held
+
+    def look(self, held: Held) -> None:
+        """Forgets a slot that nobody has, if the machine does not know of it."""
+        if self._held[held].expired and held not in self._told:
+            del self._held[held]
+
+    def untold(self, units: Container[int]) -> tuple[Held, ...]:
+        """Slots of these units that the machine has not been told of."""
+        return tuple(h for h in self._held if h.unit in units and h not in self._told)
+
+    def told(self, held: tuple[Held, ...]) -> None:
+        """The machine was told of them."""
+        self._told.update(held)
 
     def freed(self) -> list[Freed]:
         """What was let go since the last call."""
         if not self._held:
             return []
-        freed = [held for held in self._held if held.watch.expired]
-        self._held = [held for held in self._held if not held.watch.expired]
-        return [Freed(held.unit, held.place) for held in freed]
+        freed = [held for held, watch in self._held.items() if watch.expired]
+        for held in freed:
+            self._told.discard(held)
+            del self._held[held]
+        return [Freed(held) for held in freed]
 
     @property
     def watches(self) -> list[StorageWatch]:
         """Of all that are still held."""
-        return [held.watch for held in self._held]
+        return list(self._held.values())

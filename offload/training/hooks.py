@@ -81,6 +81,8 @@ class ModuleHooks:
             if self._residences.streamed[unit]:
                 self._hook_unit(me, unit, found.module)
         self._hook_readers(me, model)
+        if self._residences.accelerator.stream() is not None:
+            self._hook_streams(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
 
@@ -124,6 +126,20 @@ class ModuleHooks:
                         _reader(me, id(module), resident), prepend=True
                     )
                 )
+
+    def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
+        """Modules inside of a unit may run on streams of their own: whoever reads weights there is
+        seen, also where autograd saves none."""
+        parts = self._residences.parts
+        index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+        roots = {id(found.module) for found in parts.found}
+        for module in model.modules():
+            mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
+                    if id(p) in index_of}  # fmt: skip
+            moving = tuple(sorted(u for u in mine if self._residences.streamed[u]))
+            if moving and id(module) not in roots:
+                hook = _stream_reader(me, id(module), moving)
+                self._handles.append(module.register_forward_pre_hook(hook))
 
     # -- units ----------------------------------------------------------------------------------
 
@@ -171,6 +187,10 @@ class ModuleHooks:
             self._before_root()
         self._trace.compute_resume("model")
 
+    def use_here(self, units: Sequence[int]) -> None:
+        """A module is about to run that reads weights of units that are open."""
+        self._residences.use_here(units)
+
     def tidy(self) -> None:
         """Closes what an interrupted forward, backward or read has left open, if none runs in this
         thread: whoever reads weights between forwards needs the room."""
@@ -212,6 +232,19 @@ def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Cal
         if hooks is not None and id(called) == own:
             for unit in units:
                 hooks.catch_up(unit)
+
+    return before
+
+
+def _stream_reader(
+    me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]
+) -> Callable[..., None]:
+    def before(called: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():  # what is compiled runs on the stream of its unit
+            return
+        hooks = me()
+        if hooks is not None and id(called) == own:
+            hooks.use_here(units)
 
     return before
 

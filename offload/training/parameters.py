@@ -54,13 +54,14 @@ class Managed:
     """What is known of a managed parameter; found by its identity, as the parameter itself may hold
     nothing: copies and pickles of it are ordinary parameters."""
 
-    __slots__ = ("_access", "_hidden", "_shown", "_spec", "plain")
+    __slots__ = ("_access", "_hidden", "_shown", "_spec", "given", "plain")
 
     def __init__(self, p: nn.Parameter, spec: ParamSpec, access: WeightAccess) -> None:
         """Makes the parameter a managed one; what it shows stays as it is."""
         self._spec, self.plain = spec, type(p)
         self._shown, self._hidden = _mixed(self.plain, Shown), _mixed(self.plain, Hidden)
         self._access = weakref.ref(access)
+        self.given = False  # the parameter is given away, or is about to be
         _MANAGED[p] = self
 
     @property
@@ -86,21 +87,27 @@ class Managed:
 
     def show(self, p: nn.Parameter, weights: torch.Tensor) -> None:
         """The parameter's weights are in place."""
+        if self.given:
+            return
         with torch_private.without_overrides():  # else the data of a hidden one cannot be set
             _set_data(p, weights)
         p.__class__ = self._shown
 
     def hide(self, p: nn.Parameter, stub: torch.Tensor) -> None:
         """The parameter's weights are elsewhere; ``stub`` has its shape."""
+        if self.given:
+            return
         p.__class__ = self._hidden
         with torch_private.without_overrides():
             _set_data(p, stub)
 
     def release(self, p: nn.Parameter, weights: torch.Tensor) -> None:
-        """The parameter is an ordinary one again."""
-        del _MANAGED[p]
-        p.__class__ = self.plain
-        _set_data(p, weights)
+        """The parameter is an ordinary one again.  A second time does nothing."""
+        self.given = True
+        if managed(p) is self:
+            p.__class__ = self.plain
+            _set_data(p, weights)
+            del _MANAGED[p]
 
 
 _MANAGED = WeakTensorKeyDictionary()

@@ -8,7 +8,7 @@ points into the slot any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,11 +19,10 @@ from ..movement.accelerators.base import Accelerator
 from ..movement.executor import Executor
 from ..planning.partition import Partition
 from ..schedule.arena import Place
-from ..schedule.messages import Need
 from ..schedule.units import Unit
 from . import torch_private
 from .held_slots import HeldSlots
-from .parameters import Managed, WeightAccess
+from .parameters import Managed, WeightAccess, managed
 from .stubs import Stubs
 
 
@@ -31,13 +30,15 @@ from .stubs import Stubs
 class Residence:
     """One residency of one unit: the storage over its slot, and its parameters' views.
 
-    ``streams``: of compute that uses it; modules may have several.
+    ``streams``: of compute that have used it; modules may have several.  ``waited``: those that
+    have waited for what brought its weights.
     """
 
     unit: int
     storage: torch.UntypedStorage
     views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
     streams: set[Hashable] = field(default_factory=set)
+    waited: set[Hashable] = field(default_factory=set)
 
 
 def view_in(
@@ -68,15 +69,18 @@ class Residences:
         parts: Partition,
         executor: Executor,
         accelerator: Accelerator,
-        place_of: Callable[[int], Place],
         held: HeldSlots,
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
-        self._place_of, self._held = place_of, held
+        self._held = held
         self.stubs = Stubs(parts.units, accelerator.device)
         count = len(parts.units)
-        homes = executor.machine.layout.homes
+        homes, has_device = executor.layout.homes, executor.layout.has_device
         self.fixed = [home.resident for home in homes]
+        # By unit, where its weights are for compute; what moves, as long as it is open.
+        self.places: list[Place | None] = [
+            home.device_place if has_device else home.host_place for home in homes
+        ]
         self.groups = [(u.index, *u.shares) for u in parts.units]
         self.users = [
             [u for u, group in enumerate(self.groups) if unit in group]
@@ -113,15 +117,18 @@ class Residences:
             self._to_stubs(unit.index)
 
     def _manage(self, unit: Unit, access: WeightAccess) -> None:
-        self._managed[unit.index] = tuple(
-            Managed(p, spec, access)
-            for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True)
-        )
+        found: list[Managed] = []
+        for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
+            known = managed(p) or Managed(p, spec, access)
+            known.given = False
+            found.append(known)
+        self._managed[unit.index] = tuple(found)
 
     def give_away(self, values: Sequence[torch.Tensor]) -> None:
-        """All parameters are ordinary ones again, with these weights, by their index."""
+        """All parameters are ordinary ones again, with these weights, by their index.  It may be
+        done again where an exception came in between."""
         for unit, params in enumerate(self._params):
-            for p, known in zip(params, self._managed[unit], strict=True):
+            for p, known in zip(params, self._managed[unit], strict=False):
                 known.release(p, values[known.index])
             self._managed[unit] = ()
 
@@ -152,12 +159,19 @@ class Residences:
         return watches
 
     def _residence(self, unit: int) -> Residence:
-        memory = self.executor.arenas.bytes_of(self._place_of(unit))
-        storage = torch_private.storage_over(memory)
+        storage = torch_private.storage_over(self.executor.arenas.bytes_of(self.place(unit)))
         return Residence(unit, storage, make_views(self.parts.units[unit], storage))
 
+    def place(self, unit: int) -> Place:
+        """Where compute has the unit's weights; it is open or fixed."""
+        place = self.places[unit]
+        assert place is not None, f"unit {unit} is not in memory"
+        return place
+
+    # Of a unit that is given away, no parameter shows anything.
+
     def _to_stubs(self, unit: int) -> None:
-        params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=True)
+        params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=False)
         for p, known, stub in params:
             known.hide(p, stub)
         self._hid[unit] = self._versions(unit)
@@ -169,7 +183,7 @@ class Residences:
         self.note_late_edits(unit)
         residence = self.current[unit]
         assert residence is not None
-        params = zip(self._params[unit], self._managed[unit], residence.views, strict=True)
+        params = zip(self._params[unit], self._managed[unit], residence.views, strict=False)
         for p, known, view in params:
             known.show(p, view)
         self._seen[unit] = self._versions(unit)
@@ -256,6 +270,9 @@ class Residences:
 
     # -- opening and closing --------------------------------------------------------------------
 
+    # An exception may come between any two lines.  What is granted, open or shown stays counted
+    # until it is undone as a whole, so that ``reset`` finds it; no slot is let go that still shows.
+
     def enter(self, unit: int) -> None:
         """Compute is about to use the unit: fetches it, and points its parameters at it."""
         if not self.streamed[unit]:
@@ -264,54 +281,81 @@ class Residences:
             with torch.inference_mode(False), torch.no_grad():
                 self._open(unit)
         self.uses[unit] += 1
+        self.use_here(self.groups[unit])
 
     def _open(self, unit: int) -> None:
-        self._need(unit)
-        opened: list[int] = []
+        places, opened = self._need(unit), list[int]()
         try:
-            for member in self.groups[unit]:
-                if self.fixed[member]:
-                    continue
-                if self.open[member] == 0:
-                    self._show(member)
-                self.open[member] += 1
-                opened.append(member)
+            for member, place in zip(self.groups[unit], places, strict=True):
+                if not self.fixed[member]:
+                    self.open[member] += 1
+                    opened.append(member)
+                    if self.open[member] == 1:
+                        self.places[member] = place
+                        self._show(member)
         except BaseException:
             for member in opened:
                 self._hide(member)
-            self.executor.release(unit)
+            self._release(unit)
             raise
 
-    def _need(self, unit: int) -> None:
+    def _need(self, unit: int) -> tuple[Place, ...]:
+        """Has a unit's group brought to compute; where its members are."""
         for left in reversed(range(_TRIES)):
             try:
-                self.executor.request(
-                    lambda ticket: Need(unit, ticket), self.parts.units[unit].name
-                )
-                return
+                return self.executor.protocol.need(unit)
             except BudgetError:
                 if not self._held or not left:
                     raise
                 time.sleep(_LOOK_S)  # another thread may have looked at weights that showed
+        raise AssertionError("the last try returns or raises")
 
     def _show(self, unit: int) -> None:
         if self.accelerator.has_device_memory:
-            place = self._place_of(unit)
+            place = self.place(unit)
             self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
         residence = self._residence(unit)
         residence.streams.add(self.accelerator.stream())
+        residence.waited.update(residence.streams)
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
         self._to_views(unit)
 
     def used_here(self, residence: Residence) -> None:
-        """Compute of the calling thread uses an open unit: maybe on another stream than the one it
-        was opened on, which has not waited for its weights."""
+        """Compute of the calling thread uses a unit: maybe on another stream than the one it was
+        opened on, which has not waited for its weights."""
         stream = self.accelerator.stream()
-        if stream not in residence.streams:
-            self.executor.wait_for(self._place_of(residence.unit))
+        if stream not in residence.waited:
+            self.executor.wait_for(self.place(residence.unit))
+            residence.waited.add(stream)
             residence.streams.add(stream)
+
+    def use_here(self, units: Iterable[int]) -> None:
+        """``used_here`` for those that are open or stay; the others are opened first."""
+        if self.accelerator.has_device_memory:
+            for unit in units:
+                if (residence := self.current[unit]) is not None:
+                    self.used_here(residence)
+
+    def renewed(self, unit: int) -> None:
+        """The weights of a unit that stays may have been updated: every stream waits anew."""
+        if (residence := self.current[unit]) is not None:
+            residence.waited.clear()
+
+    def compute_over(self, unit: int) -> None:
+        """A resident unit's compute is over for now: an update of its weights waits for it.
+
+        Compute may not have used it since the last update, as where its gradients were left at
+        zero: what brought those weights comes first all the same.
+        """
+        place, residence = self.executor.layout.homes[unit].device_place, self.current[unit]
+        if place is not None and self.accelerator.has_device_memory:
+            if residence is not None:
+                self.accelerator.join(residence.streams)
+            self.executor.compute_waits_for(place, "copy_in")
+            self.accelerator.used(self.executor.arenas.bytes_of(place))
+            self.executor.mark_device_use(place, self.accelerator.record())
 
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
         """Whether the unit's parameters show what the engine has given them."""
@@ -330,30 +374,36 @@ class Residences:
             return
         self.uses[unit] -= 1
         if self.uses[unit] == 0:
-            members = [m for m in self.groups[unit] if not self.fixed[m]]
-            held = tuple(member for member in members if self._hide(member))
-            self.executor.release(unit, held)
+            for member in self.groups[unit]:
+                if not self.fixed[member]:
+                    self._hide(member)
+            self._release(unit)
 
-    def _hide(self, unit: int) -> bool:
-        """Whether something still points into the slot after the last use has let go."""
-        self.open[unit] -= 1
-        residence = self.current[unit]
-        if self.open[unit] or residence is None:
-            return False
-        place = self._place_of(unit)
+    def _release(self, unit: int) -> None:
+        """Compute lets go of what it was granted."""
+        held = self._held.untold(self.groups[unit])
+        self.executor.release(unit, held)
+        self._held.told(held)
+
+    def _hide(self, unit: int) -> None:
+        """One use of a unit's weights is over; the last sends its parameters to their stubs."""
+        if self.open[unit] != 1:
+            self.open[unit] = max(0, self.open[unit] - 1)
+            return
+        residence, place = self.current[unit], self.place(unit)
         if self.accelerator.has_device_memory:
-            self.accelerator.join(residence.streams)
+            if residence is not None:
+                self.accelerator.join(residence.streams)
             self.executor.mark_device_use(place, self.accelerator.record())
         self._note_edits(unit)
         self._to_stubs(unit)
-        self.current[unit] = None
-        del self.by_storage[torch_private.identity(residence.storage)]
-        watch = torch_private.StorageWatch(residence.storage)
-        del residence
-        if watch.expired:
-            return False
-        self._held.add(unit, place, watch)
-        return True
+        if residence is not None:
+            held = self._held.add(unit, place, torch_private.StorageWatch(residence.storage))
+            self.current[unit] = None
+            self.by_storage.pop(torch_private.identity(residence.storage), None)
+            del residence
+            self._held.look(held)
+        self.open[unit] = 0
 
     @property
     def in_use(self) -> bool:
@@ -369,7 +419,8 @@ class Residences:
             if count:
                 self.open[unit] = 1
                 self._hide(unit)
-        self.executor.reclaim(self.uses)
+        for unit in self.executor.lost(self.uses):
+            self._release(unit)
 
     def view(self, unit: int, offset: int, dtype: torch.dtype, shape: Sequence[int],
              stride: Sequence[int]) -> torch.Tensor:  # fmt: skip

@@ -49,6 +49,12 @@ class Roster:
                 f"{_listed(thawed)} required no grad when the model was wrapped, so no room was "
                 f"planned for its state; {_AGAIN}"
             )
+        given = [name for name, p in self._frozen if p.grad is not None]
+        if given:
+            raise OffloadError(
+                f"{_listed(given)} required no grad when the model was wrapped, and has a gradient "
+                f"now, which would not be applied; set p.grad = None, or {_AGAIN}"
+            )
         replaced = [name for name, there, key, p in self._places if there.get(key) is not p]
         if replaced:
             raise OffloadError(

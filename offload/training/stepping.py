@@ -6,20 +6,18 @@ import logging
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..movement.executor import Executor
 from ..movement.updates import Updater
-from ..schedule.arena import Place
 from ..schedule.ledger import Ledger, Prepared
-from ..schedule.messages import Landed, Need, Settled, Step
 from .backward import Backward
 from .gradients import GradientCollector
 from .residences import Residences
 from .saved import SavedTensors
+from .torch_private import in_backward
 
 log = logging.getLogger("overspill")
 
@@ -57,13 +55,12 @@ class Stepping:
         residences: Residences,
         saved: SavedTensors,
         backward: Backward,
-        place_of: Callable[[int], Place],
         random_states: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._config, self.update, self._groups = config, update, groups
         self._ledger, self._executor, self._updater = ledger, executor, updater
         self._residences, self._saved, self._backward = residences, saved, backward
-        self._place_of, self._random_states = place_of, random_states
+        self._protocol, self._random_states = executor.protocol, random_states
         self.background = update != "step"
         self._partly_frozen = {
             u.index
@@ -75,7 +72,6 @@ class Stepping:
         self._late: set[int] = set()  # resident units that do not show, in part at least
         self._suspended: set[int] = set()  # those of them that are wholly hidden
         self._told_of_dropped = False
-        self._updated: set[int] = set()  # whose updates may run, by the last step or a backward
         self._final: bool | None = None
 
     # -- during backward ------------------------------------------------------------------------
@@ -148,7 +144,8 @@ class Stepping:
             name = self._residences.parts.units[unit].name
             raise OffloadError(
                 f"update='backward' has updated {name!r} already in this step, with the gradients "
-                "of the backward before; call step() after it, also where that batch is to be left "
+                "of the backward before, or of this one where a module that is used twice lies in "
+                "reentrant checkpoints; call step() after it, also where that batch is to be left "
                 "out (or optimizer.rollback(), with a store), or use update='next_forward'"
             )
 
@@ -220,16 +217,13 @@ class Stepping:
         if not ledger.early:
             self._updater.begin_step(self._groups)
         later = [unit for unit in units if unit not in ledger.early]
-        if self._executor.accelerator.has_device_memory:
-            for unit in later:
-                self.collector.mark_resident(unit)
+        for unit in later:
+            self.compute_over(unit)
         self._end_graphs(later)
         commits = committing is not None and committing.wanted(ledger.count + 1)
         random = {} if committing is None else self._random_states()
         ledger.next = Prepared(units, scale, commits, random)
-        # From here on it may be taken, whatever is raised: only the machine can tell.
-        ledger.landing = True
-        self._executor.request(lambda ticket: Step(tuple(units), ticket, self.background, commits))
+        self._protocol.step(tuple(units), background=self.background, commit=commits)
 
     def _refuse_changed_groups(self) -> None:
         changed = self._updater.changed_since_begin(self._groups) if self._ledger.early else None
@@ -241,17 +235,10 @@ class Stepping:
 
     def land(self) -> None:
         """Waits until the last step's updates are over; raises what they found."""
-        if self._ledger.landing:
-            self.wait()
+        if self._protocol.landing:
+            self._protocol.land()
             if self._config.on_nonfinite != "rollback":  # else the next step goes back
                 self._updater.raise_nonfinite()
-
-    def wait(self) -> None:
-        """Waits until the last step's updates are over."""
-        if self._ledger.landing:
-            self._executor.request(Landed)
-            self._ledger.landed()
-            self._updated.clear()
 
     def name_of(self, unit: int) -> str:
         """The unit's name."""
@@ -270,11 +257,8 @@ class Stepping:
     def give_up(self) -> None:
         """Ends a step that has begun, and drops all gradients and what was not finite."""
         self._backward.abandon()
-        if self._ledger.early:
-            self._executor.request(lambda ticket: Step((), ticket, counts=False))
-        self._executor.request(Landed)
+        self._protocol.give_up(begun=bool(self._ledger.early))
         self._ledger.give_up()
-        self._updated.clear()
         self._updater.nonfinite.clear()
         self.collector.drop()
         self._ledger.forget_gradients()
@@ -288,7 +272,7 @@ class Stepping:
         """
         if not judges(self._config, self.update):
             return 1.0
-        self._executor.request(Settled)
+        self._protocol.settle()
         indices = [i for present in units.values() for i in present]
         total = self._ledger.total_norm(indices)
         if not math.isfinite(total):
@@ -335,27 +319,41 @@ class Stepping:
                 self._residences.suspend(unit)
                 self._suspended.add(unit)
 
+    def compute_over(self, unit: int) -> None:
+        """A unit's compute is over for now: its update waits for it."""
+        self._residences.compute_over(unit)
+
     def _end_graphs(self, units: Sequence[int]) -> None:
         """Units are about to be updated."""
-        self._updated.update(units)
         self._hide(units)
         for unit in units:
             self._residences.outdate(unit)
 
     def show(self, unit: int) -> None:
         """Compute is about to use a unit: waits for the resident ones among its weights."""
+        if in_backward():
+            self._refuse_outdated(unit)
+        self._protocol.catch_up(unit)
         for member in self._residences.groups[unit]:
             if member in self._late:
-                if member in self._updated:
-                    name = self._residences.parts.units[member].name
-                    self._executor.request(partial(Need, member), name)
-                    self._executor.release(member)
-                    self._updated.discard(member)
-                if self._executor.accelerator.has_device_memory:
-                    self._executor.wait_for(self._place_of(member))
+                self._residences.renewed(member)
+                self._residences.use_here([member])
                 self._suspended.discard(member)
                 self._residences.resume(member)
                 self._late.discard(member)
+            elif self._residences.fixed[member]:
+                self._residences.use_here([member])
+
+    def _refuse_outdated(self, unit: int) -> None:
+        """Raises when a backward comes to weights again that it has updated: a checkpoint would
+        compute with others than forward did."""
+        for member in self._residences.groups[unit]:
+            if member in self._ledger.early:
+                raise OffloadError(
+                    f"update='backward' has updated {self.name_of(member)!r} in this backward, "
+                    "which now uses its weights again (a checkpoint computes it once more, or a "
+                    "hook reads them); use update='next_forward'"
+                )
 
     @contextmanager
     def reading(self, unit: int) -> Iterator[None]:

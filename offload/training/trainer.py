@@ -13,12 +13,17 @@ class Trainer:
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
+        self._closer: threading.Thread | None = None
 
     def claim(self) -> None:
         """The calling thread is the one that trains; not one that autograd lent it for a backward
         pass, in which modules are called again where a checkpoint recomputes."""
         if not in_backward():
             self._thread = threading.current_thread()
+
+    def closes(self) -> None:
+        """The calling thread ends all, whoever trains."""
+        self._closer = threading.current_thread()
 
     def require(self) -> None:
         """Raises unless the calling thread trains, or runs a backward pass.  After the end of the
@@ -30,7 +35,7 @@ class Trainer:
         if in_backward():  # maybe on a thread of autograd's, which Python is not to hear of
             return
         current = threading.current_thread()
-        if current is not self._thread and self._thread.is_alive():
+        if current not in (self._thread, self._closer) and self._thread.is_alive():
             raise OffloadError(
                 f"thread {current.name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"

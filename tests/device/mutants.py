@@ -74,21 +74,19 @@ MUTANTS = (
     ),
     Mutant(GRADIENTS, 'self.executor.compute_waits_for(place, "copy_out")'),
     Mutant(GRADIENTS, "self.executor.mark_device_use(place, self.accelerator.record())"),
-    Mutant(GRADIENTS, "self.mark_resident(unit)"),
+    Mutant(GRADIENTS, "self._early.compute_over(unit)"),
     Mutant(
-        GRADIENTS, 'self.executor.compute_waits_for(home.device_place, "copy_in")',
+        RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")', nth=1,
         harmless="copies to the device share a stream: two updates of a unit come in order anyway",
     ),
-    Mutant(GRADIENTS, "self.accelerator.join(pending.streams, pending.fresh.values())"),
+    Mutant(GRADIENTS, "self.accelerator.join(pending.streams, made)"),
     Mutant(RESIDENCES, "self.accelerator.join(residence.streams)"),
-    Mutant(RESIDENCES, "self.executor.wait_for(self._place_of(residence.unit))"),
-    Mutant(
-        GRADIENTS, "self.executor.mark_device_use(home.device_place, self.accelerator.record())"
-    ),
+    Mutant(RESIDENCES, "self.executor.wait_for(self.place(residence.unit))"),
+    Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())", nth=1),
     Mutant(RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")'),
     Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())"),
-    Mutant(RESIDENCES, "self.executor.mark_device_use(held.place, self.accelerator.record())"),
-    Mutant("stepping.py", "self.collector.mark_resident(unit)"),
+    Mutant(EXECUTOR, "self.mark_device_use(freed.held.place, self.accelerator.record())"),
+    Mutant("training/stepping.py", "self.compute_over(unit)"),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

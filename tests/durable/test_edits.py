@@ -19,7 +19,6 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.movement.direct import DirectAccess
-from overspill.schedule.gradients import Gradients
 from overspill.state.contents import Contents
 from overspill.state.weight_access import Weights
 from tests.patience import WAIT_S
@@ -283,12 +282,15 @@ def test_closing_amid_the_engines_own_work_hangs_nothing(
     model = build()
     optimizer = overspill.wrap(model, adamw(model), **options(tmp_path))
     train(model, optimizer, 2)
-    real, armed = Gradients.at_home, [True]
+    armed = [True]
 
-    def at_home(self: Gradients, unit: int) -> Any:
-        if armed.pop() if armed else False:
-            signal.raise_signal(signal.SIGTERM)
-        return real(self, unit)
+    class Armed(list[bool]):
+        """What the engine looks at while it holds its lock."""
+
+        def __getitem__(self, index: Any) -> Any:
+            if armed.pop() if armed else False:
+                signal.raise_signal(signal.SIGTERM)
+            return super().__getitem__(index)
 
     def handler(*_: Any) -> None:
         optimizer.close()
@@ -296,7 +298,8 @@ def test_closing_amid_the_engines_own_work_hangs_nothing(
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        monkeypatch.setattr(Gradients, "at_home", at_home)
+        executor = optimizer._engine.executor
+        monkeypatch.setattr(executor, "_at_home", Armed(executor._at_home))
         with pytest.raises((SystemExit, OffloadError)):
             train(model, optimizer, 3)
     finally:

@@ -39,7 +39,7 @@ def test_every_step_writes_all_state_once(
         train(model, optimizer, 2 + STEPS)
         optimizer.commit()
         engine = optimizer._engine
-        items = engine.executor.machine.commits.items
+        items = engine.layout.stored
         counts = {
             i: sum(written[engine.store.extents.of(i, role)] for role in (0, 1)) for i in items
         }

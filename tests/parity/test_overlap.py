@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.schedule.messages import GradRoom, Need, Settled, Signal, Step
+from overspill.schedule.messages import Await, GradRoom, Need, Signal, Step, Until
 from tests.devices import SIM, link
 from tests.models import TinyLM, adamw, batch
 
@@ -73,24 +73,26 @@ def test_what_is_at_hand_is_not_asked_for(
         model, adamw(model), update=update, max_grad_norm=1.0, **where
     ) as optimizer:
         executor = model.__dict__["_overspill_engine"].executor
-        asked: list[type[Signal]] = []
-        request = executor.request
+        asked: list[Signal] = []
+        request = executor.protocol._ask
 
         def noted(make: Any, *args: Any) -> Any:
-            asked.append(type(make(0)))
+            asked.append(make(0))
             return request(make, *args)
 
         def unhurried(unit: int, told: int) -> Any:
-            executor.settle_down()  # else what was told before may still be on its way
+            executor.protocol.wait(Until.QUIET)  # else what was told before may still be on its way
             return home(unit, told)
 
         home = executor.gradient_home
-        monkeypatch.setattr(executor, "request", noted)
+        monkeypatch.setattr(executor.protocol, "_ask", noted)
         monkeypatch.setattr(executor, "gradient_home", unhurried)
         for step in range(2):
             asked.clear()
             model(*batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert GradRoom not in asked and asked.count(Settled) == asked.count(Step) == 1
-    assert (Need in asked) == (update == "next_forward")
+    kinds = [type(signal) for signal in asked]
+    settled = [s for s in asked if isinstance(s, Await) and s.until is Until.SETTLED]
+    assert GradRoom not in kinds and len(settled) == kinds.count(Step) == 1
+    assert (Need in kinds) == (update == "next_forward")

@@ -14,7 +14,7 @@ import torch
 import overspill
 from overspill.errors import IoError, OffloadError
 from overspill.movement.updates import Updater
-from overspill.schedule.messages import GradRoom, Landed, Need, Settled, Step
+from overspill.schedule.messages import Await, GradRoom, Need, Step
 from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch, train
 
@@ -122,8 +122,8 @@ def test_a_machine_that_fails_wakes_whoever_waits(
         folder.mkdir()
         model, optimizer = wrapped(folder, update, device)
         train(model, optimizer, 1)
-        machine = optimizer._engine.executor.machine
-        inner, asks = machine.handle, (Need, GradRoom, Landed, Settled, Step)
+        machine = optimizer._engine.executor._machine
+        inner, asks = machine.handle, (Need, GradRoom, Await, Step)
         kinds, left = (asks, rng.randint(1, 6)) if number % 2 else ((object,), rng.randint(1, 200))
 
         def failing(

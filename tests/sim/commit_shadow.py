@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from overspill.schedule.messages import Commit, Instruction, Item, Kind, Read, Update, Write
+from overspill.schedule.messages import Commit, Instruction, Key, Kind, Read, Update, Write
 from overspill.schedule.residency import Residency
 
 
@@ -14,16 +14,15 @@ class Shadow:
 
     def __init__(self, machine: Residency) -> None:
         self._machine, self._numbers = machine, itertools.count(1)
-        self._now = dict.fromkeys(machine.commits.items, 0)  # version of each; 0: as at the start
-        self._kept: dict[tuple[Item, int], int] = {}  # version in an extent
+        self._now = dict.fromkeys(machine.layout.stored, 0)  # version of each; 0: as at the start
+        self._kept: dict[tuple[Key, int], int] = {}  # version in an extent
         self._writing: dict[Write, int] = {}
-        self._cut: dict[Item, int] | None = None
-        self._committed: dict[Item, int] = dict(self._now)
+        self._cut: dict[Key, int] | None = None
+        self._committed: dict[Key, int] = dict(self._now)
         self.commits = 0
 
     def emitted(self, instructions: Sequence[Instruction]) -> None:
         """The machine has taken a signal, and answered."""
-        commits = self._machine.commits
         for each in instructions:
             if isinstance(each, Update):
                 self._update(each)
@@ -32,21 +31,22 @@ class Shadow:
             elif isinstance(each, Read) and each.item in self._now:
                 seen = self._kept.get((each.item, each.role), 0)
                 assert seen == self._now[each.item], f"{each} reads what is not the newest"
-        if commits.pending and self._cut is None:
+        if self._machine.commits.pending and self._cut is None:
             self._cut = dict(self._now)
         for each in instructions:
             if isinstance(each, Commit):
-                self._check(commits.table(), self._cut)
-        roles = [(item, self._machine.roles_of(item).committed) for item in self._now]
+                self._check(each.table, self._cut)
+        items = self._machine.items
+        roles = [(item, items.of(item).roles.committed) for item in self._now]
         self._check(roles, self._committed)
 
     def _update(self, work: Update) -> None:
-        for item in (Item(Kind.STATE, work.subgroup), Item(Kind.WEIGHTS, work.unit)):
+        for item in (Key(Kind.STATE, work.subgroup), Key(Kind.WEIGHTS, work.unit)):
             writes = [w for w in self._writing if w.item == item]
             assert not writes, f"{item} is updated while it is written"
             self._now[item] = next(self._numbers)
 
-    def _check(self, table: Sequence[tuple[Item, int]], cut: dict[Item, int] | None) -> None:
+    def _check(self, table: Sequence[tuple[Key, int]], cut: dict[Key, int] | None) -> None:
         """What lies in the extents is the cut, all of it and nothing else."""
         assert cut is not None
         for item, role in table:
@@ -65,15 +65,15 @@ class Shadow:
             self.commits += 1
 
     def taken_back(self) -> None:
-        """After ``commits.take_back()``."""
+        """After ``TakeBack``."""
         self._cut = None
 
-    def edited(self, item: Item, role: int | None) -> None:
+    def edited(self, item: Key, role: int | None) -> None:
         """An item was changed between steps; ``role``: the extent that it was written to."""
         self._now[item] = next(self._numbers)
         if role is not None:
             self._kept[item, role] = self._now[item]
 
     def rolled_back(self) -> None:
-        """After ``machine.rollback()``."""
+        """After ``Rollback``."""
         self._now, self._cut = dict(self._committed), None

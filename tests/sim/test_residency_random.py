@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,38 +11,36 @@ import torch
 from overspill.facts.tier import Tier
 from overspill.planning.plan import Budgets, Needs, Preference
 from overspill.planning.planner import make_layout
-from overspill.schedule.arena import Place
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
+    AtHome,
+    Await,
     Clear,
     CopyIn,
-    Cut,
     Done,
-    Durable,
+    Edited,
     Failed,
     Freed,
     GradLost,
-    GradReady,
-    GradRoom,
     Grant,
-    Item,
-    Kind,
-    Landed,
+    Held,
+    Judged,
+    Key,
+    Locate,
     Need,
     Read,
     Refuse,
     Release,
-    Seal,
     Settle,
-    Settled,
     Signal,
-    Sound,
-    Spoiled,
     Step,
+    TakeBack,
+    Until,
     Update,
     Work,
     Write,
 )
+from overspill.schedule.protocol import Protocol
 from overspill.schedule.residency import Residency
 from tests.random_parts import Field, random_parts
 from tests.sim.commit_shadow import Shadow
@@ -56,29 +54,37 @@ class Chaos:
 
     def __init__(self, rng: random.Random, machine: Residency) -> None:
         self.rng, self.machine = rng, machine
+        self.protocol = Protocol(machine.layout, self.ask, self.send)
         self.pending: list[Work] = []
-        self.granted: set[int] = set()
+        self.grants: dict[int, Grant] = {}
         self.refused: set[int] = set()
         self.tickets = 0
         self.signals = 0
         self.facts = 0
-        self.held: list[tuple[int, Place]] = []  # slots of units that a graph keeps
+        self.held: list[Held] = []  # slots of units that a graph keeps
+        self.tokens = 0
+        self.at_home = [home.grads is machine.layout.compute_tier for home in machine.layout.homes]
+        self.spoiled: set[int] = set()
         self.shadow = Shadow(machine)
-        self.open, self.cut = machine.layout.durable, False  # as in ``Committing``
 
     def send(self, signal: Signal) -> None:
         self.signals += 1
         assert self.signals < MOST_SIGNALS, "it goes round and never ends"
         if isinstance(signal, Done):
             self.shadow.done(signal.work)
+        self.protocol.told(signal)
         instructions = self.machine.handle(signal)
+        if isinstance(signal, TakeBack):
+            self.shadow.taken_back()
         self.shadow.emitted(instructions)
         for instruction in instructions:
             if isinstance(instruction, Grant):
-                self.granted.add(instruction.ticket)
+                self.grants[instruction.ticket] = instruction
             elif isinstance(instruction, Refuse):
                 assert self.held, f"{instruction}, and no graph keeps anything"
                 self.refused.add(instruction.ticket)
+            elif isinstance(instruction, AtHome):
+                self.at_home[instruction.unit] = instruction.free
             else:
                 self.pending.append(instruction)
         validate(self.machine)
@@ -101,92 +107,76 @@ class Chaos:
         self.pending.remove(work)
         self.send(Done(work))
 
-    def request(self, make: type[Signal], *args: int, **more: object) -> None:
+    def ask(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
         self.tickets += 1
         ticket = self.tickets
-        if make is Need:
-            self.send(Need(args[0], ticket))
-        elif make is GradRoom:
-            self.send(GradRoom(args[0], ticket, bool(more["merge"])))
-        elif make in (Settled, Landed, Durable):
-            self.send(make(ticket))
-        else:
-            units = more["units"]
-            assert isinstance(units, tuple)
-            commit = bool(more["commit"])
-            self.send(Step(units, ticket, bool(more["background"]), commit))
-            self.open = self.cut = commit
-            if self.machine.layout.durable and self.rng.random() < 0.05:
-                self.send(Spoiled(self.rng.randrange(len(self.machine.layout.units))))
-        while ticket not in self.granted:
+        signal = make(ticket)
+        self.send(signal)
+        while ticket not in self.grants:
             if ticket in self.refused:  # the user lets go of his graphs, and tries again
                 self.free()
-                again = Landed if make is Step else make
-                return self.request(again, *args, **more)
+                if isinstance(signal, Step):  # it was taken all the same
+                    return self.ask(lambda again: Await(Until.LANDED, again))
+                return self.ask(make)
             self.finish_one()
-        while self.pending and self.rng.random() < 0.3:
-            self.finish_one()
+        if not (isinstance(signal, Await) and signal.until is Until.QUIET):
+            while self.pending and self.rng.random() < 0.3:
+                self.finish_one()
+        return self.grants.pop(ticket)
+
+    def step(self, units: tuple[int, ...], *, background: bool, commit: bool) -> None:
+        self.protocol.step(units, background=background, commit=commit)
+        if self.machine.layout.durable and self.rng.random() < 0.05:
+            unit = self.rng.randrange(len(self.machine.layout.units))
+            self.spoiled.add(unit)
+            self.send(Judged(unit, finite=False))
+
+    def known(self) -> int:
+        """The facts of the present state, by their number."""
+        self.facts += 1
+        return self.facts
 
     def seal(self) -> None:
         """The next forward that trains begins: the facts of the last step's cut are known."""
-        if self.open:
-            self.facts += 1
-            self.open = False
-            self.send(Seal(self.facts) if self.cut else Cut(self.facts))
+        if self.protocol.open:
+            self.protocol.seal(self.known())
 
     def commit(self) -> None:
         """What the user's ``commit()`` does, after weights that were not finite were replaced."""
-        self.request(Landed)
-        for unit in sorted(self.machine.commits.spoiled):
-            self.send(Sound(unit))
-        if self.open:
-            self.seal()
-        else:
-            self.facts += 1
-            self.send(Cut(self.facts))
-        self.request(Durable)
+        self.protocol.land()
+        while self.spoiled:
+            self.send(Judged(self.spoiled.pop(), finite=True))
+        self.protocol.seal(self.known())
+        self.protocol.wait(Until.DURABLE)
 
     def rollback(self) -> None:
         """What the user's ``rollback()`` does, between steps."""
-        if not self.facts or (self.cut and not self.open):
+        if not self.facts or (self.protocol.cut and not self.protocol.open):
             self.seal()
-            self.request(Durable)
-        self.open = self.cut = False
-        self.request(Landed)
-        self.drain()
-        self.machine.rollback()
-        self.shadow.rolled_back()
-        validate(self.machine)
-        self.facts += 1
-        self.send(Cut(self.facts))
-        self.request(Durable)
+            self.protocol.wait(Until.DURABLE)
+        self.protocol.give_up(begun=False)
+
+        def restore(items: Iterable[Key]) -> int:
+            self.shadow.rolled_back()
+            self.spoiled.clear()
+            for item in items:
+                self.ask(lambda ticket, item=item: Locate(item, ticket))
+            return self.known()
+
+        self.protocol.roll_back(restore)
 
     def edit(self) -> None:
         """Weights and state are edited between steps: they belong to the last step's cut."""
-        self.request(Landed)
-        self.drain()
-        commits = self.machine.commits
-        if self.open and self.cut:
-            commits.take_back()
-            self.shadow.taken_back()
-            self.cut = False
-        elif not self.open:
-            self.request(Durable)
-            self.drain()
-        self.machine.drop_caches()
-        for item in self.rng.sample(commits.items, self.rng.randint(1, len(commits.items))):
-            on_disk = item not in commits.places and not self.lives_on_device(item)
-            role = None
-            if on_disk:
-                roles = self.machine.roles_of(item)
-                role = roles.newest = roles.target()
-            commits.change(item)
+        self.protocol.land()
+        self.protocol.begin_edit()
+        stored = self.machine.layout.stored
+        for item in self.rng.sample(stored, self.rng.randint(1, len(stored))):
+            grant = self.ask(lambda ticket, item=item: Locate(item, ticket))
+            assert grant.roles is not None
+            tier, _ = self.machine.layout.home(item)
+            role = grant.roles[1] if tier is Tier.NVME else None
             self.shadow.edited(item, role)
-        validate(self.machine)
-
-    def lives_on_device(self, item: Item) -> bool:
-        homes = self.machine.layout.homes
-        return item.kind is Kind.WEIGHTS and homes[item.number].weights is Tier.DEVICE
+            self.send(Edited(item, role))
 
     def drain(self) -> None:
         while self.pending:
@@ -195,23 +185,36 @@ class Chaos:
     def free(self) -> None:
         """The graphs that kept slots are gone."""
         while self.held:
-            self.send(Freed(*self.held.pop(self.rng.randrange(len(self.held)))))
+            self.send(Freed(self.held.pop(self.rng.randrange(len(self.held)))))
 
-    def use(self, unit: int, order: Sequence[int]) -> None:
+    def use(self, unit: int) -> None:
+        """Forward or backward of one unit."""
         self.free()
-        layout = self.machine.layout
-        group = [unit, *layout.units[unit].shares]
-        late = not self.machine.weights.updating.isdisjoint(group)
-        if all(layout.homes[m].resident for m in group) and not (late or self.rng.random() < 0.1):
+        self.protocol.catch_up(unit)
+        if not self.protocol.streams(unit) and self.rng.random() < 0.9:
             return  # only what stays put and is up to date is used without asking
-        self.request(Need, unit)
-        streamed = [m for m in group if not layout.homes[m].resident]
-        kept = tuple(streamed) if self.rng.random() < 0.1 else ()
-        for member in kept:
-            copy = self.machine.weights.compute_copy(member)
-            assert copy is not None
-            self.held.append((member, copy.place))
-        self.send(Release(unit, kept))
+        layout = self.machine.layout
+        group = (unit, *layout.units[unit].shares)
+        places = self.protocol.need(unit)
+        kept: list[Held] = []
+        for member, place in zip(group, places, strict=True):
+            if not layout.homes[member].resident and self.rng.random() < 0.1:
+                self.tokens += 1
+                kept.append(Held(member, place, self.tokens))
+        self.held += kept
+        self.send(Release(unit, tuple(kept)))
+
+    def gather(self, unit: int, *, merge: bool, update: bool) -> None:
+        """Backward of a unit is over: its gradients go where they are kept."""
+        at_home = self.at_home[unit] and self.rng.random() < 0.7
+        if not at_home:
+            self.protocol.room(unit, merge=merge)
+            if self.rng.random() < 0.05:  # an exception; backward is run again
+                self.send(GradLost(unit))
+                merge = False
+                self.protocol.room(unit, merge=merge)
+        settled = at_home and self.rng.random() < 0.5
+        self.protocol.gathered(unit, merge=merge, update=update, settled=settled)
 
 
 def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
@@ -233,54 +236,48 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     assert layout.regions.host_bytes <= budgets.host
     assert device is None or layout.regions.device_bytes <= device
     chaos = Chaos(rng, Residency(layout))
-    order = list(range(len(parts.units)))
+    play(chaos, steps, accumulate, backward=backward)
+    chaos.free()
+    chaos.seal()
+    for _ in range(MOST_MOVES * (len(parts.units) + sum(map(len, layout.subgroups)))):
+        if chaos.pending:
+            chaos.finish_one()
+    assert not chaos.pending, "moves went on without anyone who wants them"
+    assert not chaos.machine.commits.pending, "a commit that is sealed was not carried out"
+    if commits is not None:
+        commits.append(chaos.shadow.commits)
+    return chaos.signals
+
+
+def play(chaos: Chaos, steps: int, accumulate: int, *, backward: bool) -> None:
+    """Steps, and what users do between them."""
+    rng, layout, protocol = chaos.rng, chaos.machine.layout, chaos.protocol
+    order = list(range(len(layout.units)))
     background = rng.random() < 0.6
     often = layout.durable and rng.random() < 0.7
     for _ in range(steps):
         if rng.random() < 0.3:
             rng.shuffle(order)  # conditional branches: the recorded order no longer holds
-        landed = False
-        trained = [u for u in order if parts.units[u].trainable and rng.random() < 0.9]
+        trained = [u for u in order if layout.units[u].trainable and rng.random() < 0.9]
         chaos.seal()
         for micro in range(accumulate):
             for unit in order:
-                chaos.use(unit, order)
+                chaos.use(unit)
             for unit in reversed(order):
-                chaos.use(unit, order)
+                chaos.use(unit)
                 if unit in trained:
                     early = backward and micro == accumulate - 1 and rng.random() < 0.8
                     if backward and accumulate == 1:
                         early = True  # gradients without a home are consumed at once
-                    if early and not landed:
-                        chaos.request(Landed)
-                        landed = True
-                    at_home = chaos.machine.gradients.at_home(unit) and other.random() < 0.7
-                    merge = micro > 0
-                    if not at_home:
-                        chaos.request(GradRoom, unit, merge=merge)
-                        if rng.random() < 0.05:  # an exception; backward is run again
-                            chaos.send(GradLost(unit))
-                            merge = False
-                            chaos.request(GradRoom, unit, merge=merge)
-                    settled = bool(at_home) and other.random() < 0.5
-                    chaos.send(GradReady(unit, merge, early, settled))
+                    if early:
+                        protocol.land()
+                    chaos.gather(unit, merge=micro > 0, update=early)
         if rng.random() < 0.7:
-            chaos.request(Settled)
-        if not landed:
-            chaos.request(Landed)
-        chaos.request(Step, units=tuple(trained), background=background, commit=often)
+            protocol.settle()
+        protocol.land()
+        chaos.step(tuple(trained), background=background, commit=often)
         if layout.durable and rng.random() < 0.2:
             rng.choice([chaos.commit, chaos.rollback, chaos.edit])()
-    chaos.free()
-    chaos.seal()
-    for _ in range(MOST_MOVES * (len(order) + sum(map(len, layout.subgroups)))):
-        if chaos.pending:
-            chaos.finish_one()
-    assert chaos.machine.idle, "moves went on without anyone who wants them"
-    assert not chaos.machine.commits.pending, "a commit that is sealed was not carried out"
-    if commits is not None:
-        commits.append(chaos.shadow.commits)
-    return chaos.signals
 
 
 def test_random_signals_keep_all_invariants() -> None:
@@ -330,10 +327,10 @@ def test_a_copy_that_arrives_stale_gives_its_room_back() -> None:
     (read,) = machine.handle(Need(unit, 7))
     copy = next(w for w in machine.handle(Done(read)) if isinstance(w, CopyIn))
     machine.handle(Release(unit))
-    machine.weights.begin_update(unit)
-    assert machine.weights.device_arena.used_bytes, "the copy is still on its way"
+    machine.handle(Step((unit,), 8))
+    before = machine.used_bytes()[0]
     machine.handle(Done(copy))
-    assert machine.weights.device_arena.used_bytes == 0
+    assert machine.used_bytes()[0] == before - copy.place.nbytes, "it was still on its way"
 
 
 def test_after_a_failure_the_machine_only_drains() -> None:
@@ -342,7 +339,7 @@ def test_after_a_failure_the_machine_only_drains() -> None:
     assert isinstance(out[0], Read)
     assert machine.handle(Failed(out[0])) == []
     assert machine.handle(Need(streamed[0], 8)) == []
-    assert sorted(machine.abandon()) == [7, 8]
+    assert machine.handle(Done(out[0])) == []
 
 
 def test_a_broken_machine_is_found_out() -> None:
@@ -355,6 +352,6 @@ def test_a_broken_machine_is_found_out() -> None:
         machine.handle(Release(unit))
     first, second = (machine.weights.units[u].host for u in streamed[:2])
     assert first is not None and second is not None
-    second.place = first.place
+    second.slot = second.place = first.place
     with pytest.raises(AssertionError, match="overlaps"):
         validate(machine)

@@ -1,0 +1,303 @@
+"""What moves: items with their copies in memory and their extents on disk; one mechanism for all.
+
+An item may be added and removed while the engine runs.  This knows how it is placed, moved, held
+and dropped; what is wanted when, and who gives way, is the policy of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Protocol
+
+from ..facts.tier import Tier
+from .arena import Arena, Place
+from .layout import Layout, Region
+from .messages import Clear, CopyIn, CopyOut, Instruction, Key, Kind, Read, Write
+
+Move = Read | Clear | Write | CopyIn | CopyOut
+
+
+class Roles:
+    """The committed extent of an item, and the ``newest``, which is what a read must see.
+
+    -1: none, it reads as zeroes.  A write never targets the committed extent.  Without durability
+    there is one extent, and none is ever committed.
+    """
+
+    __slots__ = ("committed", "newest", "pair")
+
+    def __init__(self, pair: bool) -> None:
+        self.pair, self.committed, self.newest = pair, -1, -1
+
+    @property
+    def written(self) -> bool:
+        """Whether there is anything to read."""
+        return self.newest >= 0
+
+    def target(self) -> int:
+        """The extent that the next write goes to."""
+        return 1 if self.pair and self.committed == 0 else 0
+
+    def wrote(self) -> None:
+        self.newest = self.target()
+
+
+class Copy:
+    """A copy of an item in a memory tier, in ``place``, which begins the ``slot`` it was given.
+
+    ``valid`` once it has arrived; ``fixed``: it never leaves; ``holds`` counts what still reads or
+    writes it, each a reason not to drop it.
+    """
+
+    __slots__ = ("fixed", "holds", "place", "slot", "valid")
+
+    def __init__(self, place: Place, slot: Place, *, valid: bool, fixed: bool) -> None:
+        self.place, self.slot, self.valid, self.fixed, self.holds = place, slot, valid, fixed, 0
+
+
+class Item:
+    """One thing that moves.  ``stored``: the newest extent is current."""
+
+    __slots__ = ("device", "host", "key", "nbytes", "roles", "stored")
+
+    def __init__(self, key: Key, nbytes: int, *, pair: bool = False) -> None:
+        self.key, self.nbytes, self.roles, self.stored = key, nbytes, Roles(pair), False
+        self.host: Copy | None = None
+        self.device: Copy | None = None
+
+    def copy(self, tier: Tier) -> Copy | None:
+        """The copy in a memory tier."""
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def _set(self, tier: Tier, copy: Copy | None) -> None:
+        if tier is Tier.DEVICE:
+            self.device = copy
+        else:
+            self.host = copy
+
+    def fix(self, place: Place) -> None:
+        """The item has a home of its own there, which it never leaves."""
+        self._set(place.tier, Copy(place, place, valid=True, fixed=True))
+
+
+class Policy(Protocol):
+    """What differs by kind."""
+
+    def next_use(self, item: Item, tier: Tier) -> int:
+        """How many uses away the next use of the item's copy in that tier is."""
+        ...
+
+    def may_go(self, item: Item, tier: Tier) -> bool:
+        """Whether nobody uses the copy, which has arrived and is clean."""
+        ...
+
+    def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
+        """Whether the copy must not give way, where the items numbered ``spare`` must not."""
+        ...
+
+    def moved(self, item: Item, work: Move) -> None:
+        """A move of the item has ended."""
+        ...
+
+
+class Items:
+    """All items, and the regions that they move through."""
+
+    def __init__(self, layout: Layout, emit: Callable[[Instruction], None]) -> None:
+        self._layout, self._emit = layout, emit
+        # By region, its arena, and the items with a copy there that is not fixed.
+        self._regions: dict[Region, tuple[Arena, set[Item]]] = {}
+        self._of_kind: dict[tuple[Kind, Tier], tuple[Region, Arena, set[Item]]] = {}
+        self._by_tier: dict[Tier, list[Arena]] = {Tier.DEVICE: [], Tier.HOST: []}
+        self._policies: dict[Kind, Policy] = {}
+        self._items: dict[Key, Item] = {}
+
+    def govern(self, kind: Kind, policy: Policy) -> None:
+        """Items of this kind follow that policy."""
+        self._policies[kind] = policy
+        for tier, arenas in self._by_tier.items():
+            region = self._layout.region(kind, tier)
+            if region not in self._regions:
+                self._regions[region] = Arena(tier, region.base, region.nbytes), set()
+                arenas.append(self._regions[region][0])
+            self._of_kind[kind, tier] = region, *self._regions[region]
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def add(self, item: Item) -> None:
+        """From now on there is this item."""
+        assert item.key not in self._items, f"there is {item.key} already"
+        self._items[item.key] = item
+
+    def remove(self, item: Item) -> None:
+        """The item is gone, with its copies; nothing moves it."""
+        for tier in (Tier.DEVICE, Tier.HOST):
+            if (copy := item.copy(tier)) is not None and not copy.fixed:
+                self.discard(item, tier)
+        del self._items[item.key]
+
+    def of(self, key: Key) -> Item:
+        """The item of that key."""
+        return self._items[key]
+
+    def all(self) -> list[Item]:
+        """Every item that there is."""
+        return list(self._items.values())
+
+    def arena(self, kind: Kind, tier: Tier) -> Arena:
+        """What items of a kind are given room from."""
+        return self._of_kind[kind, tier][1]
+
+    def regions(self) -> dict[Region, tuple[Arena, set[Item]]]:
+        """Every region with its arena, and the items that have a copy in it."""
+        return self._regions
+
+    def used_bytes(self) -> tuple[int, int]:
+        """Of the regions of (device, host) memory."""
+        device = host = 0
+        for arena in self._by_tier[Tier.DEVICE]:
+            device += arena.used_bytes
+        for arena in self._by_tier[Tier.HOST]:
+            host += arena.used_bytes
+        return device, host
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def make_room(
+        self, item: Item, tier: Tier, distance: int | None = None, spare: Container[int] = ()
+    ) -> Copy | None:
+        """Gives the item a copy that nothing has come to yet; ``None``: there is no room.
+
+        ``distance``: how many uses away the item is (-1: now); copies that are used later give way,
+        but none of those that are to be spared.  ``None``: none gives way.
+        """
+        region, arena, tenants = self._of_kind[item.key.kind, tier]
+        nbytes = region.slot_bytes or item.nbytes
+        slot = arena.allocate(nbytes)
+        if slot is None and distance is not None:
+            slot = self._evict_for(arena, tenants, nbytes, distance, spare)
+        if slot is None:
+            return None
+        place = slot if slot.nbytes == item.nbytes else Place(tier, slot.offset, item.nbytes)
+        copy = Copy(place, slot, valid=False, fixed=False)
+        item._set(tier, copy)
+        tenants.add(item)
+        return copy
+
+    def _evict_for(
+        self, arena: Arena, tenants: set[Item], nbytes: int, distance: int, spare: Container[int]
+    ) -> Place | None:
+        tier = arena.tier
+        victims: list[tuple[int, int, Item, Copy]] = []
+        for item in tenants:
+            copy, policy = item.copy(tier), self._policies[item.key.kind]
+            assert copy is not None
+            if copy.slot.nbytes and self.may_drop(item, tier):
+                if policy.spares(item, tier, spare):
+                    continue
+                use = policy.next_use(item, tier)
+                if use > distance:
+                    victims.append((use, item.key.number, item, copy))
+        if not arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims]):
+            return None
+        victims.sort(key=lambda victim: (-victim[0], victim[1]))
+        for _, _, item, _ in victims:
+            self.drop(item, tier)
+            slot = arena.allocate(nbytes)
+            if slot is not None:
+                return slot
+        raise AssertionError("an arena that would fit after all evictions did not")
+
+    def may_drop(self, item: Item, tier: Tier) -> bool:
+        """Whether the copy may be dropped: arrived, unused, not fixed, and current further down."""
+        copy = item.copy(tier)
+        if copy is None or copy.fixed or not copy.valid or copy.holds:
+            return False
+        below = item.stored or (tier is Tier.DEVICE and item.host is not None and item.host.valid)
+        return below and self._policies[item.key.kind].may_go(item, tier)
+
+    def drop(self, item: Item, tier: Tier) -> None:
+        """Forgets a clean copy and frees its slot."""
+        assert self.may_drop(item, tier), f"{item.key} must not be evicted from {tier.value}"
+        self.discard(item, tier)
+
+    def discard(self, item: Item, tier: Tier) -> None:
+        """Forgets a copy, whatever is in it, and frees its slot."""
+        self.free(item.key.kind, self.forget(item, tier))
+
+    def forget(self, item: Item, tier: Tier) -> Place:
+        """Forgets a copy whose slot somebody still uses; the slot, to be freed when it is not."""
+        copy = item.copy(tier)
+        assert copy is not None and not copy.fixed
+        item._set(tier, None)
+        self._of_kind[item.key.kind, tier][2].discard(item)
+        return copy.slot
+
+    def free(self, kind: Kind, slot: Place) -> None:
+        """Nobody uses the slot, which an item of that kind had, any more."""
+        self._of_kind[kind, slot.tier][1].free(slot)
+
+    # -- moves ----------------------------------------------------------------------------------
+
+    def read(self, item: Item, *, urgent: bool = False) -> None:
+        """From the newest extent to the host copy; zeroes where nothing was ever written."""
+        copy = item.host
+        assert copy is not None
+        copy.holds += 1
+        copy.valid = False
+        if item.roles.written:
+            self._emit(Read(item.key, item.roles.newest, copy.place, urgent))
+        else:
+            self._emit(Clear(item.key, copy.place))
+
+    def write(self, item: Item, tier: Tier = Tier.HOST, *, saves: bool = False) -> None:
+        """From a memory copy to the extent that is not committed."""
+        copy = item.copy(tier)
+        assert copy is not None
+        copy.holds += 1
+        item.stored = False
+        self._emit(Write(item.key, item.roles.target(), copy.place, saves))
+
+    def copy_in(self, item: Item) -> None:
+        """From the host copy to the device copy."""
+        assert item.host is not None and item.device is not None
+        item.host.holds += 1
+        item.device.holds += 1
+        item.device.valid = False
+        self._emit(CopyIn(item.key, item.host.place, item.device.place))
+
+    def copy_out(self, item: Item, place: Place | None = None) -> None:
+        """From the device copy to the host copy, or to another item's ``place`` in host memory."""
+        assert item.device is not None
+        item.device.holds += 1
+        if place is None:
+            assert item.host is not None
+            item.host.holds += 1
+            item.host.valid, place = False, item.host.place
+        self._emit(CopyOut(item.key, item.device.place, place))
+
+    def ended(self, work: Move) -> None:
+        """A move has ended: the copies that it read or wrote are let go."""
+        item = self._items[work.item]
+        if isinstance(work, (Read, Clear)):
+            assert item.host is not None
+            item.host.holds -= 1
+            item.host.valid = True
+        elif isinstance(work, Write):
+            copy = item.copy(work.place.tier)
+            assert copy is not None
+            copy.holds -= 1
+            item.roles.wrote()
+            item.stored = True
+        else:
+            host, device = item.host, item.device
+            assert device is not None
+            device.holds -= 1
+            if isinstance(work, CopyIn):
+                assert host is not None
+                host.holds -= 1
+                device.valid = device.holds == 0
+            elif host is not None and host.place == work.place:
+                host.holds -= 1
+                host.valid = True
+        self._policies[work.item.kind].moved(item, work)

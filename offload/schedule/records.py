@@ -1,0 +1,122 @@
+"""The policy of state: records come in for their update, go back, and are read ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable
+from itertools import islice
+
+from ..facts.tier import Tier
+from .arena import Place
+from .items import Copy, Item, Items, Move
+from .layout import Layout
+from .messages import Key, Kind
+from .order import NEVER
+
+
+class Records:
+    """One record of state for each subgroup.  In a slot it is claimed (held) from when an update
+    stages it until it is written; else it is clean, and there only because it comes next."""
+
+    def __init__(self, layout: Layout, items: Items) -> None:
+        self._layout, self._items = layout, items
+        items.govern(Kind.STATE, self)
+        self._records: list[Item] = []
+        for subgroup in layout.records:
+            key = Key(Kind.STATE, subgroup.index)
+            item = Item(key, subgroup.nbytes, pair=layout.durable)
+            _, place = layout.home(key)
+            if place is not None:
+                item.fix(place)
+            else:
+                item.stored = True  # never written, it reads as zeroes
+            items.add(item)
+            self._records.append(item)
+        self._coming: deque[int] = deque()  # those on disk, in the order expected next
+        self._turns: dict[int, int] = {}  # of those that are coming
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def _copy(self, number: int) -> Copy | None:
+        item = self._records[number]
+        return item.host or item.device
+
+    def ready(self, number: int) -> Place | None:
+        """Where the record is, if it has come there."""
+        copy = self._copy(number)
+        return copy.place if copy is not None and copy.valid else None
+
+    def moves(self, number: int) -> bool:
+        """Whether the record lives on disk."""
+        return self._layout.home(self._records[number].key)[0] is Tier.NVME
+
+    # -- the policy of the kind -----------------------------------------------------------------
+
+    def next_use(self, item: Item, tier: Tier) -> int:
+        return self._turns.get(item.key.number, NEVER)
+
+    def may_go(self, item: Item, tier: Tier) -> bool:
+        return True
+
+    def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
+        return item.key.number in spare
+
+    def moved(self, item: Item, work: Move) -> None:
+        return None
+
+    # -- for updates ----------------------------------------------------------------------------
+
+    def claim(self, number: int) -> bool:
+        """An update is to use the record: starts to bring it in.  ``False``: no room yet."""
+        if self._copy(number) is None and not self._fetch(number, ()):
+            return False
+        copy = self._copy(number)
+        assert copy is not None
+        copy.holds += 1
+        return True
+
+    def updated(self, number: int) -> bool:
+        """The record has new values: writes back what lives on disk; whether it does."""
+        copy, moves = self._copy(number), self.moves(number)
+        assert copy is not None
+        copy.holds -= 1
+        self._records[number].stored = False
+        if moves:
+            self._items.write(self._records[number])
+        return moves
+
+    def _fetch(self, number: int, spare: Container[int]) -> bool:
+        item = self._records[number]
+        if self._items.make_room(item, Tier.HOST, -1, spare) is None:
+            return False
+        self._items.read(item)
+        return True
+
+    # -- ahead of them --------------------------------------------------------------------------
+
+    def expect(self, numbers: Iterable[int]) -> None:
+        """The next step will use records in this order."""
+        self._coming = deque(number for number in numbers if self.moves(number))
+        self._turns = {number: turn for turn, number in enumerate(self._coming)}
+
+    def passed(self, unit_updated: Container[int]) -> None:
+        """Of what comes, all up to the first of a unit that is not updated yet is no more to be
+        read ahead."""
+        records = self._layout.records
+        while self._coming and records[self._coming[0]].unit in unit_updated:
+            del self._turns[self._coming.popleft()]
+
+    def prefetch(self) -> None:
+        """Reads those that come next into slots that no update has claimed."""
+        if not self._coming:
+            return
+        first = list(islice(self._coming, self._layout.regions.state_slots))
+        for number in first:
+            if self._copy(number) is None and not self._fetch(number, first):
+                return
+
+    def drop_unused(self) -> None:
+        """Forgets all that is only read ahead.  Nothing may be under way."""
+        for item in self._records:
+            if item.host is not None and not item.host.fixed:
+                self._items.drop(item, Tier.HOST)
