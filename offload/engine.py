@@ -376,7 +376,7 @@ class Engine:
     # -- state of the whole ---------------------------------------------------------------------
 
     def dematerialize(self) -> None:
-        """The end of ``materialized``; done again at the next use where an exception cuts it off."""
+        """The end of ``materialized``; done again at the next use if an exception cut it off."""
         self._returning = True
         if not self.closed:
             self.residences.take_back(self.weights, self.stepping.hidden)

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SUITES = (
     "tests/device/test_engine.py", "tests/device/test_streams.py", "@tests/device/moves.txt",
-    "tests/parity/test_between.py", "tests/unit/test_range_events.py",
+    "tests/robust/test_slots.py", "tests/parity/test_between.py", "tests/unit/test_range_events.py",
 )  # fmt: skip
 LIMIT_S = 900
 

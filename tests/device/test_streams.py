@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +87,110 @@ def test_branches_on_streams_of_their_own(
                     block.kept.clear()
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def same_training(
+    native: ModuleType, plain: Net, model: Net, step: Callable[[Net, Any, int], None],
+    **options: Any,
+) -> None:  # fmt: skip
+    """Three steps of both with delays: the same bits, and (see conftest) no race."""
+    theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-2)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"device": "testdev", "host_memory": "64MiB", "rates": overspill.Rates(), **options}
+    with overspill.wrap(model, ours, **given) as optimizer:
+        native.set_delays(3, 25, 2000)
+        for number in range(3):
+            for m, o in ((plain, theirs), (model, optimizer)):
+                step(m, o, number)
+                o.step()
+                o.zero_grad()
+                torch.accelerator.synchronize()
+                for block in m.blocks:
+                    block.kept.clear()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def backward(model: Net, _: Any, number: int) -> None:
+    model(normal(number, 8, 64)).backward()
+
+
+def evaluated(model: Net, _: Any, number: int) -> None:
+    with torch.no_grad():
+        for _ in range(3):
+            model(normal(number, 8, 64))
+    backward(model, None, number)
+
+
+def accumulated(model: Net, _: Any, number: int) -> None:
+    for _ in range(2):
+        backward(model, None, number)
+
+
+@pytest.mark.parametrize("step", [backward, evaluated])
+def test_a_unit_whose_parts_run_on_streams(
+    step: Callable[[Net, Any, int], None], native: ModuleType
+) -> None:
+    """One unit, the parts of which nobody joins before it is let go; where autograd saves no weight
+    (evaluation, first layers) nothing but their call tells of the stream."""
+    names = [f"blocks.{n}" for n in range(6)]
+    same_training(native, Net(False), Net(False), step, device_memory="100KiB", units=names)
+
+
+def test_gradients_that_are_added_up_on_streams(native: ModuleType) -> None:
+    same_training(native, Net(True), Net(True), accumulated, device_memory="64MiB")
+
+
+class Twice(Net):
+    """The same modules on two streams, each of which waits for what came before alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main, outs = torch.accelerator.current_stream(), []
+        streams = self.blocks[0].streams
+        for stream in streams:
+            stream.wait_stream(main)
+            with stream:
+                h = x
+                for block in self.blocks:
+                    product = block.a(h)
+                    h = torch.tanh(product)
+                    block.kept += [product, h, x]
+                outs.append(h)
+            x = x * 1.0
+            self.blocks[0].kept.append(x)
+        for stream in streams:
+            main.wait_stream(stream)
+        return (outs[0] + outs[1]).square().mean()
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+def test_resident_weights_on_several_streams(update: str, native: ModuleType) -> None:
+    """Each stream waits for the copy that brought them after the last update."""
+    names = [f"blocks.{n}" for n in range(6)]
+    native.set_rates(2e6, 2e6)
+    same_training(
+        native, Twice(True), Twice(True), backward, device_memory="250KiB", units=names,
+        update=update,
+    )  # fmt: skip
+
+
+def test_a_span_between_streams_is_none_that_began_later(native: ModuleType) -> None:
+    """Evaluation on a stream that is busy, then a forward on another: figures, and no error."""
+    model, side = Net(True), torch.Stream("testdev")
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with overspill.wrap(
+        model, ours, device="testdev", device_memory="64MiB", host_memory="64MiB", update="step",
+        rates=overspill.Rates(),
+    ) as optimizer:  # fmt: skip
+        native.set_delays(5, 25, 20_000)
+        for number in range(3):
+            backward(model, optimizer, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            side.wait_stream(torch.accelerator.current_stream())
+            with side, torch.no_grad():
+                model(normal(number, 8, 64))
+        torch.accelerator.synchronize()
+        trace = model.__dict__["_overspill_engine"].trace
+        spans = [span for span in trace.spans() if span.lane == "compute"]
+        assert spans and all(s.finished_ns >= s.started_ns for s in spans)

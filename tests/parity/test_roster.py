@@ -73,3 +73,16 @@ def test_other_modules_in_a_model_are_left_alone() -> None:
         assert optimizer.step_count == 2
         resize(model, optimizer)  # its parameters are in no optimizer, as in plain PyTorch
         train(model, optimizer, 1)
+
+
+def test_a_gradient_of_what_is_not_trained_is_not_dropped() -> None:
+    model = TinyLM()
+    frozen = next(iter(model.parameters()))
+    frozen.requires_grad_(False)
+    with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
+        model(*batch(0)).backward()
+        frozen.grad = torch.ones_like(frozen)
+        with pytest.raises(overspill.OffloadError, match="has a gradient now"):
+            optimizer.step()
+        frozen.grad = None
+        optimizer.step()

@@ -199,6 +199,43 @@ def test_weights_of_files_are_not_given_back(
         assert torch.equal(model.state_dict()["2.weight"].cpu(), values["2.weight"])
 
 
+def test_what_weights_of_files_took_the_place_of_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import save_file
+
+    model, optimizer = made()
+    folder = tmp_path / "files"
+    folder.mkdir()
+    values = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    save_file(values, folder / "model.safetensors")
+    monkeypatch.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+    with caplog.at_level(logging.ERROR, "overspill"), pytest.raises(Full):
+        overspill.wrap(model, optimizer, device=CPU, weights=folder)
+    assert all(p.is_meta for p in model.parameters())
+    assert f"the weights of {len(values)} parameters could not be given back" in caplog.text
+
+
+def test_one_unit_that_cannot_be_read_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = made()
+    exact = Contents.exact
+
+    def unreadable(self: Contents, unit: int) -> Any:
+        if unit == 2:
+            raise Full("bad sector")
+        return exact(self, unit)
+
+    monkeypatch.setattr(Contents, "exact", unreadable)
+    monkeypatch.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+    with pytest.raises(Full):
+        overspill.wrap(model, optimizer, device=CPU, nvme=tmp_path)
+    lost = [name for name, p in model.named_parameters() if p.is_meta]
+    assert len(lost) == 2 and len({name.rpartition(".")[0] for name in lost}) == 1
+    assert "cannot be read back: bad sector" in caplog.text
+
+
 def test_a_resume_that_fails_leaves_no_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = made()
     with overspill.wrap(model, optimizer, device=CPU, nvme=tmp_path) as ours:
@@ -206,9 +243,12 @@ def test_a_resume_that_fails_leaves_no_nan(tmp_path: Path, monkeypatch: pytest.M
         expected = {name: value.clone() for name, value in model.state_dict().items()}
     monkeypatch.setattr(StateHooks, "__init__", after(0, Full, StateHooks.__init__))
     fresh = Net()
+    fresh.norm.running_mean.fill_(3)
+    mine = torch.optim.AdamW(fresh.parameters(), lr=0.125)
     with pytest.raises(Full):
-        overspill.resume(fresh, tmp_path, device=CPU)
+        overspill.resume(fresh, tmp_path, mine, device=CPU)
     assert all(p.is_meta for p in fresh.parameters())
+    assert mine.param_groups[0]["lr"] == 0.125 and bool((fresh.norm.running_mean == 3).all())
     monkeypatch.undo()
     fresh = Net()
     again, _ = overspill.resume(fresh, tmp_path, device=CPU)

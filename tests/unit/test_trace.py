@@ -172,6 +172,18 @@ def test_compute_is_shown_when_a_device_came_to_it() -> None:
         trace.compute_waited("gpu", "c")
 
 
+def test_streams_may_come_to_an_end_before_the_beginning() -> None:
+    """The moments of a span may be on two streams, of which one is behind."""
+    moments = [Later(), Later()]
+    trace = Trace(instant=iter(moments).__next__)
+    trace.compute_resume("a")
+    trace.compute_pause()
+    moments[1].at_ns = 10
+    assert trace.spans() == []
+    moments[0].at_ns = 30
+    assert trace.spans() == [("compute", "a", 10, 10, 0)]
+
+
 def test_whoever_comes_amid_a_look_at_the_trace_does_not_wait() -> None:
     """As a signal handler does, which runs on the very thread that it would wait for."""
     looked: list[int] = []
