@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import overspill
+from overspill import resume
 from overspill.durable.export import export_store
 from overspill.durable.inspect import inspect_store
-from overspill.durable.resume import resume
 
 from .machine import OtherWork
 from .model import Shape, batch_of, build, fill

@@ -100,7 +100,7 @@ def measured(
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with (
-        mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
         overspill.wrap(model, adamw, **options) as optimizer,
     ):
         seconds = [_step(model, optimizer, shape, step) for step in range(warmup + steps)]
@@ -120,13 +120,15 @@ def _against_plan(size: Size, store: str) -> list[Row]:
     for share in size.budgets:
         options = _options(size.shape, share, store)
         plan = planned(size.shape, options)
-        assert plan.fits and plan.layout is not None and plan.step_s is not None, plan.shortfalls
+        assert plan.fits and plan.detail.layout is not None and plan.step_s is not None, (
+            plan.shortfalls
+        )
         ran, seconds = measured(size.shape, options, None, size.steps, 2)
         assert ran.placement == plan.placement, "the run follows the plan"
         median = statistics.median(seconds)
         about = {"plan_s": plan.step_s, "bound_s": plan.bound_s}
         samples = tuple(Sample(s, about) for s in seconds)
-        facts = {"depth": plan.layout.prefetch_depth}
+        facts = {"depth": plan.detail.layout.prefetch_depth}
         name = f"{share:.0%} in host memory"
         rows.append(Row(name, facts, samples, None, median, plan.step_s / median))
         gc.collect()
@@ -145,12 +147,16 @@ def draw(seed: int, units: int) -> Preference:
 def _against_drawn(size: Size, store: str) -> list[Row]:
     options = _options(size.short, size.drawn_budget, store)
     plan = planned(size.short, options)
-    assert plan.layout is not None
+    assert plan.detail.layout is not None
     rng = random.Random(0)
     arms: list[tuple[str, Preference | None, int]] = [
-        ("chosen", plan.preference, plan.layout.prefetch_depth),
+        ("chosen", plan.detail.preference, plan.detail.layout.prefetch_depth),
         *(
-            (f"drawn {seed}", draw(seed, len(plan.layout.units)), rng.choice([1, 2, 3, 4, 6]))
+            (
+                f"drawn {seed}",
+                draw(seed, len(plan.detail.layout.units)),
+                rng.choice([1, 2, 3, 4, 6]),
+            )
             for seed in range(size.drawn)
         ),
     ]

@@ -59,7 +59,7 @@ class SimMachine:
         plan = overspill.plan(
             model, adamw, nvme=store, rates=overspill.Rates(), **self.wrap_options()
         )
-        layout = plan.layout
+        layout = plan.detail.layout
         if not plan.fits or layout is None:
             short = plan.shortfalls[0]
             raise overspill.BudgetError(
@@ -158,7 +158,9 @@ def _seen(
 ) -> Measured:
     plan, trace = optimizer.plan, model.__dict__["_overspill_engine"].trace
     tokens, marks = machine.shape.tokens_per_step, trace.steps[-steps:]
-    bound = step_bound(plan.layout, plan.link_bytes, rates, update=machine.update, tokens=tokens)
+    bound = step_bound(
+        plan.detail.layout, plan.link_bytes, rates, update=machine.update, tokens=tokens
+    )
     window = marks[0].started_ns, marks[-1].finished_ns
     stalls = dict.fromkeys(LANES, 0.0)
     for stall in trace.stalls(*window):
@@ -176,7 +178,7 @@ def _seen(
             "host": max(level.host_bytes for level in trace.levels(*window)),
         },
         simulate(
-            plan.layout, Costs.from_flops(plan.layout, rates, tokens), micro_steps=1,
+            plan.detail.layout, Costs.from_flops(plan.detail.layout, rates, tokens), micro_steps=1,
             update=machine.update,
         ),
     )  # fmt: skip

@@ -47,9 +47,9 @@ class Training:
     def _memory_bytes(self) -> int:
         """Weights and state that have their home in host memory; 0 where no plan says so."""
         plan = getattr(self.trainee.optimizer, "plan", None)
-        if plan is None or plan.layout is None:
+        if plan is None or plan.detail.layout is None:
             return 0
-        places = [p for h in plan.layout.homes for p in (h.host_place, *h.state_places)]
+        places = [p for h in plan.detail.layout.homes for p in (h.host_place, *h.state_places)]
         return sum(place.nbytes for place in places if place is not None)
 
     def step(self, batch: int) -> float:

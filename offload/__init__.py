@@ -6,14 +6,14 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from .api import plan, unwrap, wrap
+from .api import plan, resume, unwrap, wrap
 from .config import OffloadConfig
-from .durable.resume import resume
 from .errors import BudgetError, CorruptionError, IoError, OffloadError
+from .facts.machine import Machine
 from .facts.rates import Rates
-from .facts.stats import Stats
+from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
-from .optimizer import accumulate
+from .optimizer import OffloadedOptimizer, accumulate
 from .planning.plan import Plan
 from .state.loading import empty_init
 from .state.model_state import materialized
@@ -24,8 +24,11 @@ __all__ = [
     "BudgetError",
     "CorruptionError",
     "IoError",
+    "Machine",
+    "MemoryStats",
     "OffloadConfig",
     "OffloadError",
+    "OffloadedOptimizer",
     "Plan",
     "Rates",
     "Stats",

@@ -1,30 +1,41 @@
-"""``plan``, ``wrap`` and ``unwrap``: how a model gets its engine, and loses it."""
+"""``plan``, ``wrap``, ``resume`` and ``unwrap``: what users call first."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .decide import calibrated, decide, foretell
-from .engine import ATTRIBUTE, Engine, engine_of
-from .errors import BudgetError, OffloadError
+from .decide import foretell
+from .durable.meta import decode_facts
+from .durable.resume import optimizer_for, with_formats
+from .engine import engine_of
+from .errors import OffloadError
 from .facts.machine import Machine
-from .movement.accelerators.choose import make_accelerator
+from .facts.rates import Rates
+from .io_engine import own_store
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
-from .state.filling import Taken, fill
-from .state.importing import open_weights
-from .state.loading import match_files
-from .state.model_state import StateHooks
-from .training import torch_private
+from .wrapping import let_go, resumed, wrapped
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 log = logging.getLogger("overspill")
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """The options among a function's arguments, and what is unknown, which ``OffloadConfig`` then
+    tells of."""
+    own = {name: value for name, value in given.items() if name not in ("unknown", *others)}
+    return {**own, **given["unknown"]}
 
 
 def plan(
@@ -35,7 +46,30 @@ def plan(
     machine: Machine | None = None,
     measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None,
-    **options: Any,
+    device: str | torch.device | None = None,
+    device_memory: int | str = "auto",
+    host_memory: int | str = "auto",
+    nvme: Paths | None = None,
+    nvme_memory: int | str = "auto",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    master: Literal["auto", "split", "fp32"] = "auto",
+    moments: Literal["fp32", "bf16", "int8"] = "fp32",
+    max_grad_norm: float | None = None,
+    update: Literal["auto", "step", "backward", "next_forward"] = "auto",
+    accumulate: int = 1,
+    units: Sequence[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    prefetch_depth: int | None = None,
+    threads: int | None = None,
+    checksum: bool = True,
+    rates: Rates | None = None,
+    durable: bool = True,
+    commit_every: int = 1,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
+    verbose: bool = False,
+    **unknown: Never,
 ) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
 
@@ -50,29 +84,50 @@ def plan(
             what each unit computes and keeps counts instead of what its FLOPs suggest; a model on
             ``meta`` tells its activations only.  Gradients that were there stay.
         measure: measure this machine anew instead of using the rates kept from before.
-        options: see ``OffloadConfig``.
+
+    All else: see ``OffloadConfig``.
 
     Raises:
         TypeError: an unknown option, or an optimizer that is not supported.
         ValueError: an option's value makes no sense.
     """
+    options = _options(locals(), "model", "optimizer", "tokens", "machine", "measure", "example")
+    if machine is not None:  # what it says counts, unless it was asked for otherwise
+        options = {name: value for name, value in options.items() if value is not None}
     return foretell(
         model, optimizer, options, tokens=tokens, machine=machine, measure=measure, example=example
     )
 
 
-def raise_shortfall(plan: Plan) -> None:
-    """Raises ``BudgetError`` for a plan that does not fit."""
-    if plan.fits:
-        return
-    first = plan.shortfalls[0]
-    raise BudgetError(
-        first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes,
-        first.remedy,
-    )  # fmt: skip
-
-
-def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | str = "auto",
+    host_memory: int | str = "auto",
+    nvme: Paths | None = None,
+    nvme_memory: int | str = "auto",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    master: Literal["auto", "split", "fp32"] = "auto",
+    moments: Literal["fp32", "bf16", "int8"] = "fp32",
+    max_grad_norm: float | None = None,
+    update: Literal["auto", "step", "backward", "next_forward"] = "auto",
+    accumulate: int = 1,
+    units: Sequence[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    prefetch_depth: int | None = None,
+    threads: int | None = None,
+    checksum: bool = True,
+    rates: Rates | None = None,
+    durable: bool = True,
+    commit_every: int = 1,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
+    verbose: bool = False,
+    **unknown: Never,
+) -> OffloadedOptimizer:
     """Offloads a model and its optimizer; the training loop stays as it is.
 
     Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the
@@ -89,79 +144,79 @@ def wrap(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> 
         ValueError: an option's value makes no sense, or weights do not match the model.
         OffloadError: the model is wrapped already, or cannot be.
     """
-    config = OffloadConfig.from_options(options)
-    accelerator = make_accelerator(config.device, config.rates)
-    try:
-        config, calibration = calibrated(model, optimizer, config, accelerator)
-        blueprint = decide(model, optimizer, config, accelerator)
-        raise_shortfall(blueprint.plan)
-        if config.weights is not None:
-            match_files(open_weights(config.weights), model, blueprint.parts)
-        engine = Engine(model, optimizer.param_groups, blueprint, accelerator, calibration)
-    except BaseException:
-        accelerator.close()
-        raise
-    with undone(model, engine) as taken:
-        fill(model, optimizer, engine, taken)
-        wrapped = install(model, optimizer, engine)
-    optimizer.state.clear()
-    return wrapped
+    options = _options(locals(), "model", "optimizer")
+    return wrapped(model, optimizer, OffloadConfig.from_options(options))
 
 
-@contextmanager
-def undone(model: nn.Module, engine: Engine) -> Iterator[Taken]:
-    """If the block, which wraps the model, raises, the model is as it was, and the engine ends."""
-    taken = Taken(model, engine)
-    try:
-        yield taken
-    except BaseException:
-        try:
-            taken.read()
-        except BaseException as error:
-            log.warning("overspill: weights cannot be read back: %s", error)
-        try:
-            let_go(model, engine)
-            engine.discard()
-        finally:
-            taken.give_back()
-        raise
+def resume(
+    model: nn.Module,
+    path: Paths,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | str = "auto",
+    host_memory: int | str = "auto",
+    nvme: Paths | None = None,
+    nvme_memory: int | str = "auto",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    master: Literal["auto", "split", "fp32"] | None = None,
+    moments: Literal["fp32", "bf16", "int8"] | None = None,
+    max_grad_norm: float | None = None,
+    update: Literal["auto", "step", "backward", "next_forward"] = "auto",
+    accumulate: int = 1,
+    units: Sequence[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    prefetch_depth: int | None = None,
+    threads: int | None = None,
+    checksum: bool | None = None,
+    rates: Rates | None = None,
+    durable: bool | None = None,
+    commit_every: int = 1,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
+    verbose: bool = False,
+    **unknown: Never,
+) -> tuple[OffloadedOptimizer, Any]:
+    """Wraps ``model`` with what the last commit of a store holds, and goes on in that store.
 
+    Weights, state, step counts, hyper-parameters, buffers and random generators are set to those
+    of the commit; what the model and the optimizer hold is of no account, so the model may be
+    built under ``empty_init()``.  Budgets, tiers, the way to update and the device may differ from
+    those of the run before; the formats of numbers are those of the store.  With other directories
+    in ``nvme`` the commit is first copied there, over as many stripes as they are, and the
+    store that was there stays.
 
-def install(
-    model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine
-) -> OffloadedOptimizer:
-    """Hooks up a model whose weights and state are in their homes, and hands out the optimizer."""
-    torch_private.tell_if_untried(torch.__version__)
-    engine.install()
-    engine.state_hooks = StateHooks(engine)
-    log.info("overspill: %s", engine.blueprint.plan)
-    if engine.config.verbose:
-        for name, home in engine.blueprint.plan.placement.items():
-            grads = "on arrival" if home.grads is None else home.grads.value
-            state = ", ".join(dict.fromkeys(tier.value for tier in home.state)) or "none"
-            log.info(
-                "overspill: unit %s: weights %s%s, gradients %s, state %s",
-                name, home.weights.value, " (resident)" if home.resident else "", grads, state,
-            )  # fmt: skip
-    # Found on the instance, these refuse copies and pickles of the model before they begin.
-    model.__dict__.update(
-        {
-            ATTRIBUTE: engine,
-            "__deepcopy__": engine.__deepcopy__,
-            "__reduce_ex__": engine.__reduce_ex__,
-        }
-    )
-    torch_private.count_step(optimizer)
-    return OffloadedOptimizer(engine, optimizer)
+    Args:
+        path: the directory of the store, or all of them.
+        optimizer: of the same kind, with the same param groups; ``None`` for torch's
+            of that kind, with the groups of the store.
+        options: see ``OffloadConfig``; ``nvme``: where to go on, if not in the store itself.
 
+    Returns:
+        The optimizer, and what ``extra`` gave when the commit was sealed.
 
-def let_go(model: nn.Module, engine: Engine) -> None:
-    """Takes hooks and marks from the model; also after a part of ``install``."""
-    for part in ("hooks", "collector", "state_hooks"):
-        if hasattr(engine, part):
-            getattr(engine, part).remove()
-    for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
-        model.__dict__.pop(name, None)
+    Raises:
+        IoError: there is no store, a part of it is missing, or another process has it.
+        CorruptionError: it is damaged; the last whole commit is named.
+        OffloadError: it is the store of another model.
+        BudgetError: a budget is too small.
+    """
+    options = _options(locals(), "model", "path", "optimizer")
+    with own_store(path) as store:
+        generation = store.last()
+        config = OffloadConfig.from_options(with_formats(store, options))
+        facts = decode_facts(generation.meta)
+        if optimizer is None:
+            optimizer = optimizer_for(model, store.layout.description, facts)
+        if len(optimizer.param_groups) != len(facts["groups"]):
+            raise OffloadError(
+                f"the store has {len(facts['groups'])} param groups, the optimizer "
+                f"{len(optimizer.param_groups)}; build it as for the run before"
+            )
+        made, extra = resumed(store, model, optimizer, config)
+    log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
+    return made, extra
 
 
 def unwrap(model: nn.Module) -> nn.Module:

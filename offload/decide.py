@@ -31,7 +31,7 @@ from .planning.bounds import (
 from .planning.budgets import machine_budgets, resolve_budgets
 from .planning.choose import Chosen, Load, choose_plan, foresee
 from .planning.partition import Partition, partition
-from .planning.plan import Budgets, Needs, Plan, Preference
+from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.subgroups import StateField
 from .schedule.commits import saved_bytes
 from .schedule.units import Chunk
@@ -199,20 +199,12 @@ def _plan_of(
             tokens=load.tokens * config.accumulate,
             compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
-    return Plan(
-        fits=fits,
-        shortfalls=chosen.shortfalls,
-        placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
-        tier_bytes={
-            Tier.DEVICE: layout.regions.device_bytes,
-            Tier.HOST: layout.regions.host_bytes,
-            Tier.NVME: chosen.disk_bytes,
-        },
-        link_bytes=links,
-        disk_bytes=chosen.disk_bytes,
-        step_s=_with_commits(chosen.step_s, bound, needs.durable) if rates is not None else None,
-        bound_s=None if bound is None else bound.seconds,
-        bottleneck=None if bound is None else bound.bottleneck,
+    held = {
+        Tier.DEVICE: layout.regions.device_bytes,
+        Tier.HOST: layout.regions.host_bytes,
+        Tier.NVME: chosen.disk_bytes,
+    }
+    detail = PlanDetail(
         layout=layout,
         simulated=chosen.simulated,
         update=needs.update,
@@ -222,10 +214,31 @@ def _plan_of(
         device_update_worth=None if rates is None else device_update_worth(rates),
         preference=needs.prefer,
         activation_bytes=load.activation_bytes(parts),
+        left_bytes=_left_bytes(budgets, held),
         profile=profile,
         budgets=budgets,
         rates=rates,
     )
+    return Plan(
+        fits=fits,
+        shortfalls=chosen.shortfalls,
+        placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
+        tier_bytes=held,
+        link_bytes=links,
+        disk_bytes=chosen.disk_bytes,
+        step_s=_with_commits(chosen.step_s, bound, needs.durable) if rates is not None else None,
+        bound_s=None if bound is None else bound.seconds,
+        bottleneck=None if bound is None else bound.bottleneck,
+        detail=detail,
+    )
+
+
+def _left_bytes(budgets: Budgets, held: Mapping[Tier, int]) -> int | None:
+    """Memory that compute uses and the engine would not hold."""
+    if budgets.compute_bytes is None:
+        return None
+    tier = Tier.HOST if budgets.device is None else Tier.DEVICE
+    return max(0, budgets.compute_bytes - held[tier])
 
 
 def _with_commits(step_s: float | None, bound: Bound | None, durable: bool) -> float | None:
@@ -262,14 +275,14 @@ def foretell(
 def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> None:
     """A lane without a rate would take no time: of a machine that is not here that would be a
     promise nobody made."""
-    if plan.layout is None or not plan.fits:
+    if plan.detail.layout is None or not plan.fits:
         return
     needed = {
         "disk_read_bytes_s": plan.link_bytes.get("read", 0),
         "disk_write_bytes_s": plan.link_bytes.get("write", 0),
         "h2d_bytes_s": plan.link_bytes.get("copy_in", 0),
         "d2h_bytes_s": plan.link_bytes.get("copy_out", 0),
-        "update_params_s": trained_params(plan.layout),
+        "update_params_s": trained_params(plan.detail.layout),
         "device_flops_s": computes,
     }
     missing = [rate for rate, used in needed.items() if used and not getattr(machine.rates, rate)]

@@ -77,10 +77,10 @@ class Engine:
         store: OwnedStore | None = None,
     ) -> None:
         """``store``: one of the very same layout, to go on in."""
-        assert blueprint.plan.layout is not None
+        assert blueprint.plan.detail.layout is not None
         self.model, self.groups, self.blueprint = model, groups, blueprint
         self.config, self.parts, self.layout = (
-            blueprint.config, blueprint.parts, blueprint.plan.layout
+            blueprint.config, blueprint.parts, blueprint.plan.detail.layout
         )  # fmt: skip
         self.accelerator = accelerator
         self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._engine.step()
         return loss
+
+    @contextmanager
+    def accumulate(self, *, final: bool) -> Iterator[None]:
+        """Says whether the ``backward()`` inside is the last one of its step.
+
+        For ``update="backward"`` with uneven micro-steps; the other modes need no word, and take
+        it.
+
+        Example::
+
+            for number, batch in enumerate(micro_batches):
+                with optimizer.accumulate(final=number == len(micro_batches) - 1):
+                    model(batch).loss.backward()
+            optimizer.step()
+
+        Raises:
+            OffloadError: ``final=False``, but the run keeps no gradients between micro-steps.
+        """
+        with self._engine.stepping.declared(final):
+            yield
 
     @property
     def step_count(self) -> int:
@@ -199,24 +219,12 @@ def _refuse_reentry() -> None:
         )
 
 
-@contextmanager
-def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Iterator[None]:
-    """Says whether the ``backward()`` inside is the last one of its step.
-
-    For ``update="backward"`` with uneven micro-steps; the other modes need no word, and take it.
-
-    Example::
-
-        for number, batch in enumerate(micro_batches):
-            with overspill.accumulate(optimizer, final=number == len(micro_batches) - 1):
-                model(batch).loss.backward()
-        optimizer.step()
+def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> AbstractContextManager[None]:
+    """``optimizer.accumulate(final=...)`` for an optimizer that ``wrap`` has given.
 
     Raises:
         TypeError: ``optimizer`` does not come from ``wrap``.
-        OffloadError: ``final=False``, but the run keeps no gradients between micro-steps.
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(f"accumulate needs a wrapped optimizer, got {type(optimizer).__name__}")
-    with optimizer._engine.stepping.declared(final):
-        yield
+    return optimizer.accumulate(final=final)

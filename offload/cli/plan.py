@@ -91,8 +91,8 @@ def plan(
         make = _planner(plan_model(name or model), options)
         made = make(machine, tokens, {"measure": measure})
         gains = _gains(make, made, machine, tokens)
-        if trace is not None and made.simulated is not None:
-            save_trace(made.simulated.trace, trace)
+        if trace is not None and made.detail.simulated is not None:
+            save_trace(made.detail.simulated.trace, trace)
     total = tokens * accumulate
     if as_json:
         print(json.dumps(plan_json(made, total, gains, machine, endurance), indent=2))
@@ -100,7 +100,7 @@ def plan(
         show_plan(made, total, gains, machine, endurance, every_unit=every_unit)
     if not made.fits:
         raise typer.Exit(REFUSED)
-    if made.activations_fit is False:
+    if made.detail.activations_fit is False:
         raise typer.Exit(TOO_MANY_ACTIVATIONS)
 
 
@@ -125,10 +125,10 @@ def _planner(model: Any, options: dict[str, Any]) -> Make:
 
 def _gains(make: Make, made: Plan, machine: Machine | None, tokens: int) -> dict[str, float]:
     """Step times, in seconds, of the same plan with a little more of something."""
-    if made.step_s is None or made.layout is None or made.budgets is None:
+    if made.step_s is None or made.detail.layout is None or made.detail.budgets is None:
         return {}
     fixed: dict[str, Any] = {
-        "prefetch_depth": made.layout.prefetch_depth, "prefer": made.preference,
+        "prefetch_depth": made.detail.layout.prefetch_depth, "prefer": made.detail.preference,
         "every_update": False,
     }  # fmt: skip
     gains: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _gains(make: Make, made: Plan, machine: Machine | None, tokens: int) -> dict
         if other.step_s is not None:
             gains[name] = other.step_s
 
-    more_host = {**fixed, "host_memory": made.budgets.host + GIB}
+    more_host = {**fixed, "host_memory": made.detail.budgets.host + GIB}
     keep("one GiB more of host memory", make(machine, tokens, more_host))
     if machine is not None and machine.rates.disk_read_bytes_s and made.disk_bytes:
         keep("one more disk", make(_with_disk(machine), tokens, fixed))

@@ -23,7 +23,7 @@ DAY_S = 86400.0
 def contents(plan: Plan) -> dict[Tier, Counter[str]]:
     """What lives in each tier: bytes by kind."""
     found: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
-    layout = plan.layout
+    layout = plan.detail.layout
     if layout is None:
         return found
     for unit, home, group, grads in zip(
@@ -60,7 +60,7 @@ def plan_json(
     endurance: str | None = None,
 ) -> dict[str, Any]:
     """All figures as plain values; bytes and seconds."""
-    stats = None if plan.simulated is None else plan.simulated.stats
+    stats = None if plan.detail.simulated is None else plan.detail.simulated.stats
     return {
         "machine": None if machine is None else machine.name,
         "fits": plan.fits,
@@ -77,15 +77,15 @@ def plan_json(
         "tokens_s": tokens / plan.step_s if plan.step_s and tokens else None,
         "bound_s": plan.bound_s,
         "bottleneck": plan.bottleneck,
-        "update": plan.update,
-        "step_s_by_update": dict(plan.step_s_by_update),
-        "device_update_share": plan.device_update_share,
-        "device_update_worth": plan.device_update_worth,
+        "update": plan.detail.update,
+        "step_s_by_update": dict(plan.detail.step_s_by_update),
+        "device_update_share": plan.detail.device_update_share,
+        "device_update_worth": plan.detail.device_update_worth,
         "resident_share": _resident_share(plan),
-        "activation_bytes": plan.activation_bytes,
-        "activations_fit": plan.activations_fit,
+        "activation_bytes": plan.detail.activation_bytes,
+        "activations_fit": plan.detail.activations_fit,
         "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
-        "prefetch_depth": None if plan.layout is None else plan.layout.prefetch_depth,
+        "prefetch_depth": None if plan.detail.layout is None else plan.detail.layout.prefetch_depth,
         "step_s_with": dict(gains),
         "endurance_days": endurance_days(plan, endurance),
     }  # fmt: skip
@@ -108,9 +108,11 @@ def show_plan(
         console = Console(width=WIDTH)
     if machine is not None:
         console.print(f"on {machine.name}", highlight=False)
-    if plan.layout is not None:
-        params = sum(c.numel for u in plan.layout.units for c in u.chunks)
-        console.print(f"{params:,} parameters in {len(plan.layout.units)} units", highlight=False)
+    if plan.detail.layout is not None:
+        params = sum(c.numel for u in plan.detail.layout.units for c in u.chunks)
+        console.print(
+            f"{params:,} parameters in {len(plan.detail.layout.units)} units", highlight=False
+        )
     if every_unit:
         console.print(_units(plan))
     console.print(_tiers(plan))
@@ -127,15 +129,16 @@ def show_plan(
 
 def verdict(plan: Plan, tokens: int) -> str:
     """Whether it fits, and what that does not count, in one line."""
-    if plan.activations_fit is not False:
+    if plan.detail.activations_fit is not False:
         more = "" if tokens else " (--tokens tells how much they take)"
-        return f"fits, {plan.not_counted}{more}"
-    alone = plan.budgets is not None and (plan.activation_bytes or 0) > (
-        plan.budgets.compute_bytes or 0
+        return f"fits, {plan.detail.not_counted}{more}"
+    alone = plan.detail.budgets is not None and (plan.detail.activation_bytes or 0) > (
+        plan.detail.budgets.compute_bytes or 0
     )
     why = "more than there is in all" if alone else "more than is left"
     return (
-        f"weights, gradients and state fit, the activations do not: {plan.not_counted}, {why}; "
+        "weights, gradients and state fit, the activations do not: "
+        f"{plan.detail.not_counted}, {why}; "
         "give fewer --tokens, recompute them in backward, or lower the engine's budgets"
     )
 
@@ -144,7 +147,7 @@ def _units(plan: Plan) -> Table:
     from rich.table import Table
 
     table = Table("unit", "parameters", "weights", "gradients", "optimizer state")
-    units = () if plan.layout is None else plan.layout.units
+    units = () if plan.detail.layout is None else plan.detail.layout.units
     for unit, home in zip(units, plan.placement.values(), strict=True):
         weights = f"{home.weights.value}{', resident' if home.resident else ''}"
         grads = "not kept" if home.grads is None else home.grads.value
@@ -162,7 +165,7 @@ def _tiers(plan: Plan) -> Table:
         held = plan.tier_bytes.get(tier, 0)
         if held:
             parts = [f"{kind} {format_bytes(n)}" for kind, n in kinds.items() if n]
-            if tier is Tier.NVME and plan.layout is not None and plan.layout.durable:
+            if tier is Tier.NVME and plan.detail.layout is not None and plan.detail.layout.durable:
                 parts.append("twice, for a safe step")
             table.add_row(tier.value, format_bytes(held), ", ".join(parts))
     return table
@@ -177,8 +180,8 @@ def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str |
         + ("" if tokens else ", compute left out")
         + f"; at least {plan.bound_s:.3g} s ({plan.bottleneck or 'nothing to move'})"
     ]
-    if plan.simulated is not None:
-        lanes = plan.simulated.stats.lanes.items()
+    if plan.detail.simulated is not None:
+        lanes = plan.detail.simulated.stats.lanes.items()
         waits = [f"{name} {lane.stall_s:.2g} s" for name, lane in lanes if lane.stall_s > 0]
         lines.append(f"compute waits for: {', '.join(waits) or 'nothing'}")
     lines.extend(_updates(plan))
@@ -199,10 +202,10 @@ def _updates(plan: Plan) -> list[str]:
     if plan.step_s is None:
         return []
     lines = []
-    others = {k: v for k, v in plan.step_s_by_update.items() if k != plan.update}
+    others = {k: v for k, v in plan.detail.step_s_by_update.items() if k != plan.detail.update}
     if others:
         times = ", ".join(f"{mode} {seconds:.3g} s" for mode, seconds in others.items())
-        line = f"updates in mode {plan.update}; with other modes: {times}"
+        line = f"updates in mode {plan.detail.update}; with other modes: {times}"
         backward_s = others.get("backward", plan.step_s)
         if backward_s < 0.98 * plan.step_s:
             line += (
@@ -210,9 +213,9 @@ def _updates(plan: Plan) -> list[str]:
                 "and step()"
             )
         lines.append(line)
-    if plan.layout is not None and plan.layout.has_device:
-        line = f"on the device: {plan.device_update_share:.0%} of the update"
-        if plan.layout.visiting:
+    if plan.detail.layout is not None and plan.detail.layout.has_device:
+        line = f"on the device: {plan.detail.device_update_share:.0%} of the update"
+        if plan.detail.layout.visiting:
             line += ", part of it of state that goes there for it and comes back"
         lines.append(f"{line}; {_resident_share(plan):.0%} of the weights stay")
     return lines
@@ -220,7 +223,7 @@ def _updates(plan: Plan) -> list[str]:
 
 def _resident_share(plan: Plan) -> float:
     """Share of the weights that compute finds in place, step after step."""
-    layout = plan.layout
+    layout = plan.detail.layout
     total = 0 if layout is None else sum(unit.weight_bytes for unit in layout.units)
     if layout is None or not total:
         return 0.0

@@ -94,18 +94,11 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a run would hold, move and cost.
+class PlanDetail:
+    """How a plan came about, and what follows from it.
 
     Attributes:
-        fits: whether every tier has room; ``shortfalls`` says what is missing.
-        placement: by unit name, the homes of its weights, gradients and state.
-        tier_bytes: bytes that the engine would hold, by tier.
-        link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
-        step_s, bound_s: predicted time of a step and its lower bound, or ``None`` where no rates
-            are known; without compute where tokens were not given.
-        bottleneck: the lane that sets the bound.
-        disk_bytes: size of the store.
+        layout: the homes and regions of all that moves; ``None`` where nothing was laid out.
         budgets, rates: that it was made for.
         simulated: the step as the simulator runs it: stalls, peaks, and its trace.
         update: when the update runs (``auto`` is ``next_forward``).
@@ -119,18 +112,11 @@ class Plan:
         preference: which of the legal placements was chosen.
         activation_bytes: about what autograd keeps of a micro-step until backward, measured where
             an example was given; no budget counts it; ``None`` where the load is not known.
+        left_bytes: memory that compute uses and the engine does not hold: activations must fit
+            there; ``None`` where that is not known.
         profile: compute and activations by unit, where an example step was given.
     """
 
-    fits: bool
-    shortfalls: tuple[Shortfall, ...]
-    placement: Mapping[str, UnitHome]
-    tier_bytes: Mapping[Tier, int]
-    link_bytes: Mapping[str, int]
-    disk_bytes: int
-    step_s: float | None = None
-    bound_s: float | None = None
-    bottleneck: str | None = None
     layout: Layout | None = field(default=None, repr=False)
     simulated: Simulated | None = field(default=None, repr=False)
     update: str = "next_forward"
@@ -140,17 +126,10 @@ class Plan:
     device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
     activation_bytes: int | None = None
+    left_bytes: int | None = None
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)
-
-    @property
-    def left_bytes(self) -> int | None:
-        """Memory that compute uses and the engine does not hold: activations must fit there."""
-        if self.budgets is None or self.budgets.compute_bytes is None:
-            return None
-        tier = Tier.HOST if self.budgets.device is None else Tier.DEVICE
-        return max(0, self.budgets.compute_bytes - self.tier_bytes.get(tier, 0))
 
     @property
     def activations_fit(self) -> bool | None:
@@ -171,13 +150,41 @@ class Plan:
         there = f"{format_bytes(self.left_bytes)} left for them"
         return f"{kept}, {there}" if self.activations_fit else f"{kept}, and only {there}"
 
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would hold, move and cost.
+
+    Attributes:
+        fits: whether every tier has room; ``shortfalls`` says what is missing.
+        placement: by unit name, the homes of its weights, gradients and state.
+        tier_bytes: bytes that the engine would hold, by tier.
+        link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
+        step_s, bound_s: predicted time of a step and its lower bound, or ``None`` where no rates
+            are known; without compute where tokens were not given.
+        bottleneck: the lane that sets the bound.
+        disk_bytes: size of the store.
+        detail: how it came about, and what follows from it.
+    """
+
+    fits: bool
+    shortfalls: tuple[Shortfall, ...]
+    placement: Mapping[str, UnitHome]
+    tier_bytes: Mapping[Tier, int]
+    link_bytes: Mapping[str, int]
+    disk_bytes: int
+    step_s: float | None = None
+    bound_s: float | None = None
+    bottleneck: str | None = None
+    detail: PlanDetail = field(default_factory=PlanDetail, repr=False)
+
     def __str__(self) -> str:
         tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)
         moved = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.link_bytes.items() if v)
         if not self.fits:
             return "does not fit: " + "; ".join(map(str, self.shortfalls))
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
-        held = f"holds {tiers or 'nothing'}, {self.not_counted}"
+        held = f"holds {tiers or 'nothing'}, {self.detail.not_counted}"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

@@ -12,9 +12,9 @@ from .steady import Simulated, simulate
 def replay(plan: Plan, trace: Trace) -> Simulated | None:
     """What a step of the run in ``trace`` would have taken if every lane kept its rate; ``None``
     without rates or steps.  What it leaves of the measured time, the lanes owe to their rates."""
-    if plan.layout is None or plan.rates is None or not trace.steps:
+    if plan.detail.layout is None or plan.detail.rates is None or not trace.steps:
         return None
-    layout = coarsen(plan.layout)
-    profile = Profile.from_trace(trace, plan.accumulate)
-    costs = Costs.from_profile(layout, plan.rates, profile, shared=False)
-    return simulate(layout, costs, micro_steps=plan.accumulate, update=plan.update)
+    layout = coarsen(plan.detail.layout)
+    profile = Profile.from_trace(trace, plan.detail.accumulate)
+    costs = Costs.from_profile(layout, plan.detail.rates, profile, shared=False)
+    return simulate(layout, costs, micro_steps=plan.detail.accumulate, update=plan.detail.update)

@@ -13,8 +13,7 @@ import psutil
 import torch
 from torch import nn
 
-from ..api import wrap
-from ..durable.resume import resume
+from ..api import resume, wrap
 from ..facts.stats import MemoryStats
 from ..observe import pictures
 from ..observe.export import load_trace

@@ -84,7 +84,7 @@ class Report:
     def training_bytes(self) -> int:
         """Weights, gradients, masters and moments together: what would have to fit without
         offloading."""
-        layout = self.plan.layout
+        layout = self.plan.detail.layout
         assert layout is not None
         state = sum(s.nbytes for group in layout.subgroups for s in group)
         return sum(u.weight_bytes for u in layout.units) + sum(layout.grad_bytes) + state

@@ -390,15 +390,16 @@ class Residences:
         if self.open[unit] != 1:
             self.open[unit] = max(0, self.open[unit] - 1)
             return
-        residence, place = self.current[unit], self.place(unit)
-        if self.accelerator.has_device_memory:
+        residence, place = self.current[unit], self.places[unit]
+        if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)
             self.executor.mark_device_use(place, self.accelerator.record())
         self._note_edits(unit)
         self._to_stubs(unit)
         if residence is not None:
-            held = self._held.add(unit, place, torch_private.StorageWatch(residence.storage))
+            watch = torch_private.StorageWatch(residence.storage)
+            held = self._held.add(unit, self.place(unit), watch)
             self.current[unit] = None
             self.by_storage.pop(torch_private.identity(residence.storage), None)
             del residence

@@ -27,7 +27,7 @@ def check(native: ModuleType, seed: int, steps: int, folder: Path) -> None:
     prefer = rng.choice([None, Preference(visiting=rng.choice([0.3, 1.0]))])
     native.set_delays(seed, rng.choice([0, 5, 30]), 1000)
     try:
-        with mock.patch("overspill.api.decide", partial(decide, prefer=prefer)):
+        with mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)):
             got = trained(model, options, steps)
     except overspill.BudgetError:  # the preference needs more than what fits without it
         got = trained(model, options, steps)

@@ -30,13 +30,13 @@ def run(
     torch.manual_seed(0)
     model = TinyLM(depth=16)
     with (
-        mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
         overspill.wrap(model, adamw(model), device=device, update=update, **options) as optimizer,
     ):
         plan = optimizer.plan
-        assert plan.tier_bytes[Tier.DEVICE] <= plan.budgets.device
+        assert plan.tier_bytes[Tier.DEVICE] <= plan.detail.budgets.device
         losses = train(model, optimizer, 4, micro_steps=options.get("accumulate", 1))
-        return plan.device_update_share, losses, weights(model)
+        return plan.detail.device_update_share, losses, weights(model)
 
 
 @pytest.mark.parametrize("update", ["step", "next_forward"])
@@ -156,7 +156,7 @@ def test_a_run_is_faster_by_what_the_plan_says() -> None:
             model = TinyLM(depth=16)
             prefer = Preference(visiting=share)
             with (
-                mock.patch("overspill.api.decide", partial(decide, prefer=prefer)),
+                mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
                 overspill.wrap(model, adamw(model), device=SIM, update="step", **options) as ours,
             ):
                 train(model, ours, 6)

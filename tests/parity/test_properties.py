@@ -131,7 +131,7 @@ def check(seed: int, steps: int, folder: Path) -> None:
     model = drawn_model(seed)
     options = fitting(model, rng, drawn_options(rng, folder))
     prefer = rng.choice([None, Preference(visiting=rng.choice([0.3, 1.0]))])
-    with mock.patch("overspill.api.decide", partial(decide, prefer=prefer)):
+    with mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)):
         got = trained(model, options, steps)
     for name, value in expected.items():
         assert torch.equal(value, got[name]), f"seed {seed}: {name} differs under {options}"
@@ -181,7 +181,7 @@ def test_delayed_copies_and_updates_change_nothing(
         made.append(SimAccelerator(rates, disturb=late))
         return made[-1]
 
-    monkeypatch.setattr("overspill.api.make_accelerator", make)
+    monkeypatch.setattr("overspill.wrapping.make_accelerator", make)
     monkeypatch.setattr(Updater, "work_on", late_work)
     monkeypatch.setenv("OVERSPILL_VALIDATE", "1")
     model = drawn_model(1)

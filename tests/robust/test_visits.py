@@ -36,9 +36,9 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
     model = TinyLM(width=128, depth=6)
     choose = partial(decide, prefer=Preference(visiting=1.0))
     with (
-        mock.patch("overspill.api.decide", choose),
+        mock.patch("overspill.wrapping.decide", choose),
         mock.patch(
-            "overspill.api.make_accelerator",
+            "overspill.wrapping.make_accelerator",
             lambda device, rates: SimAccelerator(rates, disturb=disturb),
         ),
     ):
@@ -46,7 +46,7 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
             model, adamw(model), device=SIM, device_memory="8MiB", host_memory="64MiB",
             update="step",
         )  # fmt: skip
-        assert optimizer.plan.device_update_share == 1
+        assert optimizer.plan.detail.device_update_share == 1
         yield model, optimizer
         optimizer.close()
 

@@ -50,7 +50,7 @@ def test_what_waits_for_the_last_gradients_adds_to_the_bound() -> None:
         rates=rates,
         device_memory="2MiB",
     )
-    layout = plan.layout
+    layout = plan.detail.layout
     assert layout is not None
     update_s = trained_params(layout) / 1e6
     compute_s = step_flops(layout.units, 16) / 1e8

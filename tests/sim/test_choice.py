@@ -94,14 +94,14 @@ def test_every_way_to_update_is_foretold(tmp_path: object) -> None:
         )  # fmt: skip
 
     plan = plan_of()
-    assert plan.update == "next_forward" and plan.fits
-    assert set(plan.step_s_by_update) == {"step", "backward", "next_forward"}
-    assert plan.step_s_by_update["next_forward"] == plan.step_s
-    assert plan.step_s_by_update["backward"] == plan_of(update="backward").step_s
-    assert set(plan_of(max_grad_norm=1.0).step_s_by_update) == {"step", "next_forward"}
-    assert plan.device_update_share == 0
+    assert plan.detail.update == "next_forward" and plan.fits
+    assert set(plan.detail.step_s_by_update) == {"step", "backward", "next_forward"}
+    assert plan.detail.step_s_by_update["next_forward"] == plan.step_s
+    assert plan.detail.step_s_by_update["backward"] == plan_of(update="backward").step_s
+    assert set(plan_of(max_grad_norm=1.0).detail.step_s_by_update) == {"step", "next_forward"}
+    assert plan.detail.device_update_share == 0
     ratio = 1e7 / 1.6e6
-    assert plan.device_update_worth == pytest.approx((ratio - 2) / (ratio + 10))
+    assert plan.detail.device_update_worth == pytest.approx((ratio - 2) / (ratio + 10))
 
 
 def test_what_stays_on_the_device_is_updated_there() -> None:
@@ -110,4 +110,4 @@ def test_what_stays_on_the_device_is_updated_there() -> None:
     plan = overspill.plan(
         model, adamw, device="sim", rates=RATES, update="step", device_memory="1GiB"
     )
-    assert plan.device_update_share == 1.0
+    assert plan.detail.device_update_share == 1.0

@@ -34,7 +34,7 @@ def test_every_use_brings_its_weights_in_once(
         device_memory=(slots + 1) * biggest + 500_000, host_memory=host_memory,
         nvme=tmp_path, durable=False, prefetch_depth=depth,
     )  # fmt: skip
-    layout = plan.layout
+    layout = plan.detail.layout
     assert layout is not None
     uses = 2 * len(layout.units)  # in forward and in backward
     seen = simulate(layout, Costs.from_flops(layout, RATES, 16), micro_steps=1, update=update)

@@ -12,10 +12,9 @@ LEVELS = [
     {"overspill.cli", "overspill.integrations"},
     {"overspill.train"},
     {"overspill"},  # the public names
-    {"overspill.durable.resume"},
     {"overspill.api"},
+    {"overspill.wrapping"},
     {"overspill.optimizer"},
-    {"overspill.durable"},
     {
         "overspill.state.filling",
         "overspill.state.model_state",
@@ -24,8 +23,7 @@ LEVELS = [
     },
     {"overspill.decide"},
     {"overspill.engine"},
-    {"overspill.durable.committing"},
-    {"overspill.durable.meta"},
+    {"overspill.durable"},
     {"overspill.state"},
     {"overspill.training"},
     {"overspill.movement"},

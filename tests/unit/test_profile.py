@@ -59,7 +59,7 @@ def test_each_unit_gets_its_own_seconds(tmp_path: Path) -> None:
     """Per-unit compute time from one profiled step; the plan's step takes at least that long."""
     model = model_of()
     plan = plan_of(model, torch.ones(4, 16), tmp_path)
-    profile = plan.profile
+    profile = plan.detail.profile
     assert profile is not None
     assert max(profile.forward_s, key=lambda name: profile.forward_s[name]) == "2"
     assert max(profile.backward_s, key=lambda name: profile.backward_s[name]) == "2"
@@ -83,12 +83,12 @@ def test_activations_by_shapes_are_about_those_measured(tmp_path: Path) -> None:
     """Without an example, from the shapes of the weights alone."""
     shape = Shape(layers=6, width=128, heads=4, vocabulary=256, batch=2, tokens=64)
     model = Gpt(shape)
-    measured = plan_of(model, batch_of(shape, 0), tmp_path).activation_bytes
+    measured = plan_of(model, batch_of(shape, 0), tmp_path).detail.activation_bytes
     adamw = torch.optim.AdamW(model.parameters())
     told = overspill.plan(model, adamw, device="cpu", rates=RATES, tokens=2 * 64)
-    assert measured is not None and told.activation_bytes is not None
-    assert told.activation_bytes == pytest.approx(measured, rel=0.2)
-    assert overspill.plan(model, adamw, device="cpu", rates=RATES).activation_bytes is None
+    assert measured is not None and told.detail.activation_bytes is not None
+    assert told.detail.activation_bytes == pytest.approx(measured, rel=0.2)
+    assert overspill.plan(model, adamw, device="cpu", rates=RATES).detail.activation_bytes is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -97,7 +97,7 @@ def test_activations_are_counted_once_and_without_weights(device: str, tmp_path:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
     model = model.to(device)
     x = torch.ones(8, 16, device=device)
-    profile = plan_of(model, x, tmp_path, units=["0", "1", "2"]).profile
+    profile = plan_of(model, x, tmp_path, units=["0", "1", "2"]).detail.profile
     assert profile is not None
     matrix = 8 * 16 * 4
     # The first keeps the input and its ReLU's result, which the next one keeps too.
