@@ -1,4 +1,4 @@
-"""What the newest results come to, for the README: one short table a comparison, losses beside the
+"""What the newest results come to, for the pages: one short table a comparison, losses beside the
 times, and a sentence wherever another is ahead of overspill."""
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ GIB = 1 << 30
 # In this order; ``bound`` and the like are about the schedule, not about others.
 SUITES = ("step", "step-peers", "scale", "memory", "checkpoint", "optim", "io")
 MOST_ROWS = 8  # of a comparison of rates with more, the best of each engine is shown
-BEGIN, END = "<!-- results: python -m benchmarks report DIR --readme -->", "<!-- end of results -->"
+_MADE = "python -m benchmarks report DIR --pages"
+RESULTS = f"<!-- results: {_MADE} -->", "<!-- end of results -->"
+HEADLINE = f"<!-- headline: {_MADE} -->", "<!-- end of headline -->"
 
 Row = Mapping[str, Any]
 
@@ -174,15 +176,24 @@ def conclusions(folder: Path, link: str) -> str:
     return "\n".join(parts)
 
 
-def put(page: Path, text: str) -> None:
+def headline(folder: Path, link: str) -> str:
+    """The one table that a newcomer sees: the newest training step beside others, with losses."""
+    file = newest(folder, "step")
+    if file is None:
+        return ""
+    result = json.loads(file.read_text(encoding="utf-8"))
+    return f"{table(result['comparisons'][0])}\n[every sample]({link}/{file.name})\n"
+
+
+def put(page: Path, marks: tuple[str, str], text: str) -> None:
     """Replaces what stands between the marks of a page.
 
     Raises:
         ValueError: the page has no marks.
     """
     old = page.read_text(encoding="utf-8")
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    head, begin, rest = old.partition(marks[0])
+    _, end, tail = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"{page} has no place for results; put in {BEGIN} and {END}")
+        raise ValueError(f"{page} has no place for results; put in {' and '.join(marks)}")
     page.write_text(f"{head}{begin}\n\n{text.strip()}\n\n{end}{tail}", encoding="utf-8")

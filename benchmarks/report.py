@@ -1,7 +1,8 @@
 """``python -m benchmarks report DIR``: one dated page of all results in a folder.
 
 The page, the JSON files with every sample and the pictures go to ``benchmarks/reports``.  With
-``--readme`` the newest results there, of whatever day, are also put into the README.
+``--pages`` the newest results there, of whatever day, are also put into ``RESULTS.md`` and, their
+first table, into the README.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .conclusions import conclusions, put
+from .conclusions import HEADLINE, RESULTS, conclusions, headline, put
 
 HERE = Path(__file__).parent / "reports"
 
@@ -53,16 +54,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
     parser.add_argument("source", type=Path, nargs="?", help="folder; without: no new page")
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--readme", action="store_true", help="put the newest results into it")
+    parser.add_argument(
+        "--pages", action="store_true", help="put the newest results into the pages"
+    )
     given = parser.parse_args(words)
-    if given.source is None and not given.readme:
-        parser.error("name a folder of results, or --readme")
+    if given.source is None and not given.pages:
+        parser.error("name a folder of results, or --pages")
     if given.source is not None:
         print(write(given.source, given.out))
-    if given.readme:
-        page = HERE.parents[1] / "README.md"
-        put(page, conclusions(given.out, given.out.resolve().relative_to(page.parent).as_posix()))
-        print(page)
+    if given.pages:
+        made = [(HERE.parent / "RESULTS.md", RESULTS, conclusions),
+                (HERE.parents[1] / "README.md", HEADLINE, headline)]  # fmt: skip
+        for page, marks, text in made:
+            put(
+                page,
+                marks,
+                text(given.out, given.out.resolve().relative_to(page.parent).as_posix()),
+            )
+            print(page)
     return 0
 
 

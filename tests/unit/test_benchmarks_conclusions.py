@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import compare
-from benchmarks.conclusions import BEGIN, END, ahead, conclusions, peers_together, put, table
+from benchmarks.conclusions import (
+    HEADLINE,
+    RESULTS,
+    ahead,
+    conclusions,
+    headline,
+    peers_together,
+    put,
+    table,
+)
 from benchmarks.machine import ROOT
 
 
@@ -76,22 +86,29 @@ def test_the_newest_reports_go_between_the_marks(tmp_path: Path) -> None:
         result = {"comparisons": [comparison(row(name, 1.0))], "machine": machine}
         (tmp_path / f"{day}-step.json").write_text(json.dumps(result))
     page = tmp_path / "README.md"
-    page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
-    put(page, conclusions(tmp_path, "there"))
+    page.write_text(f"before\n{RESULTS[0]}\nstale\n{RESULTS[1]}\nafter\n")
+    put(page, RESULTS, conclusions(tmp_path, "there"))
     text = page.read_text()
     assert "| new |" in text and "old" not in text and "stale" not in text
     assert "there/2026-01-02-step.json" in text
     assert text.startswith("before") and text.endswith("after\n")
     page.write_text("no marks")
     with pytest.raises(ValueError, match="no place for results"):
-        put(page, "x")
+        put(page, RESULTS, "x")
 
 
-def test_the_readme_says_what_the_reports_say() -> None:
-    """Generated, so that it can't drift: python -m benchmarks report --readme."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    reports = conclusions(ROOT / "benchmarks" / "reports", "benchmarks/reports")
-    assert text.partition(BEGIN)[2].partition(END)[0].strip() == reports.strip()
+@pytest.mark.parametrize(
+    ("page", "marks", "made"),
+    [("benchmarks/RESULTS.md", RESULTS, conclusions), ("README.md", HEADLINE, headline)],
+)
+def test_pages_say_what_the_reports_say(
+    page: str, marks: tuple[str, str], made: Callable[[Path, str], str]
+) -> None:
+    """Generated, so that they can't drift: python -m benchmarks report --pages."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    reports = ROOT / "benchmarks" / "reports"
+    told = made(reports, reports.relative_to((ROOT / page).parent).as_posix())
+    assert text.partition(marks[0])[2].partition(marks[1])[0].strip() == told.strip() != ""
 
 
 def test_the_guard_keeps_ratios_and_holds_later_ones_to_them(tmp_path: Path) -> None:
