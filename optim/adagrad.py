@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .registry import register
 from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
 
 
@@ -89,3 +91,7 @@ class Adagrad(FlatOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> AdagradRule:
         return AdagradRule()
+
+
+register(torch.optim.Adagrad, lambda _: AdagradRule(), measured={"adagrad": AdagradRule})
+register(Adagrad, lambda _: AdagradRule())

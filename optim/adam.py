@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .registry import Maker, register
 from .rule import KernelRule, StepScalars, check_step, number, signed_scale, step_scalars
 
 
@@ -171,3 +173,20 @@ class AdamW(Adam):
             master=master,
             moments=moments,
         )
+
+
+def _rule(decoupled: bool) -> Maker:
+    return lambda group: AdamRule(decoupled=decoupled, amsgrad=bool(group.get("amsgrad")))
+
+
+register(
+    torch.optim.AdamW,
+    _rule(True),
+    measured={
+        "adamw": lambda: AdamRule(decoupled=True, amsgrad=False),
+        "amsgrad": lambda: AdamRule(decoupled=True, amsgrad=True),
+    },
+)
+register(torch.optim.Adam, _rule(False))
+register(AdamW, _rule(True))
+register(Adam, _rule(False))

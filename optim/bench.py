@@ -10,7 +10,7 @@ import ctypes
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adagrad import AdagradRule
-from .adam import AdamRule
 from .formats import Field, Master, Moments
 from .kernels import native_isa, set_threads, threads
-from .lion import LionRule
+from .registry import MEASURED
 from .rule import Rule
-from .sgd import SgdRule
 
 TRAFFIC_BYTES = 64 << 20
 CPU = torch.device("cpu")
@@ -92,14 +89,6 @@ class UpdateCosts:
         raise KeyError(case)
 
 
-RULES: Mapping[str, Callable[[], Rule]] = {
-    "adamw": lambda: AdamRule(decoupled=True, amsgrad=False),
-    "amsgrad": lambda: AdamRule(decoupled=True, amsgrad=True),
-    "lion": LionRule,
-    "momentum": lambda: SgdRule(momentum=True),
-    "adagrad": AdagradRule,
-    "sgd": lambda: SgdRule(momentum=False),
-}
 _HALF, _FULL = torch.bfloat16, torch.float32
 CASES = (
     *(Case("adamw", _HALF, "split", moments) for moments in ("fp32", "bf16", "int8")),
@@ -117,7 +106,7 @@ def case_of(rule: Rule, weights: torch.dtype, master: Master, moments: Moments) 
 
     How weights decay changes nothing in what an update costs, so Adam counts as AdamW.
     """
-    for name, make in RULES.items():
+    for name, make in MEASURED.items():
         known = make()
         if (known.name, known.moments) == (rule.name, rule.moments):
             return Case(name, weights, master, moments)
@@ -141,7 +130,7 @@ class Update:
 
     def __init__(self, case: Case, numel: int, device: torch.device = CPU) -> None:
         self.device = device
-        self.rule = RULES[case.rule]()
+        self.rule = MEASURED[case.rule]()
         group = dict(GROUP, momentum=0.0) if case.rule == "sgd" else GROUP
         fields = self.rule.state_fields(case.weights, case.master, case.moments)
         self.state = {

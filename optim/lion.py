@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero
+from .registry import register
 from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
 
 
@@ -76,3 +77,6 @@ class Lion(FlatOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> LionRule:
         return LionRule()
+
+
+register(Lion, lambda _: LionRule(), measured={"lion": LionRule})

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .registry import Group, register
 from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
 
 
@@ -122,3 +124,18 @@ class SGD(FlatOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> SgdRule:
         return SgdRule(momentum=float(group["momentum"]) != 0.0)
+
+
+def _rule(group: Group) -> SgdRule:
+    return SgdRule(momentum=bool(group["momentum"]))
+
+
+register(
+    torch.optim.SGD,
+    _rule,
+    measured={
+        "momentum": lambda: SgdRule(momentum=True),
+        "sgd": lambda: SgdRule(momentum=False),
+    },
+)
+register(SGD, _rule)

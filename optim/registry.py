@@ -1,0 +1,79 @@
+"""Which rule serves which optimizer: every rule registers itself, those of others included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .rule import Rule
+
+Group = Mapping[str, Any]
+Maker = Callable[[Group], Rule]
+
+MAKERS: dict[type[torch.optim.Optimizer], Maker] = {}
+# By name, rules with all that they may keep: what ``overspill.optim.bench`` measures.
+MEASURED: dict[str, Callable[[], Rule]] = {}
+
+
+def register(
+    kind: type[torch.optim.Optimizer],
+    make: Maker,
+    *,
+    measured: Mapping[str, Callable[[], Rule]] | None = None,
+) -> None:
+    """Lets ``wrap`` accept optimizers of a kind: ``make`` gives the rule of a param group.
+
+    Args:
+        kind: this very class; a subclass may step differently, and is registered for itself.
+        make: called with a param group, with the options that it has then.  See ``Rule``.
+        measured: names of rules whose costs ``overspill bench optim`` tells.
+
+    Example::
+
+        class SignRule:  # see overspill.optim.Rule: name, moments, state_fields, update and so on
+            ...
+
+        overspill.optim.register(Sign, lambda group: SignRule())
+        optimizer = overspill.wrap(model, Sign(model.parameters(), lr=1e-4))
+
+    Raises:
+        TypeError: ``kind`` is no class of optimizers.
+        ValueError: it is registered already.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise TypeError(f"register takes a class of torch optimizers, not {kind!r}")
+    if kind in MAKERS:
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} has a rule already")
+    MAKERS[kind] = make
+    MEASURED.update(measured or {})
+
+
+def _names() -> str:
+    """What is accepted, as one reads it."""
+    found: dict[str, list[str]] = {}
+    for kind in MAKERS:
+        parts = kind.__module__.split(".")
+        known = {"torch": "torch.optim", "overspill": "overspill.optim"}
+        found.setdefault(known.get(parts[0], kind.__module__), []).append(kind.__qualname__)
+    return " and ".join(f"{module}.{{{', '.join(names)}}}" for module, names in found.items())
+
+
+def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
+    """The rule of each param group, by the options that the group has now.
+
+    Raises:
+        TypeError: there is no rule for the optimizer's class (subclasses may step differently, so
+            they do not count as their base), or it uses ``capturable`` or ``differentiable``.
+    """
+    maker = MAKERS.get(type(optimizer))
+    if maker is None:
+        raise TypeError(
+            f"no update rule for {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
+            f"accepted are {_names()}; overspill.optim.register adds others"
+        )
+    for key in ("capturable", "differentiable"):
+        if any(bool(group.get(key)) for group in optimizer.param_groups):
+            raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
+    return tuple(maker(group) for group in optimizer.param_groups)

@@ -1,0 +1,111 @@
+"""A rule that somebody else brings, in plain torch: wrapped, streamed, committed and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import overspill
+from overspill.optim import Field, StepScalars, register, registry, rules_for
+
+
+class Sign(torch.optim.Optimizer):
+    """Steps along the sign of a running mean of gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, keep: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "keep": keep})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(group["keep"]).add_(p.grad)
+                p.sub_(mean.sign(), alpha=group["lr"])
+
+
+class SignRule:
+    """The same over flat buffers: all that ``overspill.optim.Rule`` asks for."""
+
+    name, moments = "sign", ("mean",)
+
+    def state_fields(self, weight_dtype: torch.dtype, master: Any, moments: Any) -> tuple[Any, ...]:
+        if weight_dtype is not torch.float32 or moments != "fp32":
+            raise ValueError("sign keeps fp32 weights and moments")
+        return (Field("mean", torch.float32),)
+
+    def steps_taken(self, state: Mapping[str, Any]) -> int:
+        return int("mean" in state)
+
+    def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return {}
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        return StepScalars(step, (grad_scale, group["keep"], group["lr"]), 0)
+
+    def update(
+        self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:  # fmt: skip
+        scale, keep, lr = scalars.coefficients
+        state["mean"].mul_(keep).add_(grad, alpha=scale)
+        weight.sub_(state["mean"].sign(), alpha=lr)
+        return bool(weight.isfinite().all())
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register(Sign, lambda group: SignRule())
+    yield
+    del registry.MAKERS[Sign]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+
+
+def step(model: nn.Module, optimizer: Any, number: int) -> None:
+    torch.manual_seed(number)
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+@pytest.mark.parametrize("where", [{"device": "cpu"}, {"device": "sim", "device_memory": "24KiB"}])
+def test_a_rule_from_outside_trains_as_its_optimizer(
+    where: dict[str, Any], update: Any, tmp_path: Path
+) -> None:
+    plain, model = net(), net()
+    theirs = Sign(plain.parameters())
+    options = {"nvme": tmp_path, "host_memory": "64KiB", "rates": overspill.Rates(), **where}
+    with overspill.wrap(model, Sign(model.parameters()), update=update, **options) as optimizer:
+        for number in range(3):
+            step(plain, theirs, number)
+            step(model, optimizer, number)
+    again = net()
+    optimizer, _ = overspill.resume(again, tmp_path, Sign(again.parameters()), device="cpu")
+    with optimizer:
+        step(plain, theirs, 3)
+        step(again, optimizer, 3)
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_what_is_not_registered_is_refused_with_what_is() -> None:
+    class Other(Sign):
+        pass
+
+    optimizer = Other([nn.Parameter(torch.zeros(3))])
+    with pytest.raises(TypeError, match=r"torch.optim.\{.*AdamW.*\}.*overspill.optim.\{.*Lion"):
+        rules_for(optimizer)
+    with pytest.raises(ValueError, match="has a rule already"):
+        register(Sign, lambda group: SignRule())
+    with pytest.raises(TypeError, match="takes a class of torch optimizers"):
+        register(SignRule, lambda group: SignRule())  # type: ignore[arg-type]
