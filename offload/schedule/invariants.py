@@ -91,6 +91,8 @@ def _weights(machine: Residency, item: UnitWeights) -> None:
     current = current or (item.host is not None and item.host.valid)
     assert current, f"unit {unit} has no current copy"
     assert item.pins >= 0, f"unit {unit} was released too often"
+    soonest = machine.weights.next_use(item, Tier.HOST)
+    assert soonest >= 0, f"unit {unit} counts as used before now, and gives way to nobody"
     assert all(item.kept.values()), f"unit {unit} keeps what was let go"
     if not item.stored and home.weights is Tier.NVME:
         assert item.host is not None and item.host.holds > 0, f"unit {unit} may be lost"
