@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,16 +16,14 @@ from torch import nn
 from .durable.committing import Committing
 from .durable.meta import random_states
 from .errors import OffloadError
-from .facts.stats import MemoryStats, Stats, step_stats
-from .facts.tier import Tier
-from .facts.trace import TierBytes, Trace
-from .io_engine import Lease, OwnedStore, allocate_host
+from .facts.trace import Trace
+from .io_engine import OwnedStore
 from .measure.calibration import Calibration
-from .measure.drift import Drift
+from .measure.steps import StepFigures
 from .movement.accelerators.base import Accelerator
 from .movement.direct import DirectAccess
 from .movement.executor import Executor
-from .movement.pools import Budget, HeldMemory
+from .movement.memory import Memory
 from .movement.store import Store
 from .movement.updates import Updater
 from .optim import set_threads
@@ -91,20 +88,14 @@ class Engine:
         self.state_hooks: Removable  # set by wrap, taken away by unwrap
         self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
         self._unit_place: dict[int, tuple[int, int]] = {}
-        self.stats = Stats(0.0, 0.0)
-        self._calibration = calibration  # None where the user gave rates
-        self._drift = None if calibration is None else Drift(calibration.rates)
-        self.budgets = {
-            Tier.DEVICE: Budget(Tier.DEVICE, blueprint.budgets.device or 0),
-            Tier.HOST: Budget(Tier.HOST, blueprint.budgets.host),
-            Tier.NVME: Budget(Tier.NVME, blueprint.budgets.nvme or 0),
-        }
-        self._held = HeldMemory()
+        rates, links = self.config.rates, blueprint.plan.link_bytes
+        needed_s = {} if rates is None else lane_seconds(links, rates)
+        self.figures = StepFigures(self.trace, needed_s, calibration)
+        self.memory: Memory  # taken first
         self._found = store
         self.store: Store | None = None
         self.committing: Committing | None = None
         self.modelled: ModelledCompute | None = None
-        self._lease: Lease | None = None
         self._build()
 
     # -- construction ---------------------------------------------------------------------------
@@ -112,45 +103,26 @@ class Engine:
     def _build(self) -> None:
         """Takes memory and disk, and starts the threads.  On an error nothing stays behind."""
         try:
-            self._take_memory()
+            regions = self.layout.regions
+            self.memory = Memory(self.blueprint.budgets, regions, self.accelerator)
             self.store = self._open_store()
-            self.trace.tiers = {
-                tier.value: TierBytes(budget.budget_bytes, budget.held_bytes)
-                for tier, budget in self.budgets.items()
-                if budget.held_bytes
-            }
+            self.trace.tiers = self.memory.for_trace()
             self._start(self.store)
         except BaseException:
             self._release()
             raise
 
-    def _take_memory(self) -> None:
-        regions = self.layout.regions
-        self._held.take_host(
-            self.budgets[Tier.HOST], regions.host_bytes, self._allocate_host, self._free_host
-        )
-        if self.accelerator.has_device_memory:
-            self._held.take_device(
-                self.budgets[Tier.DEVICE], regions.device_bytes, self.accelerator.allocate,
-                self.accelerator.free,
-            )  # fmt: skip
-
-    def _allocate_host(self, nbytes: int) -> torch.Tensor:
-        self._lease = allocate_host(nbytes)
-        self.accelerator.page_lock(self._lease.address, self._lease.nbytes)
-        return torch.from_numpy(self._lease.array)[:nbytes]
-
-    def _free_host(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
-
     def _open_store(self) -> Store:
         disk_bytes = self.blueprint.plan.disk_bytes
         if disk_bytes and self.config.nvme is not None:
-            self.budgets[Tier.NVME].reserve(disk_bytes, "the store", "raise nvme_memory")
+            self.memory.reserve_disk(disk_bytes)
         return Store(
-            self.config, self.layout, disk_bytes, self._found, self._lease, self.accelerator.limits
+            self.config,
+            self.layout,
+            disk_bytes,
+            self._found,
+            self.memory.lease,
+            self.accelerator.limits,
         )
 
     def _start(self, store: Store) -> None:
@@ -159,7 +131,7 @@ class Engine:
             set_threads(config.threads)
         update = self.blueprint.update
         self.updater = Updater(
-            layout, self._held.arenas, self.blueprint.rules, self.ledger, config.accumulate,
+            layout, self.memory.arenas, self.blueprint.rules, self.ledger, config.accumulate,
             judges(config, update),
         )  # fmt: skip
         trainer, held_slots = self.trainer, HeldSlots()
@@ -170,13 +142,13 @@ class Engine:
 
         store.begin(self._facts(), self.trace)
         self.executor = Executor(
-            layout, self._held.arenas, self.accelerator, store.disk, store.extents, self.trace,
+            layout, self.memory.arenas, self.accelerator, store.disk, store.extents, self.trace,
             self.updater.work_on, self.updater.visit, self.ledger, before_asking,
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=store.writer,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, store.io, store.extents)
-        self.contents = Contents(layout, self._held.arenas, self.direct)
+        self.contents = Contents(layout, self.memory.arenas, self.direct)
         self.residences = Residences(self.parts, self.executor, self.accelerator, held_slots)
         self.backward = Backward(
             self.residences, self.trace, lambda: self.weights.settle(), self._backward_over
@@ -244,7 +216,7 @@ class Engine:
         )  # fmt: skip
         self.stepping.collector = self.collector
         self.held = HeldGradients(
-            self.config, self.parts, self.ledger, self.accelerator, self.direct, self._held.arenas,
+            self.config, self.parts, self.ledger, self.accelerator, self.direct, self.memory.arenas,
             self.updater, self.collector, self.stepping,
         )  # fmt: skip
         self.hooks = ModuleHooks(
@@ -325,7 +297,7 @@ class Engine:
         self.held.settle()
         self.stepping.step()
         self.weights.settle()  # whoever has a tensor over a weight sees what it is now
-        self._measure()
+        self.figures.taken(self.step_count)
 
     @property
     def step_count(self) -> int:
@@ -362,17 +334,6 @@ class Engine:
         if self.committing is not None:
             self.committing.spoil(unit)
 
-    def _measure(self) -> None:
-        mark = self.trace.mark_step(self.step_count, time.perf_counter_ns())
-        rates = self.config.rates
-        links = self.blueprint.plan.link_bytes
-        needed = {} if rates is None else lane_seconds(links, rates)
-        self.stats = step_stats(self.trace, mark, needed)
-        wrong = None if self._drift is None else self._drift.see(self.stats)
-        if wrong is not None and self._calibration is not None:
-            self._drift = None
-            self._calibration.doubted(wrong)
-
     # -- state of the whole ---------------------------------------------------------------------
 
     def dematerialize(self) -> None:
@@ -391,13 +352,6 @@ class Engine:
         self.executor.raise_failure()
         self.trainer.require()
 
-    def memory(self) -> dict[Tier, MemoryStats]:
-        """Budget, held and peak bytes of every tier."""
-        return {
-            tier: MemoryStats(b.budget_bytes, b.held_bytes, b.peak_bytes)
-            for tier, b in self.budgets.items()
-        }
-
     def _release(self) -> None:
         """Ends and frees all; what fails on the way keeps nothing after it from its end."""
         watches: list[StorageWatch] = []
@@ -407,7 +361,8 @@ class Engine:
                 watches.extend(self.residences.close())
 
         with ExitStack() as stack:  # from the last to the first
-            stack.callback(lambda: self._held.close(watches))
+            if hasattr(self, "memory"):
+                stack.callback(lambda: self.memory.close(watches))
             stack.callback(self.accelerator.close)
             stack.callback(hide)
             for part in (
@@ -437,7 +392,7 @@ class Engine:
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
-                self.step_count, self.stats.step_s, self.stats.explain(),
+                self.step_count, self.figures.last.step_s, self.figures.last.explain(),
             )  # fmt: skip
         self.trainer.closes()
         try:

@@ -132,12 +132,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def stats(self) -> Stats:
         """Figures of the last step."""
-        return self._engine.stats
+        return self._engine.figures.last
 
     @property
     def memory(self) -> Mapping[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
-        return self._engine.memory()
+        return self._engine.memory.stats()
 
     def trace(self, path: str | Path) -> None:
         """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""

@@ -1,0 +1,33 @@
+"""The figures of every step of a run, and whether its lanes keep the rates it was planned with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from ..facts.stats import Stats, step_stats
+from ..facts.trace import Trace
+from .calibration import Calibration
+from .drift import Drift
+
+
+class StepFigures:
+    """Looks at each step when it is over.  ``last``: the figures of the last one."""
+
+    def __init__(
+        self, trace: Trace, needed_s: Mapping[str, float], calibration: Calibration | None
+    ) -> None:
+        """``needed_s``: what lanes need for a step's bytes at the machine's rates; ``calibration``:
+        where those were measured, ``None`` where the user gave them."""
+        self._trace, self._needed_s, self._calibration = trace, needed_s, calibration
+        self._drift = None if calibration is None else Drift(calibration.rates)
+        self.last = Stats(0.0, 0.0)
+
+    def taken(self, count: int) -> None:
+        """Step number ``count`` is over."""
+        mark = self._trace.mark_step(count, time.perf_counter_ns())
+        self.last = step_stats(self._trace, mark, self._needed_s)
+        wrong = None if self._drift is None else self._drift.see(self.last)
+        if wrong is not None and self._calibration is not None:
+            self._drift = None
+            self._calibration.doubted(wrong)

@@ -1,0 +1,88 @@
+"""The memory of one engine: budgets by tier, and what is taken of them until its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..facts.stats import MemoryStats
+from ..facts.tier import Tier
+from ..facts.trace import TierBytes
+from ..io_engine import Lease, allocate_host
+from ..planning.plan import Budgets
+from ..schedule.layout import Regions
+from .accelerators.base import Accelerator
+from .pools import Arenas, Budget, HeldMemory, Watch
+
+
+class Memory:
+    """Takes both arenas at once; ``close`` gives all back."""
+
+    def __init__(self, budgets: Budgets, regions: Regions, accelerator: Accelerator) -> None:
+        """
+        Raises:
+            BudgetError: a tier has no room; nothing stays taken.
+        """
+        self._accelerator = accelerator
+        self._budgets = {
+            Tier.DEVICE: Budget(Tier.DEVICE, budgets.device or 0),
+            Tier.HOST: Budget(Tier.HOST, budgets.host),
+            Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
+        }
+        self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
+        self._held = HeldMemory()
+        try:
+            self._held.take_host(
+                self._budgets[Tier.HOST], regions.host_bytes, self._allocate, self._free
+            )
+            if accelerator.has_device_memory:
+                self._held.take_device(
+                    self._budgets[Tier.DEVICE], regions.device_bytes, accelerator.allocate,
+                    accelerator.free,
+                )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self.lease = allocate_host(nbytes)
+        self._accelerator.page_lock(self.lease.address, self.lease.nbytes)
+        return torch.from_numpy(self.lease.array)[:nbytes]
+
+    def _free(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+    @property
+    def arenas(self) -> Arenas:
+        """Both arenas."""
+        return self._held.arenas
+
+    def reserve_disk(self, nbytes: int) -> None:
+        """Takes room for the store.
+
+        Raises:
+            BudgetError: there is less.
+        """
+        self._budgets[Tier.NVME].reserve(nbytes, "the store", "raise nvme_memory")
+
+    def stats(self) -> dict[Tier, MemoryStats]:
+        """Budget, held and peak bytes of every tier."""
+        return {
+            tier: MemoryStats(b.budget_bytes, b.held_bytes, b.peak_bytes)
+            for tier, b in self._budgets.items()
+        }
+
+    def for_trace(self) -> dict[str, TierBytes]:
+        """The tiers of which something is held, by name."""
+        return {
+            tier.value: TierBytes(each.budget_bytes, each.held_bytes)
+            for tier, each in self.stats().items()
+            if each.held_bytes
+        }
+
+    def close(self, watches: Sequence[Watch] = ()) -> None:
+        """Frees everything; what ``watches`` say is looked at yet, later."""
+        self._held.close(watches)
