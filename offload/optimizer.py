@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,8 @@ def _refuse_reentry() -> None:
         )
 
 
-def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> AbstractContextManager[None]:
+@contextmanager
+def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Iterator[None]:
     """``optimizer.accumulate(final=...)`` for an optimizer that ``wrap`` has given.
 
     Raises:
@@ -227,4 +228,5 @@ def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> AbstractCont
     """
     if not isinstance(optimizer, OffloadedOptimizer):
         raise TypeError(f"accumulate needs a wrapped optimizer, got {type(optimizer).__name__}")
-    return optimizer.accumulate(final=final)
+    with optimizer.accumulate(final=final):
+        yield
