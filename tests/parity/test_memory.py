@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.devices import CPU, NAME, SIM
+from tests.patience import in_the_end
 
 MIB = 2**20
 
@@ -85,14 +87,21 @@ def test_held_bytes_are_resident_bytes_and_traffic_is_the_plans(
     options: dict[str, Any] = {"device": device, "host_memory": "48MiB", "update": update}
     if device == SIM:
         options["device_memory"] = "24MiB"
-    result = child(tmp_path, **options)
-    assert result["full"] > 4 * result["held"], "the model must not fit"
-    for budget, peak in result["budgets"].values():
-        assert peak <= budget
-    assert abs(result["rss"] - result["held"]) < 64 * MIB, result
-    assert result["after_close"] < 64 * MIB, result
-    # Behind compute, whose pace decides which few units are read once more, less is certain.
-    near = 0.05 if update == "step" else 0.25 if NAME else 0.1
-    for lane in ("read", "write"):
-        assert result["moved"][lane] == pytest.approx(result["plan"][lane], rel=near), result
-        assert result["traced"][lane] == pytest.approx(result["moved"][lane], rel=0.02), result
+    tries = itertools.count()
+
+    def claim() -> None:
+        folder = tmp_path / str(next(tries))
+        folder.mkdir()
+        result = child(folder, **options)
+        assert result["full"] > 4 * result["held"], "the model must not fit"
+        for budget, peak in result["budgets"].values():
+            assert peak <= budget
+        assert abs(result["rss"] - result["held"]) < 64 * MIB, result
+        assert result["after_close"] < 64 * MIB, result
+        # Behind compute, whose pace decides which few units are read once more, less is certain.
+        near = 0.05 if update == "step" else 0.25 if NAME else 0.1
+        for lane in ("read", "write"):
+            assert result["moved"][lane] == pytest.approx(result["plan"][lane], rel=near), result
+            assert result["traced"][lane] == pytest.approx(result["moved"][lane], rel=0.02), result
+
+    in_the_end(claim, tries=3)
