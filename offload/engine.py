@@ -136,7 +136,7 @@ class Engine:
         )  # fmt: skip
         trainer, held_slots = self.trainer, HeldSlots()
 
-        def before_asking() -> list[Freed]:
+        def before_asking() -> Iterator[Freed]:
             trainer.require()
             return held_slots.freed()
 

@@ -270,7 +270,7 @@ class Committing:
         check_buffers(self._model, facts["buffers"])
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
         self._stepping.give_up()
-        self._facts = None
+        self._facts, self._asked = None, False
         self._direct.finish()
         self._protocol.roll_back(self._read_again)
         self._half.clear()

@@ -50,7 +50,10 @@ def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any
         given[name] = kept
     if given.get("units") is None:
         given["units"] = description["names"]
-    return {**given, "nvme": nvme, "checksum": store.layout.checksum}
+    kept, asked = store.layout.checksum, given.pop("checksum", None)
+    if asked is not None and asked != kept:
+        raise ValueError(f"the store was made with checksum={kept!r}, not {asked!r}")
+    return {**given, "nvme": nvme, "checksum": kept}
 
 
 def _directories(store: FoundStore, nvme: Any) -> list[Path]:

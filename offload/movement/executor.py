@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BudgetError, OffloadError
 from ..facts.tier import Tier
@@ -107,7 +107,7 @@ class Executor:
         work_on: Callable[[Task], bool],
         visit: Callable[[Update], tuple[Parts, Parts]],
         ledger: Ledger,
-        before_asking: Callable[[], Sequence[Freed]],
+        before_asking: Callable[[], Iterable[Freed]],
         *,
         check: bool,
         commits: CommitWriter | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from ..schedule.arena import Place
 from ..schedule.messages import Freed, Held
@@ -44,15 +44,13 @@ class HeldSlots:
         """The machine was told of them."""
         self._told.update(held)
 
-    def freed(self) -> list[Freed]:
-        """What was let go since the last call."""
-        if not self._held:
-            return []
-        freed = [held for held, watch in self._held.items() if watch.expired]
-        for held in freed:
-            self._told.discard(held)
-            del self._held[held]
-        return [Freed(held) for held in freed]
+    def freed(self) -> Iterator[Freed]:
+        """What was let go.  Each is forgotten when the next is asked for: told of by then."""
+        for held, watch in list(self._held.items()):
+            if watch.expired:
+                yield Freed(held)
+                self._told.discard(held)
+                self._held.pop(held, None)
 
     @property
     def watches(self) -> list[StorageWatch]:

@@ -96,3 +96,17 @@ def test_the_store_of_another_model_is_refused(tmp_path: Path) -> None:
     model = build()
     with pytest.raises(overspill.IoError, match="store committed at step 1; continue it with"):
         overspill.wrap(model, adamw(model), **options(tmp_path))
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_checksums_are_those_of_the_store(made: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, device=CPU, nvme=tmp_path, checksum=made) as optimizer:
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match=f"made with checksum={made}"):
+        overspill.resume(nn.Linear(64, 64), tmp_path, device=CPU, checksum=not made)
+    again, _ = overspill.resume(nn.Linear(64, 64), tmp_path, device=CPU, checksum=made)
+    again.close()

@@ -158,3 +158,21 @@ def test_a_commit_that_comes_amid_a_rollback_is_gone_back_to(
         optimizer.rollback()
         assert optimizer.step_count == 2
         assert_same(weights(model), wanted)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_an_edit_after_a_rollback_is_not_durable_by_itself(forward: bool, tmp_path: Path) -> None:
+    """Whether a ``commit()`` came just before the rollback makes no difference."""
+    model, optimizer = wrapped(tmp_path)
+    with optimizer:
+        step(model, optimizer, 0)
+        optimizer.commit()
+        if forward:
+            model(normal(1, 4, WIDTH))
+        optimizer.rollback()
+        before = weights(model)
+        with torch.no_grad():
+            model[0].bias.add_(1)
+        model(normal(2, 4, WIDTH))
+        optimizer.rollback()
+        assert_same(before, weights(model))

@@ -57,6 +57,7 @@ class Tripwire:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
+        self._last.clear()  # frames hold what they have looked at: graphs, slots
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         inside = frame.f_code.co_filename.startswith(PACKAGE)

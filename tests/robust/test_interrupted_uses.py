@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.schedule.messages import Freed
 from overspill.training.residences import Residences
 from tests.devices import CPU, SIM, normal
 from tests.robust.test_interrupted_anywhere import Interrupted, Tripwire, same, state
@@ -30,10 +31,12 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(5)))
 
 
-def wrapped(path: Path, place: str) -> tuple[nn.Module, Any]:
+def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
     model = build()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, overspill.wrap(model, inner, nvme=path, rates=overspill.Rates(), **TIGHT[place])
+    return model, overspill.wrap(
+        model, inner, nvme=path, rates=overspill.Rates(), **{**TIGHT[place], **more}
+    )
 
 
 @pytest.mark.parametrize("place", TIGHT)
@@ -74,14 +77,12 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
 def given_away(model: nn.Module, optimizer: Any, at: int | None) -> int:
     with Tripwire(at) as trip, contextlib.suppress(Interrupted):
         overspill.unwrap(model)
-    trip._last.clear()  # frames hold what they have looked at
     return trip.lines
 
 
 def looked_at(model: nn.Module, optimizer: Any, at: int | None) -> int:
     with Tripwire(at) as trip, contextlib.suppress(Interrupted), overspill.materialized(model):
         pass
-    trip._last.clear()
     return trip.lines
 
 
@@ -116,3 +117,43 @@ def test_closing_amid_materialized_leaves_ordinary_weights() -> None:
     with overspill.materialized(model):
         optimizer.close()
     assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(tmp_path, "device", device_memory="32KiB")
+    kept: list[torch.Tensor] = []
+    with optimizer, torch.no_grad():
+        hook = model[1][0].register_forward_hook(
+            lambda m, *_: kept.append(m.weight.detach()), prepend=True
+        )
+        model(torch.ones(4, WIDTH))
+        hook.remove()
+        kept.clear()
+        executor = optimizer._engine.executor
+        put = executor._queue.put
+
+        class Queue:
+            def __init__(self) -> None:
+                self.left = 1
+
+            def put(self, told: Any) -> None:
+                if isinstance(told, Freed) and self.left:
+                    self.left = 0
+                    raise KeyboardInterrupt
+                put(told)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        real = executor._queue
+        monkeypatch.setattr(executor, "_queue", Queue())
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4, WIDTH))
+        monkeypatch.undo()
+        for _ in range(2):
+            model(torch.ones(4, WIDTH))
+        optimizer.commit()
+        weights = executor._machine.weights
+        assert not any(item.kept for item in weights.units)
