@@ -344,15 +344,14 @@ class Residences:
             residence.waited.clear()
 
     def compute_over(self, unit: int) -> None:
-        """A resident unit's compute is over for now: an update of its weights waits for it.
+        """A resident unit's compute is over for now: an update of its weights waits for it, with
+        all streams that the calling thread's has waited for, as plain torch asks of a loop.
 
         Compute may not have used it since the last update, as where its gradients were left at
         zero: what brought those weights comes first all the same.
         """
-        place, residence = self.executor.layout.homes[unit].device_place, self.current[unit]
+        place = self.executor.layout.homes[unit].device_place
         if place is not None and self.accelerator.has_device_memory:
-            if residence is not None:
-                self.accelerator.join(residence.streams)
             self.executor.compute_waits_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
             self.executor.mark_device_use(place, self.accelerator.record())

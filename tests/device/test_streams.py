@@ -163,7 +163,7 @@ class Twice(Net):
         return (outs[0] + outs[1]).square().mean()
 
 
-@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 def test_resident_weights_on_several_streams(update: str, native: ModuleType) -> None:
     """Each stream waits for the copy that brought them after the last update."""
     names = [f"blocks.{n}" for n in range(6)]
