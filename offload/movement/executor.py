@@ -129,9 +129,8 @@ class Executor:
         # By unit, whether gradients may be gathered where they are kept, and how often they were.
         self._at_home = [home.grads is layout.compute_tier for home in layout.homes]
         self._gathered = [0] * len(layout.units)
-        self._drains = (
-            False  # the machine, or what carries out its word, has failed: it is asked no more
-        )
+        # The machine, or what carries out its word, has failed: it is asked no more.
+        self._drains = False
         self._error: BaseException | None = None
         self._raised = False
         self._closed = False

@@ -91,9 +91,8 @@ class Residency:
         self._sealed: int | None = None  # the facts of the step that has not landed yet
         self.in_flight: dict[Work, int] = {}
         self._failed = False
-        self._quiet = (
-            False  # from the end of ``QUIET`` until compute goes on: nothing is prefetched
-        )
+        # From the end of ``QUIET`` until compute goes on nothing is prefetched.
+        self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
             Need: self._demands.append,
             Release: self._release,
