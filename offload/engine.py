@@ -81,7 +81,7 @@ class Engine:
         )  # fmt: skip
         self.accelerator = accelerator
         self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
-        self.closed = self.materialized = self._returning = False
+        self.closed = self.materialized = self.returning = False
         self.roster = Roster(model, groups)
         self.trainer = Trainer()
         self._owner = os.getpid()
@@ -337,15 +337,15 @@ class Engine:
     # -- state of the whole ---------------------------------------------------------------------
 
     def dematerialize(self) -> None:
-        """The end of ``materialized``; done again at the next use if an exception cut it off."""
-        self._returning = True
+        """The end of ``materialized``.  ``returning`` was set before: where an exception cuts this
+        off, the next use does it again."""
         if not self.closed:
             self.residences.take_back(self.weights, self.stepping.hidden)
-        self.materialized = self._returning = False
+        self.materialized = self.returning = False
 
     def raise_if_unusable(self) -> None:
         """Raises after ``close``, after a failure, and inside ``materialized``."""
-        if self._returning:
+        if self.returning:
             self.dematerialize()
         if self.materialized:
             raise OffloadError("the model is materialized; leave the `with` block before training")

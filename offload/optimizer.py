@@ -55,7 +55,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # -- training -------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch_private.without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient; returns the closure's result, if any."""
         loss = None

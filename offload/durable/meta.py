@@ -89,10 +89,9 @@ def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None
 
 def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Puts back what ``kept_buffers`` has found."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if name in buffers:
-                buffer.copy_(buffers[name])
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in buffers:
+            buffer.detach().copy_(buffers[name])
 
 
 def encode_facts(facts: Mapping[str, Any]) -> bytes:

@@ -85,9 +85,8 @@ class Taken:
             setattr(module, name, buffer)
         for group, kept in self._groups:
             group.update(kept)
-        with torch.no_grad():
-            for buffer, value in self._contents:
-                buffer.copy_(value)
+        for buffer, value in self._contents:
+            buffer.detach().copy_(value)
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._engine.parts.parameters[index], self._values.pop(index, _LOST)

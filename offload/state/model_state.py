@@ -167,6 +167,7 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
         given = True
         yield model
     finally:
+        engine.returning = True
         edited = {index: p.data for index, p in enumerate(params)} if given else {}
         engine.dematerialize()
         if writeback and not engine.closed:

@@ -73,8 +73,11 @@ class Weights:
     def _read(self, index: int) -> torch.Tensor:
         self._executor.raise_failure()  # after a failed update memory may hold two steps
         self._require_trainer()
-        unit = self._parts.unit_of[index]
-        with torch.inference_mode(False), torch.no_grad(), self._stepping.reading(unit):
+        return self._copy(index)
+
+    @torch_private.without_grad
+    def _copy(self, index: int) -> torch.Tensor:
+        with self._stepping.reading(self._parts.unit_of[index]):
             return self._residences.weight(index).clone()
 
     def borrow(self, index: int) -> torch.Tensor:
@@ -185,8 +188,7 @@ class Weights:
             del self._loans[index]
 
     def _renew(self, index: int, loan: _Loan) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            loan.copy.copy_(self._read(index))
+        _overwrite(loan.copy, self._read(index))
         self._same(index, loan)
 
     def _same(self, index: int, loan: _Loan) -> None:
@@ -249,18 +251,24 @@ class Weights:
         self.require_writable(units)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        with torch.inference_mode(False), torch.no_grad(), self._editing(parts) as spoil:
-            for unit in units:
-                if not self._contents.fill(unit, _given(given), first=False):
-                    spoil(unit)
-                self._stepping.changed(unit, parts[unit])
+        self._fill(parts, given)
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue
             if index in given and not torch_private.same_memory(loan.copy, given[index]):
-                with torch.inference_mode(False), torch.no_grad():
-                    loan.copy.copy_(given[index])
+                _overwrite(loan.copy, given[index])
             self._same(index, loan)
+
+    @torch_private.without_grad
+    def _fill(self, parts: Mapping[int, list[int]], given: Mapping[int, torch.Tensor]) -> None:
+        with self._editing(parts) as spoil:
+            for unit, indices in parts.items():
+                if not self._contents.fill(unit, _given(given), first=False):
+                    spoil(unit)
+                self._stepping.changed(unit, indices)
+
+
+_overwrite = torch_private.without_grad(torch.Tensor.copy_)
 
 
 def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:

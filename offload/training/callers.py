@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from types import FrameType
 
 
@@ -21,7 +22,12 @@ def callers() -> list[FrameType]:
 def amid_engine() -> bool:
     """Whether the caller of the function that asks came, as a signal handler or by the collector,
     amid work of the engine: that holds locks, and has told only a part of what it does."""
-    return any(frame.f_globals.get("__name__", "").startswith(_AMID) for frame in callers()[1:])
+    return is_engine(callers()[1:])
+
+
+def is_engine(frames: Iterable[FrameType]) -> bool:
+    """Whether one of these runs code of the engine."""
+    return any(frame.f_globals.get("__name__", "").startswith(_AMID) for frame in frames)
 
 
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]

@@ -263,8 +263,7 @@ class GradientCollector:
             if update:
                 self._early.begin_early(unit, (*pending.fresh, *pending.added))
             del self.pending[unit]
-            with torch.inference_mode(False), torch.no_grad():
-                on_slot, settled = self._hand_over(unit, pending, merge)
+            on_slot, settled = self._hand_over(unit, pending, merge)
             if not on_slot and (merge or self.executor.layout.converts[unit]):
                 self._updater.arrived(unit, Arrived(tuple(pending.fresh), tuple(pending.added)))
             self._told[unit] += 1
@@ -289,6 +288,7 @@ class GradientCollector:
         del self.pending[unit]
         return None
 
+    @torch_private.without_grad
     def _hand_over(self, unit: int, pending: _Pending, merge: bool) -> tuple[bool, bool]:
         """Gathers into the place where the gradients are wanted.
 

@@ -93,7 +93,7 @@ class ModuleHooks:
         def before(called: nn.Module, _args: Any) -> None:
             hooks = me()
             if hooks is not None and id(called) == own:
-                hooks.before_forward(unit)
+                hooks.before_forward(unit, called)
 
         @torch_private.not_compiled
         def after(called: nn.Module, _args: Any, output: Any) -> None:
@@ -143,8 +143,10 @@ class ModuleHooks:
 
     # -- units ----------------------------------------------------------------------------------
 
-    def before_forward(self, unit: int) -> None:
-        """The unit's module is about to run."""
+    def before_forward(self, unit: int, module: nn.Module) -> None:
+        """The unit's module is about to run: maybe called by itself, outside of the model's."""
+        if (self._frames.stack or self._residences.in_use) and self._left_behind(module):
+            self._clear()
         self.catch_up(unit)
         if torch_private.in_backward():
             self._backward.recomputes(unit)
@@ -197,8 +199,20 @@ class ModuleHooks:
         if not self._frames.stack and not self._residences.in_use:
             return
         self._require_trainer()
-        if torch_private.in_backward() or torch_private.in_module():
-            return
+        if not torch_private.in_backward() and not torch_private.in_module():
+            self._clear()
+
+    def _left_behind(self, module: nn.Module) -> bool:
+        """Whether an exception has left open what is open when ``module`` is called: nothing that
+        runs around it has opened it."""
+        if torch_private.in_backward():
+            return False
+        around = torch_private.modules_around(module)
+        found = self._residences.parts.found
+        mine = [found[frame.unit].module for frame in self._frames.stack]
+        return around is not None and not any(m is other for m in mine for other in around)
+
+    def _clear(self) -> None:
         self._leave_frames()
         self._backward.abandon()
         self._residences.reset()

@@ -228,8 +228,7 @@ class Hidden(_Fixed):
         if name == "copy_" and args[0] is args[1]:
             return args[0]
         if getattr(func, "__module__", "") == "torch.nn.init":  # of leaves, outside of any graph
-            with torch.no_grad():
-                return _Operation().run(func, args, kwargs)
+            return torch_private.without_grad(_Operation().run)(func, args, kwargs)
         return _Operation().run(func, args, kwargs)
 
 

@@ -86,7 +86,7 @@ class Residences:
             [u for u, group in enumerate(self.groups) if unit in group]
             for unit in range(len(self.groups))
         ]
-        self.streamed = [not all(self.fixed[m] for m in group) for group in self.groups]
+        self.streamed = [executor.protocol.streams(unit) for unit in range(count)]
         self.uses = [0] * count  # of a unit as a whole
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
         self.current: list[Residence | None] = [None] * count
@@ -278,18 +278,18 @@ class Residences:
         if not self.streamed[unit]:
             return
         if self.uses[unit] == 0:
-            with torch.inference_mode(False), torch.no_grad():
-                self._open(unit)
+            self._open(unit)
         self.uses[unit] += 1
         self.use_here(self.groups[unit])
 
+    @torch_private.without_grad
     def _open(self, unit: int) -> None:
         places, opened = self._need(unit), list[int]()
         try:
             for member, place in zip(self.groups[unit], places, strict=True):
                 if not self.fixed[member]:
-                    self.open[member] += 1
                     opened.append(member)
+                    self.open[member] += 1
                     if self.open[member] == 1:
                         self.places[member] = place
                         self._show(member)
@@ -399,8 +399,8 @@ class Residences:
         if residence is not None:
             watch = torch_private.StorageWatch(residence.storage)
             held = self._held.add(unit, self.place(unit), watch)
-            self.current[unit] = None
             self.by_storage.pop(torch_private.identity(residence.storage), None)
+            self.current[unit] = None
             del residence
             self._held.look(held)
         self.open[unit] = 0

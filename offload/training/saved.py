@@ -165,23 +165,22 @@ class SavedTensors:
         else:
             self._residences.enter(unit)
         try:
-            with torch.inference_mode(False):
-                tensor = self._view(handle)
-                # A graph of the backward itself, or a reader outside of it, may keep the tensor.
-                return tensor.clone() if torch.is_grad_enabled() or not inside else tensor
+            # A graph of the backward itself, or a reader outside of it, may keep the tensor.
+            return self._tensor(handle, copy=torch.is_grad_enabled() or not inside)
         finally:
             if not inside:
                 self._residences.leave(unit)
 
-    def _view(self, handle: WeightHandle) -> torch.Tensor:
+    @torch_private.without_grad
+    def _tensor(self, handle: WeightHandle, *, copy: bool) -> torch.Tensor:
         residence = self._residences.current[handle.unit]
         assert residence is not None
         self._residences.used_here(residence)
-        if not isinstance(handle, CastHandle):
-            return self._residences.view(
-                handle.unit, handle.offset, handle.dtype, handle.shape, handle.stride
-            )
-        assert handle.cast is not None
-        with torch.no_grad(), torch.autocast(residence.views[0].device.type, enabled=False):
+        if isinstance(handle, CastHandle):
+            assert handle.cast is not None
             cast = residence.views[handle.param].to(handle.cast)
             return cast.as_strided(handle.shape, handle.stride, handle.offset)
+        view = self._residences.view(
+            handle.unit, handle.offset, handle.dtype, handle.shape, handle.stride
+        )
+        return view.clone() if copy else view

@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .callers import callers
+from .callers import callers, is_engine
 
 __all__ = ["tree_leaves", "tree_map"]
 
@@ -75,10 +76,26 @@ def in_backward() -> bool:
 def in_module() -> bool:
     """Whether a module's forward, or compiled code, is among this thread's callers."""
     return any(
-        "_call_impl" in frame.f_code.co_name  # of nn.Module, or what dynamo makes of it
-        or frame.f_globals.get("__name__", "").startswith("torch._dynamo")
+        "_call_impl" in frame.f_code.co_name or _is_compiled(frame)  # or what dynamo makes of it
         for frame in callers()
     )
+
+
+def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
+    """The modules that run in this thread around the call of ``module``, which is just about to
+    run; ``None`` where nobody can tell: code of the engine or compiled code is among them."""
+    frames = callers()
+    calls = [n for n, f in enumerate(frames) if f.f_code is torch.nn.Module._call_impl.__code__]
+    if not calls or frames[calls[0]].f_locals["self"] is not module:
+        return None
+    around = frames[calls[0] + 1 :]
+    if any(_is_compiled(frame) for frame in around) or is_engine(around):
+        return None
+    return [frames[n].f_locals["self"] for n in calls[1:]]
+
+
+def _is_compiled(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo")
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -150,8 +167,7 @@ class Watched:
 
     def accept(self) -> None:
         """What it holds now is known."""
-        with torch.inference_mode(False), torch.no_grad():
-            self._known = self._bytes().clone()
+        self._known = without_grad(lambda: self._bytes().clone())()
 
     @property
     def changed(self) -> bool:
@@ -258,6 +274,27 @@ def not_compiled(function: F) -> F:
 
     as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
     return as_it_is  # type: ignore[return-value]
+
+
+def without_grad(function: F) -> F:
+    """Runs ``function`` outside of inference mode and records nothing for a backward.
+
+    Torch's own context managers are Python: a signal handler that raises inside of their
+    ``__enter__`` or ``__exit__`` leaves the user's thread without gradients for good.  Here all is
+    undone by one call of C, between which and the ``finally`` no handler runs.
+    """
+
+    @functools.wraps(function)
+    def quietly(*args: Any, **more: Any) -> Any:
+        guard = torch._C._InferenceMode(False)  # it keeps the grad mode too
+        try:
+            guard.__enter__()
+            torch._C._set_grad_enabled(False)
+            return function(*args, **more)
+        finally:
+            guard.__exit__(None, None, None)
+
+    return quietly  # type: ignore[return-value]
 
 
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:

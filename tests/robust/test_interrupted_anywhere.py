@@ -43,8 +43,9 @@ class Interrupted(BaseException):
 class Tripwire:
     """Raises before line number ``at`` of those that this thread runs in the package; counts.
 
-    Not at the end of a ``with`` block, before its ``__exit__`` is called: the interpreter looks at
-    signals after calls alone, so that no handler can raise there.
+    Not at the end of a ``with`` block, before its ``__exit__`` is called, and not before the first
+    line of a ``finally``: the interpreter looks at signals after calls alone, so that no handler
+    can raise there.
     """
 
     def __init__(self, at: int | None) -> None:
@@ -71,6 +72,8 @@ class Tripwire:
         before, self._last[frame] = self._last.get(frame, 0), frame.f_lineno
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if before > frame.f_lineno and text.lstrip().startswith("with "):
+            return self._line
+        if linecache.getline(frame.f_code.co_filename, frame.f_lineno - 1).strip() == "finally:":
             return self._line
         self.lines += 1
         if self.lines == self.at:

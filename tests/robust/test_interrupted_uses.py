@@ -4,8 +4,10 @@ weights, and what was begun can be done again."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import overspill
 from overspill.schedule.messages import Freed
 from overspill.training.residences import Residences
 from tests.devices import CPU, SIM, normal
-from tests.robust.test_interrupted_anywhere import Interrupted, Tripwire, same, state
+from tests.robust.test_interrupted_anywhere import PACKAGE, Interrupted, Tripwire, same, state
 
 WIDTH = 32
 TIGHT: dict[str, dict[str, Any]] = {
@@ -110,6 +112,23 @@ def test_what_was_interrupted_is_done_again(
         optimizer.close()
 
 
+@pytest.mark.parametrize("place", TIGHT)
+def test_a_use_that_is_interrupted_at_any_line_keeps_no_slot(place: str, tmp_path: Path) -> None:
+    """Room is for two units: a slot that was lost would be missed at once."""
+    model, optimizer = wrapped(tmp_path, place)
+    with optimizer, torch.no_grad():
+        expected, at, reached = state(model), 0, True
+        while reached:
+            at += 1
+            with Tripwire(at) as trip, contextlib.suppress(Interrupted):
+                model[1](torch.ones(4, WIDTH))
+            reached = trip.where != "not reached"
+            for number in (3, 0, 1, 4, 2):
+                model[number](torch.ones(4, WIDTH))
+        assert at > 100
+        assert same(expected, state(model))
+
+
 def test_closing_amid_materialized_leaves_ordinary_weights() -> None:
     model = build()
     optimizer = overspill.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), device=CPU)
@@ -157,3 +176,63 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
         optimizer.commit()
         weights = executor._machine.weights
         assert not any(item.kept for item in weights.units)
+
+
+MODES_OF_TORCH = ("autograd/grad_mode.py", "amp/autocast_mode.py")
+
+
+def used_in_all_ways(model: nn.Module, optimizer: Any) -> None:
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(normal(0, 4, WIDTH)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    model.load_state_dict(model.state_dict())
+    param = next(iter(model.parameters()))
+    nn.init.zeros_(param)
+    param.data.add_(1)
+    with overspill.materialized(model, writeback=True):
+        param.data.add_(1)
+
+
+def test_no_mode_of_torch_is_left_behind(tmp_path: Path) -> None:
+    """A signal handler that raises while torch switches a mode for the engine: the thread has the
+    mode of before.  (Not what torch's own functions switch for themselves.)"""
+    at, reached, seen = 0, True, 0
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        name, caller = frame.f_code.co_filename, frame.f_back
+        if not name.endswith(MODES_OF_TORCH):
+            return None
+        while caller is not None and caller.f_code.co_filename.endswith(MODES_OF_TORCH):
+            caller = caller.f_back
+        assert caller is not None
+        return in_a_mode if caller.f_code.co_filename.startswith(PACKAGE) else None
+
+    def in_a_mode(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen, reached
+        if event in ("line", "return"):
+            seen += 1
+            if seen == at:
+                reached = True
+                sys.settrace(None)
+                raise Interrupted
+        return in_a_mode
+
+    while reached:
+        at, reached, seen = at + 1, False, 0
+        (tmp_path / str(at)).mkdir()
+        model, optimizer = wrapped(tmp_path / str(at), "device")
+        with optimizer:
+            sys.settrace(traced)
+            try:
+                with contextlib.suppress(Interrupted):
+                    used_in_all_ways(model, optimizer)
+            finally:
+                sys.settrace(None)
+            assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), at
+            assert not torch.is_autocast_enabled("cpu"), at
+        assert reached or seen == at - 1
+    assert at > 5

@@ -181,6 +181,7 @@ def test_an_interrupted_read_of_weights_harms_nothing(tmp_path: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert torch.is_grad_enabled()
     assert stopped > 20
     for name, value in ends[0].items():
         assert torch.equal(ends[1][name], value), name

@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,41 @@ def test_what_is_not_compiled_runs_as_it_is() -> None:
     assert compiled(torch.ones(2)).tolist() == [9.0, 9.0]
     assert compiled(torch.zeros(2)).tolist() == [3.0, 3.0]
     assert seen == [False, False]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_without_grad_leaves_the_modes_as_they_were(grad: bool, inference: bool) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    @private.without_grad
+    def inside(fails: bool) -> tuple[bool, bool]:
+        if fails:
+            raise KeyboardInterrupt
+        return modes()
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        before = modes()
+        assert inside(False) == (False, False)
+        assert modes() == before
+        with pytest.raises(KeyboardInterrupt):
+            inside(True)
+        assert modes() == before
+
+
+def test_modules_around_a_call() -> None:
+    found: list[Any] = []
+
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    inner = Inner(1, 1)
+    inner.register_forward_pre_hook(lambda m, _: found.append(private.modules_around(m)))
+    outer = nn.Sequential(nn.Sequential(inner))
+    inner(torch.ones(1))
+    outer(torch.ones(1))
+    assert found[0] == []
+    assert found[1] == [outer[0], outer]
+    assert private.modules_around(inner) is None  # it is not being called
