@@ -6,7 +6,7 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from .api import plan, resume, unwrap, wrap
+from .api import materialized, plan, resume, unwrap, wrap
 from .config import OffloadConfig
 from .errors import BudgetError, CorruptionError, IoError, OffloadError
 from .facts.machine import Machine
@@ -16,7 +16,6 @@ from .facts.tier import Tier
 from .optimizer import OffloadedOptimizer, accumulate
 from .planning.plan import Plan
 from .state.loading import empty_init
-from .state.model_state import materialized
 
 __version__ = "0.1.0"
 

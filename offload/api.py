@@ -1,10 +1,11 @@
-"""``plan``, ``wrap``, ``resume`` and ``unwrap``: what users call first."""
+"""``plan``, ``wrap``, ``resume``, ``unwrap`` and ``materialized``: what users call first."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from .facts.rates import Rates
 from .io_engine import own_store
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
-from .wrapping import let_go, resumed, wrapped
+from .wrapping import resumed, wrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -230,11 +231,23 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
-    engine.settle()  # also ends what an exception has left of ``materialized``
-    values = [engine.weights.read(index) for index in range(len(engine.parts.parameters))]
-    for p in engine.parts.parameters:
-        p.grad = None
-    engine.residences.give_away(values)
-    let_go(model, engine)
+    engine.give_back()
     engine.close()
     return model
+
+
+@contextmanager
+def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
+    """Gives every parameter its full, current weight, for code that reads or edits ``p.data``.
+
+    Needs memory for the whole model on its device.  With ``writeback`` what was edited becomes
+    the new weights (and masters); without, edits are dropped.
+
+    Raises:
+        OffloadError: the model is not wrapped, or is running.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadError("the model is not wrapped by overspill")
+    with engine.materialized(writeback=writeback):
+        yield model

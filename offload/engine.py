@@ -1,4 +1,4 @@
-"""The composition root: builds the parts for one model, owns their lifetime, and runs the step."""
+"""The composition root: one wrapped model, its parts put together at once, and ended at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -16,40 +16,31 @@ from torch import nn
 from .durable.committing import Committing
 from .durable.meta import random_states
 from .errors import OffloadError
-from .facts.trace import Trace
-from .io_engine import OwnedStore
+from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
-from .movement.accelerators.base import Accelerator
-from .movement.direct import DirectAccess
-from .movement.executor import Executor
-from .movement.memory import Memory
-from .movement.store import Store
-from .movement.updates import Updater
-from .optim import set_threads
-from .planning.blueprint import Blueprint
 from .planning.bounds import lane_seconds
-from .planning.plan import host_grad_dtype
-from .schedule.describe import item_of
-from .schedule.ledger import Ledger
-from .schedule.messages import Adopt, Freed
-from .state.contents import Contents, Parts
+from .schedule.units import ParamSpec
+from .state.edits import Edits
+from .state.homes import Homes
+from .state.materializing import Materializing
+from .state.model_state import StateHooks
+from .state.torch_state import OptimizerState
 from .state.weight_access import Weights
 from .training.backward import Backward
 from .training.callers import amid_engine
-from .training.gradient_tensor import OffloadedGradient
+from .training.early import Early
+from .training.frames import Frames
+from .training.gradient_door import GradientDoor, gradients_by
 from .training.gradients import GradientCollector
 from .training.held_gradients import HeldGradients
-from .training.held_slots import HeldSlots
 from .training.hooks import ModuleHooks
+from .training.landing import Landing
 from .training.modelled_compute import ModelledCompute
-from .training.ranges import ProfilerRanges
 from .training.residences import Residences
-from .training.roster import Roster
 from .training.saved import SavedTensors
-from .training.stepping import Stepping, judges
-from .training.torch_private import StorageWatch, in_backward
-from .training.trainer import Trainer
+from .training.showing import Showing
+from .training.stepping import Stepping
 
 log = logging.getLogger("overspill")
 ATTRIBUTE = "_overspill_engine"
@@ -67,351 +58,216 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[Mapping[str, Any]],
-        blueprint: Blueprint,
-        accelerator: Accelerator,
-        calibration: Calibration | None = None,
-        store: OwnedStore | None = None,
+        groups: Sequence[dict[str, Any]],
+        homes: Homes,
+        calibration: Calibration | None,
+        hooks: list[Removable],
     ) -> None:
-        """``store``: one of the very same layout, to go on in."""
-        assert blueprint.plan.detail.layout is not None
-        self.model, self.groups, self.blueprint = model, groups, blueprint
-        self.config, self.parts, self.layout = (
-            blueprint.config, blueprint.parts, blueprint.plan.detail.layout
+        """``hooks``: gets what is installed, as soon as it is."""
+        machinery, contents, trainer = homes.machinery, homes.contents, homes.trainer
+        config, blueprint, parts = machinery.config, machinery.blueprint, machinery.parts
+        executor, updater, ledger = machinery.executor, machinery.updater, machinery.ledger
+        accelerator, writer = machinery.accelerator, machinery.store.writer
+        # What a part asks of another it gets when it is made; so they follow from below.
+        residences = Residences(parts, executor, accelerator, homes.held_slots, homes.stubs)
+        machinery.when_still(residences.close)
+        backward = Backward(residences, machinery.trace)
+        saved = SavedTensors(residences, ledger.versions, backward)
+        frames = Frames(residences, saved, backward, trainer)
+        showing = Showing(residences, executor, ledger)
+        landing = Landing(config, executor, updater)
+        committing = None
+        if writer is not None:
+            committing = Committing(model, groups, machinery, writer, showing, landing, contents)
+        edits = Edits(executor, frames, showing, landing, machinery.direct, committing)
+        weights = Weights(residences, showing, contents, ledger, frames, trainer, edits)
+        residences.install(weights)
+        showing.hide_all()
+        early = Early(
+            config, blueprint.update, groups, ledger, updater, residences, saved, showing, landing,
+            committing,
         )  # fmt: skip
-        self.accelerator = accelerator
-        self.trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
-        self.closed = self.materialized = self.returning = False
-        self.roster = Roster(model, groups)
-        self.trainer = Trainer()
-        self._owner = os.getpid()
-        self.state_hooks: Removable  # set by wrap, taken away by unwrap
-        self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
-        self._unit_place: dict[int, tuple[int, int]] = {}
-        rates, links = self.config.rates, blueprint.plan.link_bytes
+        door = GradientDoor()
+        collector = GradientCollector(
+            ledger, updater, residences, backward, early,
+            blueprint.update == "backward" and config.accumulate == 1,
+            gradients_by(door, parts, config.accumulate),
+        )  # fmt: skip
+        while_open: list[Removable] = [collector]
+        hooks.append(collector)
+        held = HeldGradients(
+            config, parts, ledger, accelerator, machinery.direct, machinery.memory.arenas, updater,
+            collector, early,
+        )  # fmt: skip
+        door.open(held)
+        stepping = Stepping(
+            blueprint, groups, ledger, updater, residences, backward, showing, landing, early,
+            collector, committing, weights.renew, lambda: random_states(accelerator.device),
+        )  # fmt: skip
+        materializing = Materializing(machinery, residences, showing, weights)
+        loop = Loop(
+            model, groups, machinery, trainer, frames, residences, showing, landing, weights,
+            materializing, early, collector, held, stepping, committing,
+        )  # fmt: skip
+        backward.when_begun(loop.backward_begins)
+        backward.when_over(loop.backward_over)
+        hooks.append(ModuleHooks(model, residences, backward, frames, machinery.trace, loop))
+        if (flops_s := accelerator.limits.device_flops_s) is not None:
+            while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
+            hooks.append(while_open[-1])
+        hooks.append(StateHooks(model, machinery, weights, showing, trainer, committing))
+        links, rates = blueprint.plan.link_bytes, config.rates
         needed_s = {} if rates is None else lane_seconds(links, rates)
-        self.figures = StepFigures(self.trace, needed_s, calibration)
-        self.memory: Memory  # taken first
-        self._found = store
-        self.store: Store | None = None
-        self.committing: Committing | None = None
-        self.modelled: ModelledCompute | None = None
-        self._build()
+        self.model, self.machinery = model, machinery
+        self.figures = StepFigures(machinery.trace, needed_s, calibration)
+        self.state = OptimizerState(
+            model, groups, machinery, contents, weights, showing, edits, loop.settle
+        )
+        self._loop, self._weights, self._contents = loop, weights, contents
+        self._residences, self._materializing = residences, materializing
+        self._door, self._owner = door, os.getpid()
+        # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
+        self._while_open, self._hooks = while_open, hooks
 
-    # -- construction ---------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        """Takes memory and disk, and starts the threads.  On an error nothing stays behind."""
+    @classmethod
+    def open(
+        cls,
+        model: nn.Module,
+        groups: Sequence[dict[str, Any]],
+        homes: Homes,
+        calibration: Calibration | None = None,
+    ) -> Engine:
+        """Hooks up a model whose weights and state are in their homes.  After an error no hooks are
+        left; the homes are the caller's to close."""
+        hooks: list[Removable] = []
         try:
-            regions = self.layout.regions
-            self.memory = Memory(self.blueprint.budgets, regions, self.accelerator)
-            self.store = self._open_store()
-            self.trace.tiers = self.memory.for_trace()
-            self._start(self.store)
-        except BaseException:
-            self._release()
-            raise
-
-    def _open_store(self) -> Store:
-        disk_bytes = self.blueprint.plan.disk_bytes
-        if disk_bytes and self.config.nvme is not None:
-            self.memory.reserve_disk(disk_bytes)
-        return Store(
-            self.config,
-            self.layout,
-            disk_bytes,
-            self._found,
-            self.memory.lease,
-            self.accelerator.limits,
-        )
-
-    def _start(self, store: Store) -> None:
-        config, layout, device = self.config, self.layout, self.accelerator.device
-        if config.threads is not None:
-            set_threads(config.threads)
-        update = self.blueprint.update
-        self.updater = Updater(
-            layout, self.memory.arenas, self.blueprint.rules, self.ledger, config.accumulate,
-            judges(config, update),
-        )  # fmt: skip
-        trainer, held_slots = self.trainer, HeldSlots()
-
-        def before_asking() -> Iterator[Freed]:
-            trainer.require()
-            return held_slots.freed()
-
-        store.begin(self._facts(), self.trace)
-        self.executor = Executor(
-            layout, self.memory.arenas, self.accelerator, store.disk, store.extents, self.trace,
-            self.updater.work_on, self.updater.visit, self.ledger, before_asking,
-            check=os.environ.get("OVERSPILL_VALIDATE") == "1",
-            commits=store.writer,
-        )  # fmt: skip
-        self.direct = DirectAccess(layout, self.executor, store.io, store.extents)
-        self.contents = Contents(layout, self.memory.arenas, self.direct)
-        self.residences = Residences(self.parts, self.executor, self.accelerator, held_slots)
-        self.backward = Backward(
-            self.residences, self.trace, lambda: self.weights.settle(), self._backward_over
-        )
-        self.saved = SavedTensors(
-            self.residences, self.ledger.versions, self._index_of, self.backward.enter
-        )
-        self.stepping = Stepping(
-            config, update, self.groups, self.ledger, self.executor, self.updater,
-            self.residences, self.saved, self.backward,
-            lambda: random_states(device),
-        )  # fmt: skip
-        if store.writer is not None:
-            self.committing = self.stepping.committing = Committing(
-                self.model, self.groups, config, device, self.ledger, self.executor,
-                self.stepping, self.direct, self.contents, store.writer,
-            )  # fmt: skip
-        for unit in self.parts.units:
-            for place, (_, spec) in enumerate(unit.params):
-                self._unit_place[id(self.parts.parameters[spec.index])] = (unit.index, place)
-
-    def _facts(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "optimizer": self.blueprint.rules[0].name,
-            "precision": config.precision, "master": config.master, "moments": config.moments,
-            "names": None if config.units is None else list(config.units),
-        }  # fmt: skip
-
-    def adopt(self) -> None:
-        """Takes weights and state over as the last commit of the store that was opened again has
-        them."""
-        assert self._found is not None and self.committing is not None
-        generation = self._found.last()
-        for item, role in zip(self._found.layout.items, generation.roles, strict=True):
-            key = item_of(item.key)
-            self.executor.tell(Adopt(key, role))
-            self.direct.reload(key)
-        self.committing.adopt(generation.meta)
-
-    def install(self) -> None:
-        """Hooks up the model, once all homes are filled."""
-        self.weights = Weights(
-            self.parts, self.executor, self.residences, self.stepping, self.contents, self.ledger,
-            self.editing, lambda: self.hooks.tidy(), self.trainer.require,
-        )  # fmt: skip
-        if self.committing is not None:
-            self.committing.follow(self.weights.settle, self.weights.renew)
-        self.residences.install(self.weights)
-        self.stepping.hide_all()
-        _live.add(self)
-        me = weakref.ref(self)  # p.grad must not keep the engine: such a ring is never collected
-
-        def alive() -> HeldGradients:
-            engine = me()
-            if engine is None or engine.closed:
-                raise OffloadError("the engine of this gradient is closed")
-            return engine.held
-
-        self._gradients = alive
-        transient = self.blueprint.update == "backward" and self.config.accumulate == 1
-        self.collector = GradientCollector(
-            self.parts, self.ledger, self.executor, self.accelerator, self.updater, self.backward,
-            self.stepping, transient, self._make_grad,
-        )  # fmt: skip
-        self.stepping.collector = self.collector
-        self.held = HeldGradients(
-            self.config, self.parts, self.ledger, self.accelerator, self.direct, self.memory.arenas,
-            self.updater, self.collector, self.stepping,
-        )  # fmt: skip
-        self.hooks = ModuleHooks(
-            self.model, self.residences, self.saved, self.backward, self.trace,
-            self.executor.raise_failure, self.trainer.require, self._before_forward, self._catch_up,
-            self.stepping.hide_all,
-        )  # fmt: skip
-        if self.committing is not None:
-            self.committing.ready()
-        flops_s = self.accelerator.limits.device_flops_s
-        if flops_s is not None:
-            executor = self.executor
-            self.modelled = ModelledCompute(
-                self.model, self.parts, flops_s, lambda: executor.waited_ns
+            engine = cls(model, groups, homes, calibration, hooks)
+            _live.add(engine)
+            # Found on the instance, these refuse copies and pickles of the model before they begin.
+            model.__dict__.update(
+                {
+                    ATTRIBUTE: engine,
+                    "__deepcopy__": engine.__deepcopy__,
+                    "__reduce_ex__": engine.__reduce_ex__,
+                }
             )
+        except BaseException:
+            for each in hooks:
+                each.remove()
+            raise
+        return engine
 
-    def _index_of(self, p: torch.Tensor) -> tuple[int, int] | None:
-        found = self._unit_place.get(id(p))
-        if found is None or not self.residences.streamed[found[0]]:
-            return None
-        return found
+    def let_go(self) -> None:
+        """Takes hooks and marks from the model."""
+        for each in self._hooks:
+            each.remove()
+        for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
+            self.model.__dict__.pop(name, None)
 
-    def _catch_up(self, unit: int) -> None:
-        self.trainer.claim()
-        self.direct.finish()
-        self.weights.settle(self.residences.groups[unit])
-        if self.committing is not None and torch.is_grad_enabled() and not in_backward():
-            self.committing.seal()  # where parts of the model are called, and not the whole
-        self.stepping.show(unit)
-
-    def _before_forward(self) -> None:
-        """A forward of the whole model begins."""
-        self.trainer.claim()
-        self.direct.finish()
-        if torch.is_grad_enabled():
-            self.roster.check()
-        self.weights.settle()
-        self.residences.refuse_edits()
-        if self.committing is not None:
-            self.committing.require_whole()
-            if torch.is_grad_enabled():
-                self.committing.seal()
-
-    # -- gradients ------------------------------------------------------------------------------
-
-    def _make_grad(self, index: int) -> OffloadedGradient:
-        p = self.parts.parameters[index]
-        dtype = host_grad_dtype(p.dtype, self.config.accumulate)
-        if dtype != p.dtype:
-            p.grad_dtype = None  # type: ignore[assignment]
-        return OffloadedGradient(p, dtype, index, self._gradients)
-
-    def _backward_over(self) -> None:
-        if self.executor.failed or self.closed:
-            return
-        self.stepping.hide_all()  # what a checkpoint has shown again
-        self.collector.deliver_all()
-        self.held.renew()
-        if self.collector.appeared_any:  # else it was an autograd.grad of something else
-            self.collector.appeared_any = False
-            self.stepping.backward_over()
-        self.trace.compute_pause()
-
-    # -- the step -------------------------------------------------------------------------------
+    # -- training -------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
-        self.trainer.claim()
-        self.raise_if_unusable()
-        self.hooks.tidy()
-        self.direct.finish()
-        self.roster.check()
-        self.weights.settle()
-        self.weights.refuse_joined()
-        if self.committing is not None:
-            self.committing.require_whole()
-        self.trace.compute_pause()
-        self.held.settle()
-        self.stepping.step()
-        self.weights.settle()  # whoever has a tensor over a weight sees what it is now
+        self._loop.step()
         self.figures.taken(self.step_count)
 
     @property
     def step_count(self) -> int:
         """Steps taken."""
-        return self.ledger.count
+        return self.machinery.ledger.count
 
-    def settle(self) -> None:
-        """Waits for all updates, and until nothing moves; caches are dropped."""
-        self.raise_if_unusable()
-        self.hooks.tidy()
-        self.weights.settle()
-        self.stepping.land()
-        self.direct.settle()
+    def declared(self, final: bool) -> AbstractContextManager[None]:
+        """Inside, every backward is (or is not) the last one of the step."""
+        return self._loop.declared(final)
 
-    @contextmanager
-    def editing(self, parts: Parts) -> Iterator[Callable[[int], None]]:
-        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
-        after the last step.  Gives what is to be called with a unit that was given values that are
-        not finite."""
-        self.executor.raise_failure()
-        self.hooks.tidy()
-        for unit in parts:
-            self.stepping.refuse_edit(unit)
-        self.stepping.land()
-        self.direct.settle()
-        if self.committing is None:
-            yield lambda unit: None
-        else:
-            with self.committing.editing(parts) as spoil:
-                yield spoil
+    def commit(self, what: str = "commit") -> None:
+        """See ``OffloadedOptimizer.commit``; ``what`` the user has called."""
+        self._loop.commit(what)
 
-    def spoiled(self, unit: int) -> None:
-        """A unit was wrapped with values that are not finite."""
-        if self.committing is not None:
-            self.committing.spoil(unit)
+    def rollback(self) -> Any:
+        """See ``OffloadedOptimizer.rollback``."""
+        return self._loop.rollback()
+
+    def restart(self) -> Any:
+        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        return self._loop.restart()
 
     # -- state of the whole ---------------------------------------------------------------------
 
-    def dematerialize(self) -> None:
-        """The end of ``materialized``.  ``returning`` was set before: where an exception cuts this
-        off, the next use does it again."""
-        if not self.closed:
-            self.residences.take_back(self.weights, self.stepping.hidden)
-        self.materialized = self.returning = False
+    def settle(self) -> None:
+        """Waits for all updates, and until nothing moves; caches are dropped."""
+        self._loop.settle()
 
-    def raise_if_unusable(self) -> None:
-        """Raises after ``close``, after a failure, and inside ``materialized``."""
-        if self.returning:
-            self.dematerialize()
-        if self.materialized:
-            raise OffloadError("the model is materialized; leave the `with` block before training")
-        self.executor.raise_failure()
-        self.trainer.require()
+    def load_state(self, state_dict: Mapping[str, Any]) -> None:
+        """See ``OffloadedOptimizer.load_state_dict``."""
+        self._loop.require_usable()
+        self.state.from_torch(state_dict)
 
-    def _release(self) -> None:
-        """Ends and frees all; what fails on the way keeps nothing after it from its end."""
-        watches: list[StorageWatch] = []
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that the engine has, in the order of their indices."""
+        return self.machinery.parts.parameters
 
-        def hide() -> None:
-            if hasattr(self, "residences"):
-                watches.extend(self.residences.close())
+    @property
+    def trained(self) -> list[ParamSpec]:
+        """The parameters that are trained, in the order in which ``masters`` gives them."""
+        chunks = (chunk for unit in self.machinery.parts.units for chunk in unit.chunks)
+        return [spec for chunk in chunks if chunk.group is not None for spec in chunk.params]
 
-        with ExitStack() as stack:  # from the last to the first
-            if hasattr(self, "memory"):
-                stack.callback(lambda: self.memory.close(watches))
-            stack.callback(self.accelerator.close)
-            stack.callback(hide)
-            for part in (
-                self.store,
-                getattr(self, "executor", None),
-                getattr(self, "direct", None),
-            ):
-                if part is not None:
-                    stack.callback(part.close)
-            if self.modelled is not None:
-                stack.callback(self.modelled.remove)
+    def read(self, index: int) -> torch.Tensor:
+        """A copy of a parameter's current weight."""
+        return self._weights.read(index)
+
+    def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """The exact fp32 value of every trained parameter, unit by unit."""
+        self.settle()
+        for unit in self.machinery.parts.units:
+            yield from self._contents.masters(unit.index)
+
+    @contextmanager
+    def materialized(self, *, writeback: bool) -> Iterator[None]:
+        """See ``overspill.materialized``."""
+        self._loop.require_usable()
+        with self._materializing.all(writeback=writeback):
+            yield
+
+    def give_back(self) -> None:
+        """All parameters are ordinary ones again, with their weights; to be closed then."""
+        self.settle()  # also ends what an exception has left of ``materialized``
+        values = self._weights.read_all()
+        for p in self.parameters:
+            p.grad = None
+        self._residences.give_away(values)
+        self.let_go()
+
+    # -- the end --------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends all threads, frees all memory and disk.  A second call does nothing, nor does one in
         a forked child: all that is its parent's."""
-        if self.closed or os.getpid() != self._owner:
+        if self.machinery.closed or os.getpid() != self._owner:
             return
         if threading.current_thread().name.startswith("overspill") or amid_engine():
             # The collector, or a signal handler, has come by on a thread of the engine's own, or
             # where the engine holds a lock: neither can wait for itself.
             threading.Thread(target=self.close, name="closes-overspill").start()
             return
-        if self.materialized and self.committing is not None:
-            log.warning(
-                "overspill: closed while the model is materialized; the store keeps the last commit"
-            )
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.figures.last.step_s, self.figures.last.explain(),
             )  # fmt: skip
-        self.trainer.closes()
         try:
-            if self.committing is not None and not (self.executor.failed or self.materialized):
-                self.weights.settle()
-                self.committing.close()
+            self._loop.end()
         finally:
-            self.closed = True
-            self.collector.remove()
-            self._release()
+            self._door.close()
+            for each in self._while_open:
+                each.remove()
+            self.machinery.close()
 
     def forked(self) -> None:
         """This is a forked child: nothing of the engine works here, its memory least of all."""
-        self.residences.close()
-
-    def discard(self) -> None:
-        """As ``close``, for an engine that was never installed."""
-        self.closed = True
-        self._release()
+        self._residences.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise OffloadError(
@@ -433,7 +289,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     return engine
 
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()  # installed
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that a fork must not take along
 
 
 def _forked() -> None:

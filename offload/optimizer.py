@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .durable.committing import Committing
 from .durable.export import export_store
 from .engine import Engine
 from .errors import OffloadError
@@ -21,9 +20,8 @@ from .observe.export import save_trace
 from .planning.plan import Plan
 from .state.importing import open_state
 from .state.lazy_state import LazyState
-from .state.torch_state import load_torch_state, torch_state
 from .training import torch_private
-from .training.callers import amid_engine
+from .training.callers import refuse_reentry
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -36,7 +34,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.param_groups = inner.param_groups
-        self.state = LazyState(engine)  # type: ignore[assignment]
+        self.state = LazyState(engine.state)  # type: ignore[assignment]
         for before in torch_private.step_hooks(inner, before=True):
             self.register_step_pre_hook(before)
         for after in torch_private.step_hooks(inner, before=False):
@@ -82,7 +80,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             OffloadError: ``final=False``, but the run keeps no gradients between micro-steps.
         """
-        with self._engine.stepping.declared(final):
+        with self._engine.declared(final):
             yield
 
     @property
@@ -99,7 +97,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OffloadError: there is no durable store, or the step is not whole.
             IoError: the disk refused; the commit before it is whole.
         """
-        self._committing("commit").commit()
+        refuse_reentry()
+        self._engine.commit()
 
     def rollback(self) -> Any:
         """Goes back to the last commit: weights, state, step counts and hyper-parameters.
@@ -109,25 +108,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Returns:
             What ``extra`` gave when that commit was sealed.
         """
-        return self._committing("rollback").rollback()
-
-    def _committing(self, what: str) -> Committing:
-        _refuse_reentry()
-        self._engine.raise_if_unusable()
-        self._engine.hooks.tidy()
-        if self._engine.committing is None:
-            raise OffloadError(
-                f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
-                "durable=True"
-            )
-        return self._engine.committing
+        refuse_reentry()
+        return self._engine.rollback()
 
     # -- observing ------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
         """The plan that this run follows."""
-        return self._engine.blueprint.plan
+        return self._engine.machinery.blueprint.plan
 
     @property
     def stats(self) -> Stats:
@@ -137,11 +126,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def memory(self) -> Mapping[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
-        return self._engine.memory.stats()
+        return self._engine.machinery.memory.stats()
 
     def trace(self, path: str | Path) -> None:
         """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
-        save_trace(self._engine.trace, Path(path))
+        save_trace(self._engine.machinery.trace, Path(path))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -150,7 +139,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Before the first step there is none, so the dict is small.  Needs memory for all moments.
         """
-        return torch_state(self._engine, self.param_groups)
+        return self._engine.state.to_torch()
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str]
@@ -168,7 +157,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if isinstance(state_dict, (str, os.PathLike)):
             state_dict = open_state(Path(state_dict), self._engine.model, self.param_groups)
-        load_torch_state(self._engine, self.param_groups, state_dict)
+        self._engine.load_state(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once wrapped: the plan is made for the groups that were there."""
@@ -190,11 +179,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 store; nothing was written.
         """
         engine = self._engine
-        self._committing("save").commit()
+        refuse_reentry()
+        engine.commit("save")
         to_json = getattr(getattr(engine.model, "config", None), "to_json_string", None)
         text = None if to_json is None else str(to_json())
-        assert engine.config.nvme is not None
-        export_store(engine.config.nvme, Path(path), config=text)
+        folders = engine.machinery.config.nvme
+        assert folders is not None
+        export_store(folders, Path(path), config=text)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -207,16 +198,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _refuse_reentry() -> None:
-    """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
-    that holds locks, and has told only a part of what it does."""
-    if amid_engine():
-        raise OffloadError(
-            "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
-            "set a flag there, and look at it between steps"
-        )
 
 
 @contextmanager

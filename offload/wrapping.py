@@ -12,18 +12,20 @@ from torch import nn
 
 from .config import OffloadConfig
 from .decide import calibrated, decide
+from .durable.committing import adopt
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
-from .engine import ATTRIBUTE, Engine
+from .engine import Engine, engine_of
 from .errors import BudgetError
 from .io_engine import OwnedStore
+from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
 from .state.filling import Taken, fill
+from .state.homes import Homes
 from .state.importing import open_weights
 from .state.loading import match_files
-from .state.model_state import StateHooks
 from .training import torch_private
 
 log = logging.getLogger("overspill")
@@ -51,13 +53,14 @@ def wrapped(
         raise_shortfall(blueprint.plan)
         if config.weights is not None:
             match_files(open_weights(config.weights), model, blueprint.parts)
-        engine = Engine(model, optimizer.param_groups, blueprint, accelerator, calibration)
+        homes = Homes.open(blueprint, accelerator)
     except BaseException:
         accelerator.close()
         raise
-    with undone(model, engine) as taken:
-        fill(model, optimizer, engine, taken)
-        made = install(model, optimizer, engine)
+    with undone(model, optimizer, homes) as taken:
+        fill(model, optimizer, homes, taken)
+        engine = Engine.open(model, optimizer.param_groups, homes, calibration)
+        made = _handed_out(optimizer, engine)
     optimizer.state.clear()
     return made
 
@@ -66,24 +69,24 @@ def resumed(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> tuple[OffloadedOptimizer, Any]:
     """See ``resume``."""
-    engine = _engine_over(store, model, optimizer, config)
-    with undone(model, engine) as taken:
+    homes, calibration = _homes_over(store, model, optimizer, config)
+    with undone(model, optimizer, homes) as taken:
         taken.note()
         taken.move_buffers()
-        for unit in engine.parts.units:
+        for unit in homes.machinery.parts.units:
             taken.free(unit, theirs=False)
-        engine.adopt()
-        made = install(model, optimizer, engine)
-        assert engine.committing is not None
-        extra = engine.committing.restart()
+        adopt(model, optimizer.param_groups, homes.machinery)
+        engine = Engine.open(model, optimizer.param_groups, homes, calibration)
+        made = _handed_out(optimizer, engine)
+        extra = engine.restart()
     optimizer.state.clear()
     return made, extra
 
 
-def _engine_over(
+def _homes_over(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
-) -> Engine:
-    """An engine over the store, or over a copy of it where ``config`` names other directories."""
+) -> tuple[Homes, Calibration | None]:
+    """Homes over the store, or over a copy of it where ``config`` names other directories."""
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, calibration = calibrated(model, optimizer, config, accelerator)
@@ -94,9 +97,7 @@ def _engine_over(
         check_fits(store, blueprint.plan.detail.layout, blueprint.rules[0].name, cuts=not moves)
         raise_shortfall(blueprint.plan)
         if not moves:
-            return Engine(
-                model, optimizer.param_groups, blueprint, accelerator, calibration, store=store
-            )
+            return Homes.open(blueprint, accelerator, store), calibration
         assert config.nvme is not None
         with move_store(
             store,
@@ -105,18 +106,16 @@ def _engine_over(
             blueprint.plan.detail.layout,
             blueprint.plan.disk_bytes,
         ) as copy:
-            return Engine(
-                model, optimizer.param_groups, blueprint, accelerator, calibration, store=copy
-            )
+            return Homes.open(blueprint, accelerator, copy), calibration
     except BaseException:
         accelerator.close()
         raise
 
 
 @contextmanager
-def undone(model: nn.Module, engine: Engine) -> Iterator[Taken]:
-    """If the block, which wraps the model, raises, the model is as it was, and the engine ends."""
-    taken = Taken(model, engine)
+def undone(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes) -> Iterator[Taken]:
+    """If the block, which wraps the model, raises, the model is as it was, and the homes go."""
+    taken = Taken(model, optimizer.param_groups, homes)
     try:
         yield taken
     except BaseException:
@@ -125,45 +124,26 @@ def undone(model: nn.Module, engine: Engine) -> Iterator[Taken]:
         except BaseException as error:
             log.warning("overspill: weights cannot be read back: %s", error)
         try:
-            let_go(model, engine)
-            engine.discard()
+            if (engine := engine_of(model)) is not None:
+                engine.let_go()
+            homes.machinery.close()
         finally:
             taken.give_back()
         raise
 
 
-def install(
-    model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine
-) -> OffloadedOptimizer:
-    """Hooks up a model whose weights and state are in their homes, and hands out the optimizer."""
+def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOptimizer:
+    """What the user gets."""
     torch_private.tell_if_untried(torch.__version__)
-    engine.install()
-    engine.state_hooks = StateHooks(engine)
-    log.info("overspill: %s", engine.blueprint.plan)
-    if engine.config.verbose:
-        for name, home in engine.blueprint.plan.placement.items():
+    plan, config = engine.machinery.blueprint.plan, engine.machinery.config
+    log.info("overspill: %s", plan)
+    if config.verbose:
+        for name, home in plan.placement.items():
             grads = "on arrival" if home.grads is None else home.grads.value
             state = ", ".join(dict.fromkeys(tier.value for tier in home.state)) or "none"
             log.info(
                 "overspill: unit %s: weights %s%s, gradients %s, state %s",
                 name, home.weights.value, " (resident)" if home.resident else "", grads, state,
             )  # fmt: skip
-    # Found on the instance, these refuse copies and pickles of the model before they begin.
-    model.__dict__.update(
-        {
-            ATTRIBUTE: engine,
-            "__deepcopy__": engine.__deepcopy__,
-            "__reduce_ex__": engine.__reduce_ex__,
-        }
-    )
     torch_private.count_step(optimizer)
     return OffloadedOptimizer(engine, optimizer)
-
-
-def let_go(model: nn.Module, engine: Engine) -> None:
-    """Takes hooks and marks from the model; also after a part of ``install``."""
-    for part in ("hooks", "collector", "state_hooks"):
-        if hasattr(engine, part):
-            getattr(engine, part).remove()
-    for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
-        model.__dict__.pop(name, None)

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..movement.commit_writer import CommitWriter
-from ..movement.direct import DirectAccess
-from ..movement.executor import Executor
+from ..movement.machinery import Machinery
+from ..schedule.describe import item_of
 from ..schedule.ledger import Ledger, Prepared
-from ..schedule.messages import Judged, Key, Kind, Until
+from ..schedule.messages import Adopt, Judged, Key, Kind, Until
 from ..state.contents import STATE, Contents, Parts
-from ..training.stepping import Stepping
+from ..state.edits import spoil
+from ..training.landing import Landing
+from ..training.showing import Showing
 from .meta import (
     check_buffers,
     check_readable,
@@ -53,47 +54,29 @@ class Committing:
         self,
         model: nn.Module,
         groups: Sequence[Mapping[str, Any]],
-        config: OffloadConfig,
-        device: torch.device,
-        ledger: Ledger,
-        executor: Executor,
-        stepping: Stepping,
-        direct: DirectAccess,
-        contents: Contents,
+        machinery: Machinery,
         writer: CommitWriter,
+        showing: Showing,
+        landing: Landing,
+        contents: Contents,
     ) -> None:
-        self._model, self._groups, self._config, self._device = model, groups, config, device
-        self._ledger, self._executor = ledger, executor
-        self._stepping, self._direct, self._contents = stepping, direct, contents
-        self._writer = writer
+        self._model, self._groups, self._config = model, groups, machinery.config
+        self._device, self._ledger = machinery.accelerator.device, machinery.ledger
+        self._executor, self._direct = machinery.executor, machinery.direct
+        self._writer, self._protocol = writer, machinery.executor.protocol
+        self._showing, self._landing, self._contents = showing, landing, contents
+        self._units = machinery.parts.units
         self._members = member_names(model, groups)
-        self._protocol = executor.protocol
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
         # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
         self._half: dict[int, set[int]] = {}
-        self._random: Mapping[str, Any] = {}
-        self._settle: Callable[[], None] = _nothing
-        self._renew: Callable[[], None] = _nothing
-        ledger.when_taken(self._stepped)
-
-    def follow(self, settle: Callable[[], None], renew: Callable[[], None]) -> None:
-        """``settle`` makes edits through tensors over weights true, ``renew`` drops them."""
-        self._settle, self._renew = settle, renew
+        # The state before the first step is to be committed too.
+        self._random: Mapping[str, Any] = random_states(self._device)
+        self._ledger.when_taken(self._stepped)
 
     # -- steps ----------------------------------------------------------------------------------
-
-    def ready(self) -> None:
-        """The model is wrapped: the state before the first step is to be committed too."""
-        self._random = random_states(self._device)
-
-    def adopt(self, data: bytes) -> None:
-        """All is as a commit has it."""
-        facts = decode_facts(data)
-        check_buffers(self._model, facts["buffers"])
-        self._protocol.open, self._writer.last = False, data
-        self._restore(facts)
 
     def restart(self) -> Any:
         """Training goes on from the last commit: sets random generators, returns ``extra``."""
@@ -151,8 +134,7 @@ class Committing:
             OffloadError: a backward has already updated a part of the model, weights are not
                 finite, or an edit of them was interrupted.
         """
-        self._settle()
-        self._stepping.land()
+        self._landing.land()
         if (reason := self._unfit()) is not None:
             raise OffloadError(reason)
         self._random = random_states(self._device)
@@ -162,7 +144,7 @@ class Committing:
 
     def _unfit(self) -> str | None:
         """Why the present state is not one to commit; the last step has landed."""
-        if self._stepping.partial:
+        if self._ledger.early:
             return (
                 "update='backward' has updated a part of the model; commit between step() and the "
                 "next backward()"
@@ -170,7 +152,7 @@ class Committing:
         if self._half:
             return _HALF
         if self._ledger.spoiled:
-            names = ", ".join(map(self._stepping.name_of, sorted(self._ledger.spoiled)))
+            names = ", ".join(map(self._showing.name_of, sorted(self._ledger.spoiled)))
             return f"values are not finite in {names}; rollback(), or load weights and state"
         return None
 
@@ -240,22 +222,14 @@ class Committing:
             if unit in sound:
                 self._executor.tell(Judged(unit, finite=True))
             else:
-                self.spoil(unit)
+                spoil(self._executor, self._units[unit])
         if sound:
             self._executor.catch_up()
         self.end_edit(parts)
 
-    def spoil(self, unit: int) -> None:
-        """A unit was given values that are not finite."""
-        self._executor.tell(Judged(unit, finite=False))
-        self._executor.catch_up()
-        log.warning(
-            "overspill: %r was given values that are not finite; nothing is committed until they "
-            "are, or until rollback()", self._stepping.name_of(unit),
-        )  # fmt: skip
-
-    def rollback(self) -> Any:
-        """Goes back to the last commit, and returns its ``extra``.  Gradients are dropped."""
+    def rollback(self, give_up: Callable[[], None]) -> Any:
+        """Goes back to the last commit, and returns its ``extra``.  ``give_up`` ends a step that
+        has begun, and drops all gradients."""
         first = self._writer.last is None
         if first and self._protocol.open and self._unfit() is None:
             self.seal()
@@ -269,12 +243,11 @@ class Committing:
         facts = decode_facts(self._writer.last)
         check_buffers(self._model, facts["buffers"])
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
-        self._stepping.give_up()
+        give_up()
         self._facts, self._asked = None, False
         self._direct.finish()
         self._protocol.roll_back(self._read_again)
         self._half.clear()
-        self._renew()
         facts = decode_facts(self._writer.last)
         log.warning("overspill: went back to the commit of step %d", facts["step"])
         return facts["extra"]
@@ -286,19 +259,37 @@ class Committing:
         for item in items:
             self._direct.reload(item)
             if item.kind is Kind.WEIGHTS:
-                self._stepping.changed(item.number, range(len(self._ledger.steps)))
+                self._showing.changed(item.number, range(len(self._ledger.steps)))
         facts = decode_facts(self._writer.last)
         self._restore(facts)
         return self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
 
     def _restore(self, facts: Mapping[str, Any]) -> None:
-        self._ledger.restore(facts["step"], facts["steps"])
-        restore_groups(self._groups, facts["groups"])
-        restore_buffers(self._model, facts["buffers"])
+        _restore(self._model, self._groups, self._ledger, facts)
 
 
-def _nothing() -> None:
-    """Nobody has a tensor over a weight."""
+def adopt(model: nn.Module, groups: Sequence[Mapping[str, Any]], machinery: Machinery) -> None:
+    """Takes weights and state over as the last commit of the store that was opened again has
+    them."""
+    found, writer = machinery.found, machinery.store.writer
+    assert found is not None and writer is not None
+    generation = found.last()
+    for item, role in zip(found.layout.items, generation.roles, strict=True):
+        key = item_of(item.key)
+        machinery.executor.tell(Adopt(key, role))
+        machinery.direct.reload(key)
+    facts = decode_facts(generation.meta)
+    check_buffers(model, facts["buffers"])
+    machinery.executor.protocol.open, writer.last = False, generation.meta
+    _restore(model, groups, machinery.ledger, facts)
+
+
+def _restore(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], ledger: Ledger, facts: Mapping[str, Any]
+) -> None:
+    ledger.restore(facts["step"], facts["steps"])
+    restore_groups(groups, facts["groups"])
+    restore_buffers(model, facts["buffers"])
 
 
 _HALF = "an edit of weights or state was interrupted; make it again, or call rollback()"

@@ -21,6 +21,13 @@ class Blueprint:
     rules: tuple[Rule, ...]  # by param group
     update: str  # "step", "backward" or "next_forward"
 
+    @property
+    def judges(self) -> bool:
+        """Whether a step looks at the norms of all gradients before anything changes."""
+        if self.update == "next_forward" or self.config.max_grad_norm is not None:
+            return True
+        return self.config.on_nonfinite != "raise" and self.update != "backward"
+
     def rule_of(self, index: int) -> Rule | None:
         """The rule of a parameter; ``None`` if it is not trained."""
         group = self.parts.groups[index]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..engine import Engine
 from ..schedule.units import ParamSpec, Unit
 from ..training import torch_private
 from ..training.parameters import managed
+from .edits import spoil
+from .homes import Homes
 from .importing import open_weights
 from .loading import default_init, initialise, match_files, values_of_unit
 
@@ -27,8 +28,9 @@ class Taken:
     back, the others go to ``meta``, where using them raises.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]], homes: Homes) -> None:
+        self._model, self._present, self._homes = model, groups, homes
+        self._parts = homes.machinery.parts
         # By parameter; ``True``: the engine has the values that it had.
         self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device, bool]] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -40,7 +42,7 @@ class Taken:
         """Hyper-parameters and buffers are about to be set to those of a commit."""
         self._groups = [
             (group, {k: _kept(v) for k, v in group.items() if k != "params"})
-            for group in self._engine.groups
+            for group in self._present
         ]
         for buffer in self._model.buffers():
             if not buffer.is_meta:
@@ -48,7 +50,7 @@ class Taken:
 
     def move_buffers(self) -> None:
         """Brings every buffer to the device."""
-        device = self._engine.accelerator.device
+        device = self._homes.machinery.accelerator.device
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.device != device:
@@ -58,20 +60,20 @@ class Taken:
     def free(self, unit: Unit, *, theirs: bool) -> None:
         """Frees the originals of a unit: its parameters keep their shape, and hold one NaN.
         ``theirs``: the engine has the values that they had."""
-        stubs = self._engine.residences.stubs.of(unit)
+        stubs = self._homes.stubs.of(unit)
         for (_, spec), stub in zip(unit.params, stubs, strict=True):
-            p = self._engine.parts.parameters[spec.index]
+            p = self._parts.parameters[spec.index]
             self._was[spec.index] = spec, p.dtype, p.device, theirs
             torch_private.become(p, stub)
 
     def read(self) -> None:
         """Copies to the host what is to be given back; to be called before the engine ends."""
-        for unit in self._engine.parts.units:
+        for unit in self._parts.units:
             wanted = [i for _, spec in unit.params if self._theirs(i := spec.index)]
             if not wanted:
                 continue
             try:
-                for spec, value in self._engine.contents.exact(unit.index):
+                for spec, value in self._homes.contents.exact(unit.index):
                     self._values[spec.index] = value
             except Exception as error:
                 log.warning("overspill: weights of %r cannot be read back: %s", unit.name, error)
@@ -89,7 +91,7 @@ class Taken:
             buffer.detach().copy_(value)
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
-            p, value = self._engine.parts.parameters[index], self._values.pop(index, _LOST)
+            p, value = self._parts.parameters[index], self._values.pop(index, _LOST)
             if not theirs or torch.promote_types(value.dtype, dtype) != value.dtype:
                 lost += device.type != "meta"
                 value = torch.empty_strided(spec.shape, spec.stride, device="meta")
@@ -111,17 +113,18 @@ def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, taken: Taken) -> None:
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken: Taken) -> None:
     """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
     taken.move_buffers()
-    parts, config = engine.parts, engine.config
+    machinery = homes.machinery
+    parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
     files = None if config.weights is None else open_weights(config.weights)
     names = {} if files is None else match_files(files, model, parts)
     init = config.init or default_init(model)
     for index, p in enumerate(parts.parameters):
-        rule = engine.blueprint.rule_of(index)
+        rule = blueprint.rule_of(index)
         if rule is not None:
-            engine.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+            machinery.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
@@ -133,7 +136,8 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine, tak
                 return files.load(names[index])
             return made.get(index, parts.parameters[index].data)
 
-        values = values_of_unit(engine.blueprint.rules, parts, optimizer, weight_of)
-        if not engine.contents.fill(unit.index, values, first=True):
-            engine.spoiled(unit.index)
+        values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)
+        finite = homes.contents.fill(unit.index, values, first=True)
+        if not finite and machinery.store.writer is not None:
+            spoil(machinery.executor, unit)
         taken.free(unit, theirs=files is None)

@@ -7,41 +7,30 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..engine import Engine
 from ..errors import OffloadError
+from .torch_state import OptimizerState
 
 
 class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
     """By parameter, as torch's; those that have taken a step have one.  What it gives are copies:
     ``load_state_dict`` puts other values into the engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._index = {id(p): i for i, p in enumerate(engine.parts.parameters)}
+    def __init__(self, state: OptimizerState) -> None:
+        self._state = state
 
     def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
-        index = self._index.get(id(p))
-        if index is None or not self._engine.ledger.steps[index]:
+        if not self._state.has(p):
             raise KeyError(p)
-        self._engine.settle()
-        for spec, values in self._engine.contents.state(self._engine.parts.unit_of[index]):
-            if spec.index == index:
-                return {
-                    "step": torch.tensor(float(self._engine.ledger.steps[index]), device="cpu"),
-                    **values,
-                }
-        return {}
+        return self._state.of(p)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        steps, parameters = self._engine.ledger.steps, self._engine.parts.parameters
-        return (p for p, count in zip(parameters, steps, strict=True) if count)
+        return iter(self._state.those_that_have())
 
     def __len__(self) -> int:
-        return sum(count > 0 for count in self._engine.ledger.steps)
+        return len(self._state.those_that_have())
 
     def __contains__(self, p: object) -> bool:
-        index = self._index.get(id(p))
-        return index is not None and self._engine.ledger.steps[index] > 0
+        return self._state.has(p)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise OffloadError(

@@ -8,85 +8,176 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine import Engine
+from ..movement.machinery import Machinery
 from ..schedule.units import ParamSpec
-from .contents import STATE
+from ..training.showing import Showing
+from .contents import STATE, Contents
+from .edits import Edits
+from .weight_access import Weights
 
 Groups = Sequence[dict[str, Any]]
+Given = Mapping[int, Mapping[str, Any]]  # by the id of its parameter, a state
 
 
-def torch_state(engine: Engine, groups: Groups) -> dict[str, Any]:
-    """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step, and
-    the exact ``master`` of a weight that has one."""
-    order = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    if any(engine.ledger.steps):
-        engine.settle()
-        for unit in engine.parts.units:
-            found = engine.contents.masters(unit.index, stored=True)
-            exact = {spec.index: {"master": value} for spec, value in found}
-            for spec, values in engine.contents.state(unit.index):
-                step = engine.ledger.steps[spec.index]
-                if step:
-                    number = order[id(engine.parts.parameters[spec.index])]
-                    master = exact.get(spec.index, {})
-                    state[number] = {
-                        "step": torch.tensor(float(step), device="cpu"),
-                        **values,
-                        **master,
-                    }
-    start, kept = 0, []
-    for group in groups:
-        numbers = list(range(start, start + len(group["params"])))
-        start += len(numbers)
-        kept.append({**group, "params": numbers})
-    return {"state": dict(sorted(state.items())), "param_groups": kept}
+class OptimizerState:
+    """The state of all parameters: read when asked for, and replaced."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        machinery: Machinery,
+        contents: Contents,
+        weights: Weights,
+        showing: Showing,
+        edits: Edits,
+        settle: Callable[[], None],
+    ) -> None:
+        """``settle`` waits for all updates, and until nothing moves."""
+        self._model, self._groups, self._contents = model, groups, contents
+        self._parts, self._steps = machinery.parts, machinery.ledger.steps
+        self._blueprint = machinery.blueprint
+        self._weights, self._showing, self._edits = weights, showing, edits
+        self._settle = settle
+        self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
 
-def load_torch_state(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    """Takes over what ``torch_state`` or torch's own ``state_dict`` gave.
+    # -- one parameter --------------------------------------------------------------------------
 
-    Raises:
-        ValueError: other groups or names, or tensors of other shapes; nothing was changed.
-    """
-    engine.raise_if_unusable()
-    state, loaded_groups = state_dict["state"], state_dict["param_groups"]
-    mine = [len(group["params"]) for group in groups]
-    theirs = [len(group["params"]) for group in loaded_groups]
-    if theirs != mine:
-        raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
-    by_id: dict[int, Mapping[str, Any]] = {
-        id(p): state[number]
-        for group, loaded in zip(groups, loaded_groups, strict=True)
-        for p, number in zip(group["params"], _numbers(engine.model, group, loaded), strict=True)
-        if number in state
-    }
+    def has(self, p: object) -> bool:
+        """Whether a parameter has taken a step."""
+        index = self._index.get(id(p))
+        return index is not None and self._steps[index] > 0
 
-    def given(index: int) -> Mapping[str, Any]:
-        return by_id.get(id(engine.parts.parameters[index]), {})
+    def those_that_have(self) -> list[torch.Tensor]:
+        """The parameters that have taken a step."""
+        return [p for p in self._parts.parameters if self.has(p)]
 
-    _check_shapes(engine, by_id)
-    for rule, group, loaded in zip(engine.blueprint.rules, groups, loaded_groups, strict=True):
-        rule.scalars({**group, **loaded}, 1)
-    engine.weights.settle()
-    parts = {
-        unit.index: {STATE, *(p.index for _, p in unit.params if "master" in given(p.index))}
-        for unit in engine.parts.units
-        if unit.trainable
-    }
-    with engine.editing(parts) as spoil:
-        for unit in engine.parts.units:
-            if unit.trainable:
-                values = _values(engine, groups, by_id, unit.index)
-                if not engine.contents.fill(unit.index, values, first=False):
+    def of(self, p: torch.Tensor) -> dict[str, Any]:
+        """A copy of the state of a parameter that has one."""
+        index = self._index[id(p)]
+        self._settle()
+        for spec, values in self._contents.state(self._parts.unit_of[index]):
+            if spec.index == index:
+                return {"step": self._step_of(index), **values}
+        return {}
+
+    def _step_of(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(self._steps[index]), device="cpu")
+
+    # -- all ------------------------------------------------------------------------------------
+
+    def to_torch(self) -> dict[str, Any]:
+        """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
+        and the exact ``master`` of a weight that has one."""
+        order = {id(p): i for i, p in enumerate(p for g in self._groups for p in g["params"])}
+        state: dict[int, dict[str, Any]] = {}
+        if any(self._steps):
+            self._settle()
+            for unit in self._parts.units:
+                found = self._contents.masters(unit.index, stored=True)
+                exact = {spec.index: {"master": value} for spec, value in found}
+                for spec, values in self._contents.state(unit.index):
+                    if self._steps[spec.index]:
+                        number = order[id(self._parts.parameters[spec.index])]
+                        state[number] = {
+                            "step": self._step_of(spec.index),
+                            **values,
+                            **exact.get(spec.index, {}),
+                        }
+        start, kept = 0, []
+        for group in self._groups:
+            numbers = list(range(start, start + len(group["params"])))
+            start += len(numbers)
+            kept.append({**group, "params": numbers})
+        return {"state": dict(sorted(state.items())), "param_groups": kept}
+
+    def from_torch(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over what ``to_torch`` or torch's own ``state_dict`` gave.
+
+        Raises:
+            ValueError: other groups or names, or tensors of other shapes; nothing was changed.
+        """
+        groups, state = self._groups, state_dict["state"]
+        loaded_groups = state_dict["param_groups"]
+        mine = [len(group["params"]) for group in groups]
+        theirs = [len(group["params"]) for group in loaded_groups]
+        if theirs != mine:
+            raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
+        given: Given = {
+            id(p): state[number]
+            for group, loaded in zip(groups, loaded_groups, strict=True)
+            for p, number in zip(group["params"], _numbers(self._model, group, loaded), strict=True)
+            if number in state
+        }
+        self._check_shapes(given)
+        for rule, group, loaded in zip(self._blueprint.rules, groups, loaded_groups, strict=True):
+            rule.scalars({**group, **loaded}, 1)
+        self._weights.settle()
+        self._fill(given, loaded_groups)
+
+    def _given(self, given: Given, index: int) -> Mapping[str, Any]:
+        return given.get(id(self._parts.parameters[index]), {})
+
+    def _fill(self, given: Given, loaded_groups: Groups) -> None:
+        trained = [unit for unit in self._parts.units if unit.trainable]
+        parts = {
+            unit.index: {
+                STATE,
+                *(p.index for _, p in unit.params if "master" in self._given(given, p.index)),
+            }
+            for unit in trained
+        }
+        with self._edits.of(parts) as spoil:
+            for unit in trained:
+                values = self._values(given)
+                if not self._contents.fill(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
-                    engine.stepping.changed(unit.index, parts[unit.index])
-        for index in range(len(engine.parts.parameters)):
-            own = engine.blueprint.rule_of(index)
-            engine.ledger.steps[index] = 0 if own is None else own.steps_taken(given(index))
-        for group, loaded in zip(groups, loaded_groups, strict=True):
-            group.update({k: v for k, v in loaded.items() if k not in ("params", "param_names")})
+                    self._showing.changed(unit.index, parts[unit.index])
+            for index in range(len(self._parts.parameters)):
+                own = self._blueprint.rule_of(index)
+                taken = 0 if own is None else own.steps_taken(self._given(given, index))
+                self._steps[index] = taken
+            for group, loaded in zip(self._groups, loaded_groups, strict=True):
+                others = {k: v for k, v in loaded.items() if k not in ("params", "param_names")}
+                group.update(others)
+
+    def _check_shapes(self, all_given: Given) -> None:
+        for index, p in enumerate(self._parts.parameters):
+            rule, given = self._blueprint.rule_of(index), all_given.get(id(p), {})
+            if rule is None:  # it is not trained, and has no state here
+                continue
+            known = {"step", "master", *rule.moments}
+            for name in given:
+                if name not in known:
+                    raise ValueError(
+                        f"the state has {name!r}; this optimizer's has {sorted(known)}"
+                    )
+                like = getattr(given, "like", None)  # what is still on disk is not read for this
+                value = given[name] if like is None else like(name)
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
+                    raise ValueError(
+                        f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
+                    )
+
+    def _values(self, all_given: Given) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
+        """What parameters are filled with: what was given, else how the rule starts."""
+
+        def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
+            given = self._given(all_given, spec.index)
+            group, rule = self._parts.groups[spec.index], self._blueprint.rule_of(spec.index)
+            if group is None or rule is None:
+                return None
+            starts = rule.initial(self._groups[group])
+            master = {} if given.get("master") is None else {"weight": given["master"]}
+            return master | {
+                name: torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
+                if given.get(name) is None
+                else given[name]
+                for name in rule.moments
+            }
+
+        return values
 
 
 def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:
@@ -111,42 +202,3 @@ def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, An
             )
         found.append(number_of.pop(match))
     return found
-
-
-def _check_shapes(engine: Engine, by_id: Mapping[int, Mapping[str, Any]]) -> None:
-    for index, p in enumerate(engine.parts.parameters):
-        rule, given = engine.blueprint.rule_of(index), by_id.get(id(p), {})
-        if rule is None:  # it is not trained, and has no state here
-            continue
-        known = {"step", "master", *rule.moments}
-        for name in given:
-            if name not in known:
-                raise ValueError(f"the state has {name!r}; this optimizer's has {sorted(known)}")
-            like = getattr(given, "like", None)  # what is still on disk is not read for this
-            value = given[name] if like is None else like(name)
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
-                raise ValueError(
-                    f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
-                )
-
-
-def _values(
-    engine: Engine, groups: Groups, by_id: Mapping[int, Mapping[str, Any]], unit: int
-) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
-    """What a unit's parameters are filled with: what was given, else how the rule starts."""
-
-    def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
-        given = by_id.get(id(engine.parts.parameters[spec.index]), {})
-        group, rule = engine.parts.groups[spec.index], engine.blueprint.rule_of(spec.index)
-        if group is None or rule is None:
-            return None
-        starts = rule.initial(groups[group])
-        master = {} if given.get("master") is None else {"weight": given["master"]}
-        return master | {
-            name: torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
-            if given.get(name) is None
-            else given[name]
-            for name in rule.moments
-        }
-
-    return values

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import OffloadError
-from ..movement.executor import Executor
-from ..planning.partition import Partition
 from ..schedule.ledger import Ledger
 from ..schedule.units import ParamSpec
 from ..training import parameters, torch_private
 from ..training.callers import callers
+from ..training.frames import Frames
 from ..training.residences import Residences
-from ..training.stepping import Stepping
-from .contents import Contents, Parts, Values
+from ..training.showing import Showing
+from ..training.trainer import Trainer
+from .contents import Contents, Values
+from .edits import Edits
 
 
 @dataclass(eq=False)
@@ -39,17 +39,13 @@ class Weights:
     and changes them, as in plain PyTorch: ``settle`` makes both true."""
 
     def __init__(
-        self, parts: Partition, executor: Executor, residences: Residences, stepping: Stepping,
-        contents: Contents, ledger: Ledger,
-        editing: Callable[[Parts], AbstractContextManager[Callable[[int], None]]],
-        tidy: Callable[[], None], require_trainer: Callable[[], None],
+        self, residences: Residences, showing: Showing, contents: Contents, ledger: Ledger,
+        frames: Frames, trainer: Trainer, edits: Edits,
     ) -> None:  # fmt: skip
-        """``editing``: inside of what it gives for parts of units, nothing moves; ``tidy`` closes
-        what an interrupted forward, backward or read has left open; ``require_trainer`` raises in a
-        thread that does not train."""
-        self._parts, self._executor, self._residences = parts, executor, residences
-        self._stepping, self._contents, self._ledger = stepping, contents, ledger
-        self._editing, self._tidy, self._require_trainer = editing, tidy, require_trainer
+        self._parts, self._executor = residences.parts, residences.executor
+        self._residences, self._showing = residences, showing
+        self._contents, self._ledger = contents, ledger
+        self._frames, self._trainer, self._edits = frames, trainer, edits
         self._loans: dict[int, _Loan] = {}
 
     def name(self, index: int) -> str:
@@ -64,20 +60,24 @@ class Weights:
         self._begin()
         return self._read(index)
 
+    def read_all(self) -> list[torch.Tensor]:
+        """Copies of all current weights, by parameter index."""
+        return [self.read(index) for index in range(len(self._parts.parameters))]
+
     def _begin(self) -> None:
         self._executor.raise_failure()
         if not any(frame.f_code is Weights._read.__code__ for frame in callers()):
-            self._tidy()  # no signal handler amid another read
+            self._frames.tidy()  # no signal handler amid another read
         self.settle()
 
     def _read(self, index: int) -> torch.Tensor:
         self._executor.raise_failure()  # after a failed update memory may hold two steps
-        self._require_trainer()
+        self._trainer.require()
         return self._copy(index)
 
     @torch_private.without_grad
     def _copy(self, index: int) -> torch.Tensor:
-        with self._stepping.reading(self._parts.unit_of[index]):
+        with self._showing.reading(self._parts.unit_of[index]):
             return self._residences.weight(index).clone()
 
     def borrow(self, index: int) -> torch.Tensor:
@@ -231,12 +231,12 @@ class Weights:
         Raises:
             OffloadError: one of them runs, or this step's backward has updated it already.
         """
-        self._tidy()
+        self._frames.tidy()
         for unit in units:
             if self._residences.uses[unit]:
                 name = self._parts.units[unit].name
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
-            self._stepping.refuse_edit(unit)
+            self._showing.refuse_edit(unit)
 
     def _is_lent(self, index: int, value: torch.Tensor) -> bool:
         loan = self._loans.get(index)
@@ -261,11 +261,11 @@ class Weights:
 
     @torch_private.without_grad
     def _fill(self, parts: Mapping[int, list[int]], given: Mapping[int, torch.Tensor]) -> None:
-        with self._editing(parts) as spoil:
+        with self._edits.of(parts) as spoil:
             for unit, indices in parts.items():
                 if not self._contents.fill(unit, _given(given), first=False):
                     spoil(unit)
-                self._stepping.changed(unit, indices)
+                self._showing.changed(unit, indices)
 
 
 _overwrite = torch_private.without_grad(torch.Tensor.copy_)

@@ -19,14 +19,14 @@ from ..training import torch_private
 def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:
     """Every parameter once, under its first name, and every kept buffer, each with its values."""
     engine = engine_of(model)
-    order = {} if engine is None else {id(p): i for i, p in enumerate(engine.parts.parameters)}
+    order = {} if engine is None else {id(p): i for i, p in enumerate(engine.parameters)}
 
     def value_of(p: torch.Tensor) -> Callable[[], torch.Tensor]:
         index = order.get(id(p))
         if engine is None or index is None:
             return p.detach
-        weights, number = engine.weights, index
-        return lambda: weights.read(number)
+        read, number = engine.read, index
+        return lambda: read(number)
 
     for name, p in model.named_parameters():
         yield p, lazy(name, p.dtype, p.shape, value_of(p))
@@ -48,19 +48,10 @@ def save_masters(model: nn.Module, path: Path) -> int:
     """As ``save_weights`` for a wrapped model, with every trained parameter's exact fp32 value."""
     engine = engine_of(model)
     assert engine is not None, "only a wrapped model has masters"
-    engine.raise_if_unusable()
-    engine.settle()
     names = {id(p): name for name, p in model.named_parameters()}
-    params = engine.parts.parameters
-    trained = [
-        spec
-        for unit in engine.parts.units
-        for chunk in unit.chunks
-        if chunk.group is not None
-        for spec in chunk.params
-    ]
-    masters = (value for unit in engine.parts.units
-               for _, value in engine.contents.masters(unit.index))  # fmt: skip
+    params = engine.parameters
+    trained = engine.trained
+    masters = (value for _, value in engine.masters())
     tensors = [
         lazy(
             names[id(params[s.index])], torch.float32, params[s.index].shape, lambda: next(masters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..facts.trace import Trace
 from . import torch_private
@@ -10,20 +10,26 @@ from .residences import Residences
 
 
 class Backward:
-    """Keeps one unit open at a time; tells ``over`` when the last open graph task has ended.
+    """Keeps one unit open at a time; tells of the first graph task's begin and the last one's end.
 
     With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
     """
 
-    def __init__(
-        self, residences: Residences, trace: Trace, begin: Callable[[], None],
-        over: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """``begin`` is called when the first graph task has begun: what was changed by then in
-        weights is told to the graphs."""
-        self._residences, self._trace, self._begin, self._over = residences, trace, begin, over
+    def __init__(self, residences: Residences, trace: Trace) -> None:
+        self._residences, self._trace = residences, trace
         self._units: list[int] = []
         self._tasks: set[int] = set()
+        self._begun: list[Callable[[], None]] = []
+        self._over: list[Callable[[], None]] = []
+
+    def when_begun(self, told: Callable[[], None]) -> None:
+        """``told`` is called when the first graph task has begun: what was changed by then in
+        weights is told to the graphs."""
+        self._begun.append(told)
+
+    def when_over(self, told: Callable[[], None]) -> None:
+        """``told`` is called when the last open graph task has ended."""
+        self._over.append(told)
 
     def opened(self) -> None:
         """A graph task is running: makes sure to hear of its end."""
@@ -32,7 +38,7 @@ class Backward:
             self._trace.compute_resume("backward")
         if task >= 0 and task not in self._tasks:
             if not self._tasks:
-                self._begin()
+                _tell(self._begun)
             self._tasks.add(task)
             torch_private.at_end_of_backward(lambda: self._closed(task))
 
@@ -68,10 +74,15 @@ class Backward:
 
     def _finish(self) -> None:
         self._let_go()
-        self._over()
+        _tell(self._over)
 
     def abandon(self) -> None:
         """An exception ended the last backward without a word."""
         if self._tasks or self._units:
             self._tasks.clear()
             self._finish()
+
+
+def _tell(listeners: Sequence[Callable[[], None]]) -> None:
+    for told in listeners:
+        told()

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterable
 from types import FrameType
 
+from ..errors import OffloadError
+
 
 def callers() -> list[FrameType]:
     """The frames that led to the function that asks, itself left out, innermost first."""
@@ -25,6 +27,16 @@ def amid_engine() -> bool:
     return is_engine(callers()[1:])
 
 
+def refuse_reentry() -> None:
+    """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
+    that holds locks, and has told only a part of what it does."""
+    if is_engine(callers()[1:]):
+        raise OffloadError(
+            "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
+            "set a flag there, and look at it between steps"
+        )
+
+
 def is_engine(frames: Iterable[FrameType]) -> bool:
     """Whether one of these runs code of the engine."""
     return any(frame.f_globals.get("__name__", "").startswith(_AMID) for frame in frames)
@@ -33,5 +45,13 @@ def is_engine(frames: Iterable[FrameType]) -> bool:
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 _AMID = tuple(
     f"{_PACKAGE}.{name}"
-    for name in ("engine", "movement", "training", "state", "durable.committing", "durable.meta")
+    for name in (
+        "engine",
+        "loop",
+        "movement",
+        "training",
+        "state",
+        "durable.committing",
+        "durable.meta",
+    )
 )

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import OffloadError
 from ..facts.tier import Tier
-from ..movement.accelerators.base import Accelerator
-from ..movement.executor import Executor
 from ..movement.updates import Arrived, Updater
-from ..planning.partition import Partition
 from ..schedule.arena import Place
 from ..schedule.ledger import Ledger
 from ..schedule.messages import GradLost
 from ..schedule.units import PARAM_ALIGN
 from . import torch_private
 from .backward import Backward
+from .early import Early
 from .gradient_tensor import OffloadedGradient
 from .handles import all_or_none, remove_all
+from .residences import Residences
 
 
 class _Pending:
@@ -43,41 +42,28 @@ class _Pending:
         self.streams: set[Hashable] = set()
 
 
-class EarlyUpdates(Protocol):
-    """Who decides about updates while backward runs."""
-
-    def may_update(self, unit: int, over: bool) -> bool: ...
-
-    def begin_early(self, unit: int, params: Sequence[int]) -> None: ...
-
-    def refuse_updated(self, unit: int) -> None: ...
-
-    def compute_over(self, unit: int) -> None: ...
-
-
 class GradientCollector:
     """One per engine.  ``early`` is asked, when a unit is gathered, whether to update it now.
 
-    ``zeroed``: parameters whose gradient was set to zero in place; ``consumed``: those whose
-    gradient an update in backward has used up; ``torn``: those of a unit that was being gathered
-    when an exception came.
+    ``zeroed``: parameters whose gradient was set to zero in place; ``torn``: those of a unit that
+    was being gathered when an exception came.
     """
 
     def __init__(
         self,
-        parts: Partition,
         ledger: Ledger,
-        executor: Executor,
-        accelerator: Accelerator,
         updater: Updater,
+        residences: Residences,
         backward: Backward,
-        early: EarlyUpdates,
+        early: Early,
         transient: bool,
         make_grad: Callable[[int], OffloadedGradient],
     ) -> None:
-        self.parts, self.executor, self.accelerator = parts, executor, accelerator
-        self._ledger, self._updater, self._backward = ledger, updater, backward
-        self._early, self._transient, self._make_grad = early, transient, make_grad
+        self.parts = parts = residences.parts
+        self.executor, self.accelerator = residences.executor, residences.accelerator
+        self._ledger, self._updater, self._residences = ledger, updater, residences
+        self._backward, self._early = backward, early
+        self._transient, self._make_grad = transient, make_grad
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
         self.trained: list[tuple[int, ...]] = [
@@ -85,7 +71,6 @@ class GradientCollector:
             for unit in parts.units
         ]
         self.zeroed: set[int] = set()
-        self.consumed: set[int] = set()
         self.torn: set[int] = set()
         self.taken: dict[int, int] = {}  # how often a fresh gradient came
         self.appeared_any = False  # since it was last set so
@@ -163,7 +148,7 @@ class GradientCollector:
         """A parameter's earlier gradient is of no more account."""
         self._ledger.renew(index)
         self.zeroed.discard(index)
-        self.consumed.discard(index)
+        self._early.renew(index)
         self.torn.discard(index)
 
     def zero(self, index: int) -> None:
@@ -310,7 +295,7 @@ class GradientCollector:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.mark_device_use(place, self.accelerator.record())
-        self._early.compute_over(unit)
+        self._residences.compute_over(unit)
         return on_slot, settled
 
     def refuse_torn(self, params: Collection[int]) -> None:
@@ -402,7 +387,7 @@ class GradientCollector:
                 self.parts.parameters[index].grad = None
         self.pending.clear()
         self.zeroed.clear()
-        self.consumed.clear()
+        self._early.drop()
         self.torn.clear()
 
     def present(self, unit: int) -> frozenset[int]:

@@ -19,8 +19,8 @@ from ..schedule.ledger import Ledger
 from ..schedule.messages import Key, Kind
 from ..schedule.units import ParamSpec
 from . import torch_private
+from .early import Early
 from .gradients import GradientCollector
-from .stepping import Stepping
 
 log = logging.getLogger("overspill")
 
@@ -50,18 +50,18 @@ class HeldGradients:
         arenas: Arenas,
         updater: Updater,
         collector: GradientCollector,
-        stepping: Stepping,
+        early: Early,
     ) -> None:
         self._config, self._parts, self._ledger = config, parts, ledger
         self._accelerator = accelerator
         self._direct, self._arenas, self._updater = direct, arenas, updater
-        self._collector, self._stepping = collector, stepping
+        self._collector, self._early = collector, early
         self._warned = False
         self._loans: dict[int, _Loan] = {}
 
     def _refuse_lost(self, numbers: Sequence[int]) -> None:
         """Raises when one of the gradients is not there any more, or not whole."""
-        self._stepping.refuse_consumed(numbers)
+        self._early.refuse_consumed(numbers)
         self._collector.refuse_torn(numbers)
 
     # -- one gradient ---------------------------------------------------------------------------

@@ -1,16 +1,14 @@
 """All module hooks: units are fetched before they run, and let go after.
 
-Around each unit's forward the engine's pair of saved-tensor hooks is pushed (an enclosing pair
-gets everything that is no weight).  Hooks on the outputs fetch a unit again before its backward.
+Hooks on the outputs fetch a unit again before its backward.
 Nothing's correctness depends on a backward hook having fired.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,25 +17,25 @@ from ..facts.trace import Trace
 from ..planning.partition import direct_parameters
 from . import torch_private
 from .backward import Backward
+from .frames import Frames
 from .handles import all_or_none, remove_all
 from .residences import Residences
-from .saved import SavedTensors
 
 
-class _Frame:
-    """One unit whose forward runs in this thread."""
+class Moments(Protocol):
+    """Who is told where the user's loop comes by."""
 
-    __slots__ = ("autocast_cache", "outer", "unit")
+    def require(self) -> None:
+        """Raises where the engine cannot be used."""
 
-    def __init__(self, unit: int, outer: tuple[Any, Any] | None, autocast_cache: bool) -> None:
-        self.unit, self.outer, self.autocast_cache = unit, outer, autocast_cache
+    def before_forward(self) -> None:
+        """A forward of the whole model begins, outside of any backward."""
 
+    def catch_up(self, unit: int) -> None:
+        """A module is about to run that reads weights of the unit."""
 
-class _Frames(threading.local):
-    """The units that run in the present thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.stack: list[_Frame] = []
+    def after_forward(self) -> None:
+        """A forward of the whole model has ended."""
 
 
 class ModuleHooks:
@@ -48,29 +46,15 @@ class ModuleHooks:
         self,
         model: nn.Module,
         residences: Residences,
-        saved: SavedTensors,
         backward: Backward,
+        frames: Frames,
         trace: Trace,
-        alive: Callable[[], None],
-        require_trainer: Callable[[], None],
-        before_root: Callable[[], None],
-        catch_up: Callable[[int], None],
-        forward_over: Callable[[], None],
+        loop: Moments,
     ) -> None:
-        """Installs the hooks.
-
-        Args:
-            alive: raises where the engine cannot be used.
-            require_trainer: raises in a thread that does not train.
-            before_root: called when a forward of the whole model begins, outside of any backward.
-            catch_up: called with a resident unit before a module runs that reads its weights.
-            forward_over: called when a forward of the whole model has ended.
-        """
-        self._residences, self._saved, self._backward = residences, saved, backward
-        self._trace, self._alive, self._before_root = trace, alive, before_root
-        self._require_trainer = require_trainer
-        self.catch_up, self._forward_over = catch_up, forward_over
-        self._frames = _Frames()
+        """Installs the hooks."""
+        self._residences, self._backward, self._frames = residences, backward, frames
+        self._trace, self._loop = trace, loop
+        self.catch_up = loop.catch_up
         self._handles: list[Any] = []
         with all_or_none(self._handles):
             self._hook(model)
@@ -144,26 +128,18 @@ class ModuleHooks:
     # -- units ----------------------------------------------------------------------------------
 
     def before_forward(self, unit: int, module: nn.Module) -> None:
-        """The unit's module is about to run: maybe called by itself, outside of the model's."""
-        if (self._frames.stack or self._residences.in_use) and self._left_behind(module):
-            self._clear()
-        self.catch_up(unit)
+        """The unit's module is about to run."""
+        self._frames.make_room(module)
+        self._loop.catch_up(unit)
         if torch_private.in_backward():
             self._backward.recomputes(unit)
         self._residences.enter(unit)
-        stack = self._frames.stack
-        outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
-        frame = _Frame(unit, outer, torch.is_autocast_cache_enabled())
-        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
-        torch.set_autocast_cache_enabled(False)
-        stack.append(frame)
+        self._frames.push(unit)
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""
-        stack = self._frames.stack
-        if not stack or stack[-1].unit != unit:
+        if not self._frames.pop(unit):
             return
-        self._pop()
         if output is not None and torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):
@@ -171,57 +147,19 @@ class ModuleHooks:
         self._residences.leave(unit)
         self._residences.refuse_edits()
 
-    def _pop(self) -> _Frame:
-        frame = self._frames.stack.pop()
-        torch_private.pop_saved_tensor_hooks()
-        torch.set_autocast_cache_enabled(frame.autocast_cache)
-        return frame
-
     # -- the root -------------------------------------------------------------------------------
 
     def before_root(self) -> None:
         """A forward of the whole model begins: clears what an interrupted one left behind."""
-        self._alive()
-        self._leave_frames()
+        self._loop.require()
+        self._frames.begin()
         if not torch_private.in_backward():
-            self._backward.abandon()
-            self._residences.reset()
-            self._before_root()
+            self._loop.before_forward()
         self._trace.compute_resume("model")
 
     def use_here(self, units: Sequence[int]) -> None:
         """A module is about to run that reads weights of units that are open."""
         self._residences.use_here(units)
-
-    def tidy(self) -> None:
-        """Closes what an interrupted forward, backward or read has left open, if none runs in this
-        thread: whoever reads weights between forwards needs the room."""
-        if not self._frames.stack and not self._residences.in_use:
-            return
-        self._require_trainer()
-        if not torch_private.in_backward() and not torch_private.in_module():
-            self._clear()
-
-    def _left_behind(self, module: nn.Module) -> bool:
-        """Whether an exception has left open what is open when ``module`` is called: nothing that
-        runs around it has opened it."""
-        if torch_private.in_backward():
-            return False
-        around = torch_private.modules_around(module)
-        found = self._residences.parts.found
-        mine = [found[frame.unit].module for frame in self._frames.stack]
-        return around is not None and not any(m is other for m in mine for other in around)
-
-    def _clear(self) -> None:
-        self._leave_frames()
-        self._backward.abandon()
-        self._residences.reset()
-
-    def _leave_frames(self) -> None:
-        while self._frames.stack:
-            self._residences.leave(self._pop().unit)
-        while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
-            torch_private.pop_saved_tensor_hooks()
 
     def after_root(self, output: Any) -> None:
         """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
@@ -230,7 +168,7 @@ class ModuleHooks:
             backward = self._backward
             for t in differentiable(output):
                 t.register_hook(lambda _grad: backward.opened())
-        self._forward_over()
+        self._loop.after_forward()
         if output is not None:
             self._residences.refuse_edits()
 

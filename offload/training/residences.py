@@ -70,10 +70,10 @@ class Residences:
         executor: Executor,
         accelerator: Accelerator,
         held: HeldSlots,
+        stubs: Stubs,
     ) -> None:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
-        self._held = held
-        self.stubs = Stubs(parts.units, accelerator.device)
+        self._held, self._stubs = held, stubs
         count = len(parts.units)
         homes, has_device = executor.layout.homes, executor.layout.has_device
         self.fixed = [home.resident for home in homes]
@@ -99,6 +99,11 @@ class Residences:
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
+        self._unit_place = {
+            id(parts.parameters[spec.index]): (unit.index, place)
+            for unit in parts.units
+            for place, (_, spec) in enumerate(unit.params)
+        }
         self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
         self._hid: list[tuple[int, ...]] = [()] * count  # and when they went to their stubs
         self._edited: list[str] = []
@@ -111,7 +116,7 @@ class Residences:
                 residence = self.current[unit.index] = self._residence(unit.index)
                 self._hidden[unit.index] = tuple(residence.views)
             else:
-                self._hidden[unit.index] = self.stubs.of(unit)
+                self._hidden[unit.index] = self._stubs.of(unit)
             torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
             self._manage(unit, access)
             self._to_stubs(unit.index)
@@ -149,7 +154,7 @@ class Residences:
         for unit, residence in enumerate(self.current):
             self._hidden[unit] = ()  # of a resident unit its weights, which must be nobody's now
             if self._managed[unit]:  # and not given away
-                self._hidden[unit] = self.stubs.of(self.parts.units[unit])
+                self._hidden[unit] = self._stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)
                 torch_private.outdate(self._params[unit])
             if residence is not None:
@@ -224,6 +229,11 @@ class Residences:
         residence = self.current[self.parts.unit_of[index]]
         assert residence is not None
         return residence.views[self._place_in_unit[index]]
+
+    def streamed_place(self, p: torch.Tensor) -> tuple[int, int] | None:
+        """The unit of a parameter that moves, and the parameter's place in it."""
+        found = self._unit_place.get(id(p))
+        return found if found is not None and self.streamed[found[0]] else None
 
     # -- edits by others ------------------------------------------------------------------------
 

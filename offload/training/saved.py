@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import torch_private
+from .backward import Backward
 from .residences import Residences
 
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0"})
@@ -82,11 +82,9 @@ class SavedTensors:
         self,
         residences: Residences,
         versions: list[int],
-        index_of: Callable[[torch.Tensor], tuple[int, int] | None],
-        open_in_backward: Callable[[int], None],
+        backward: Backward,
     ) -> None:
-        self._residences, self._versions = residences, versions
-        self._index_of, self._open = index_of, open_in_backward
+        self._residences, self._versions, self._backward = residences, versions, backward
         self.live = [0] * len(versions)
 
     def packing(self, outer: Hooks | None) -> _Packing:
@@ -129,7 +127,7 @@ class SavedTensors:
             if name == "ToCopyBackward0":
                 source = node.next_functions[0][0]
                 variable = getattr(source, "variable", None)
-                return None if variable is None else self._index_of(variable)
+                return None if variable is None else self._residences.streamed_place(variable)
             if name not in _VIEWS:
                 return None
             node = node.next_functions[0][0]
@@ -161,7 +159,7 @@ class SavedTensors:
             )
         inside = torch_private.current_graph_task() >= 0
         if inside:
-            self._open(unit)
+            self._backward.enter(unit)
         else:
             self._residences.enter(unit)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -281,13 +281,15 @@ def without_grad(function: F) -> F:
 
     Torch's own context managers are Python: a signal handler that raises inside of their
     ``__enter__`` or ``__exit__`` leaves the user's thread without gradients for good.  Here all is
-    undone by one call of C, between which and the ``finally`` no handler runs.
+    undone by one call of C, between which and the ``finally`` no handler runs.  (Nor is it left to
+    the guard's end: a traceback may keep it, and it would undo what others have done since.)
     """
 
     @functools.wraps(function)
     def quietly(*args: Any, **more: Any) -> Any:
-        guard = torch._C._InferenceMode(False)  # it keeps the grad mode too
+        guard: Any = nullcontext()
         try:
+            guard = torch._C._InferenceMode(False)  # it keeps the grad mode too
             guard.__enter__()
             torch._C._set_grad_enabled(False)
             return function(*args, **more)

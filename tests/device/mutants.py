@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     Mutant(GRADIENTS, 'self.executor.compute_waits_for(place, "copy_out")'),
     Mutant(GRADIENTS, "self.executor.mark_device_use(place, self.accelerator.record())"),
-    Mutant(GRADIENTS, "self._early.compute_over(unit)"),
+    Mutant(GRADIENTS, "self._residences.compute_over(unit)"),
     Mutant(
         RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")', nth=1,
         harmless="copies to the device share a stream: two updates of a unit come in order anyway",
@@ -86,7 +86,7 @@ MUTANTS = (
     Mutant(RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")'),
     Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())"),
     Mutant(EXECUTOR, "self.mark_device_use(freed.held.place, self.accelerator.record())"),
-    Mutant("training/stepping.py", "self.compute_over(unit)"),
+    Mutant("training/stepping.py", "self._residences.compute_over(unit)"),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

@@ -298,7 +298,7 @@ def test_closing_amid_the_engines_own_work_hangs_nothing(
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        executor = optimizer._engine.executor
+        executor = optimizer._engine.machinery.executor
         monkeypatch.setattr(executor, "_at_home", Armed(executor._at_home))
         with pytest.raises((SystemExit, OffloadError)):
             train(model, optimizer, 3)

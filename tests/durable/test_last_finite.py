@@ -165,8 +165,8 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(
             rates=overspill.Rates(), **given,
         ) as optimizer:  # fmt: skip
             (model(torch.randn(4, WIDTH)).sum() * float("nan")).backward()
-            engine = optimizer._engine
-            while not engine.updater.nonfinite:  # the worker sees it first
+            machinery = optimizer._engine.machinery
+            while not machinery.updater.nonfinite:  # the worker sees it first
                 pass
             seen.set()
             with pytest.raises(OffloadError, match="the update gave values that are not finite"):

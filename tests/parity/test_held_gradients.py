@@ -85,7 +85,6 @@ def test_uneven_micro_steps_with_accumulate(tmp_path: Path) -> None:
                 if update == "backward":
                     with pytest.raises(overspill.OffloadError, match="has applied"):
                         model(*batch(7)).backward()
-                    ours._engine.collector.pending.clear()
                 ours.step()
                 ours.zero_grad()
             results.append(weights(model))

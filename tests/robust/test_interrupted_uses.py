@@ -150,7 +150,7 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
         model(torch.ones(4, WIDTH))
         hook.remove()
         kept.clear()
-        executor = optimizer._engine.executor
+        executor = optimizer._engine.machinery.executor
         put = executor._queue.put
 
         class Queue:

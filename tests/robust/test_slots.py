@@ -45,7 +45,7 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
         model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed in"]
     ) as optimizer:
         train(model, optimizer, 2)
-        accelerator = optimizer._engine.accelerator
+        accelerator = optimizer._engine.machinery.accelerator
         large = torch.ones(1500, 1500)
         for block in model.blocks:  # not every one of their slots is handed on at once
             expected = block.up.weight.detach().clone()

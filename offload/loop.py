@@ -1,0 +1,188 @@
+"""What happens where the user's loop comes by: at a forward, in a backward, at a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .durable.committing import Committing
+from .errors import OffloadError
+from .movement.machinery import Machinery
+from .state.materializing import Materializing
+from .state.weight_access import Weights
+from .training.early import Early
+from .training.frames import Frames
+from .training.gradients import GradientCollector
+from .training.held_gradients import HeldGradients
+from .training.landing import Landing
+from .training.residences import Residences
+from .training.roster import Roster
+from .training.showing import Showing
+from .training.stepping import Stepping
+from .training.torch_private import in_backward
+from .training.trainer import Trainer
+
+log = logging.getLogger("overspill")
+
+
+class Loop:
+    """Brings everything up to date before what the loop asks for is done."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        machinery: Machinery,
+        trainer: Trainer,
+        frames: Frames,
+        residences: Residences,
+        showing: Showing,
+        landing: Landing,
+        weights: Weights,
+        materializing: Materializing,
+        early: Early,
+        collector: GradientCollector,
+        held: HeldGradients,
+        stepping: Stepping,
+        committing: Committing | None,
+    ) -> None:
+        self._machinery, self._trainer, self._roster = machinery, trainer, Roster(model, groups)
+        self._executor, self._direct, self._trace = (
+            machinery.executor, machinery.direct, machinery.trace
+        )  # fmt: skip
+        self._frames, self._residences = frames, residences
+        self._showing, self._landing = showing, landing
+        self._weights, self._materializing = weights, materializing
+        self._early, self._collector, self._held = early, collector, held
+        self._stepping, self._committing = stepping, committing
+
+    def require(self) -> None:
+        """Raises after ``close`` and after a failure."""
+        self._executor.raise_failure()
+
+    def require_usable(self) -> None:
+        """Raises after ``close``, after a failure, inside ``materialized``, and in a thread that
+        does not train."""
+        self._materializing.require_ended()
+        self._executor.raise_failure()
+        self._trainer.require()
+
+    def settle(self) -> None:
+        """Waits for all updates, and until nothing moves; caches are dropped."""
+        self.require_usable()
+        self._frames.tidy()
+        self._weights.settle()
+        self._landing.land()
+        self._direct.settle()
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A forward of the whole model begins, outside of any backward."""
+        self._trainer.claim()
+        self._direct.finish()
+        if torch.is_grad_enabled():
+            self._roster.check()
+        self._weights.settle()
+        self._residences.refuse_edits()
+        if self._committing is not None:
+            self._committing.require_whole()
+            if torch.is_grad_enabled():
+                self._committing.seal()
+
+    def catch_up(self, unit: int) -> None:
+        """A module is about to run that reads weights of the unit."""
+        self._trainer.claim()
+        self._direct.finish()
+        self._weights.settle(self._residences.groups[unit])
+        if self._committing is not None and torch.is_grad_enabled() and not in_backward():
+            self._committing.seal()  # where parts of the model are called, and not the whole
+        self._showing.show(unit)
+
+    def after_forward(self) -> None:
+        """A forward of the whole model has ended."""
+        self._showing.hide_all()
+
+    # -- backward and step ----------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """The first of the graph tasks of a backward runs."""
+        self._weights.settle()
+
+    def backward_over(self) -> None:
+        """The last of them has ended."""
+        if self._executor.failed or self._machinery.closed:
+            return
+        self._showing.hide_all()  # what a checkpoint has shown again
+        self._collector.deliver_all()
+        self._held.renew()
+        if self._collector.appeared_any:  # else it was an autograd.grad of something else
+            self._collector.appeared_any = False
+            self._stepping.backward_over()
+        self._trace.compute_pause()
+
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        self._trainer.claim()
+        self.require_usable()
+        self._frames.tidy()
+        self._direct.finish()
+        self._roster.check()
+        self._weights.settle()
+        self._weights.refuse_joined()
+        if self._committing is not None:
+            self._committing.require_whole()
+        self._trace.compute_pause()
+        self._held.settle()
+        self._stepping.step()
+        self._weights.settle()  # whoever has a tensor over a weight sees what it is now
+
+    def declared(self, final: bool) -> AbstractContextManager[None]:
+        """Inside, every backward is (or is not) the last one of the step."""
+        return self._early.declared(final)
+
+    # -- commits --------------------------------------------------------------------------------
+
+    def commit(self, what: str) -> None:
+        """Makes the present state durable; ``what`` the user has called."""
+        committing = self._require_commits(what)
+        self._weights.settle()
+        committing.commit()
+
+    def rollback(self) -> Any:
+        """Goes back to the last commit, and returns its ``extra``."""
+        self._require_commits("rollback")
+        return self._stepping.rollback()
+
+    def _require_commits(self, what: str) -> Committing:
+        self.require_usable()
+        self._frames.tidy()
+        if self._committing is None:
+            raise OffloadError(
+                f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
+                "durable=True"
+            )
+        return self._committing
+
+    def restart(self) -> Any:
+        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        assert self._committing is not None
+        return self._committing.restart()
+
+    def end(self) -> None:
+        """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
+        self._trainer.closes()
+        if self._committing is None or self._executor.failed:
+            return
+        if self._materializing.active:
+            log.warning(
+                "overspill: closed while the model is materialized; the store keeps the last commit"
+            )
+            return
+        self._weights.settle()
+        self._committing.close()

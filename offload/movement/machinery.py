@@ -1,0 +1,121 @@
+"""What moves and updates the items of one run: memory, disk, and who carries out the schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..facts.trace import Trace
+from ..io_engine import OwnedStore
+from ..optim import set_threads
+from ..planning.blueprint import Blueprint
+from ..schedule.ledger import Ledger
+from ..schedule.messages import Freed
+from .accelerators.base import Accelerator
+from .direct import DirectAccess
+from .executor import Executor
+from .memory import Memory
+from .pools import Watch
+from .store import Store
+from .updates import Updater
+
+
+class Machinery:
+    """Takes memory and disk, and starts the threads; ``close`` ends and frees all.
+
+    Attributes:
+        found: the store of the very same layout that the run goes on in.
+    """
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        accelerator: Accelerator,
+        trace: Trace,
+        before_asking: Callable[[], Iterable[Freed]],
+        found: OwnedStore | None = None,
+    ) -> None:
+        """
+        Args:
+            before_asking: called by whoever asks for something; gives what was let go meanwhile.
+
+        Raises:
+            BudgetError: a tier has no room; nothing stays behind, as with all other errors.
+        """
+        assert blueprint.plan.detail.layout is not None
+        self.blueprint, self.accelerator, self.trace, self.found = (
+            blueprint, accelerator, trace, found
+        )  # fmt: skip
+        self.config, self.parts = blueprint.config, blueprint.parts
+        self.layout = blueprint.plan.detail.layout
+        self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
+        self.closed = False
+        self._hide: list[Callable[[], Sequence[Watch]]] = []
+        try:
+            self._start(before_asking)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, before_asking: Callable[[], Iterable[Freed]]) -> None:
+        config, layout = self.config, self.layout
+        self.memory = Memory(self.blueprint.budgets, layout.regions, self.accelerator)
+        self.store = self._open_store()
+        self.trace.tiers = self.memory.for_trace()
+        if config.threads is not None:
+            set_threads(config.threads)
+        arenas = self.memory.arenas
+        self.updater = Updater(
+            layout, arenas, self.blueprint.rules, self.ledger, config.accumulate,
+            self.blueprint.judges,
+        )  # fmt: skip
+        self.store.begin(self._facts(), self.trace)
+        self.executor = Executor(
+            layout, arenas, self.accelerator, self.store.disk, self.store.extents, self.trace,
+            self.updater.work_on, self.updater.visit, self.ledger, before_asking,
+            check=os.environ.get("OVERSPILL_VALIDATE") == "1",
+            commits=self.store.writer,
+        )  # fmt: skip
+        self.direct = DirectAccess(layout, self.executor, self.store.io, self.store.extents)
+
+    def _open_store(self) -> Store:
+        disk_bytes = self.blueprint.plan.disk_bytes
+        if disk_bytes and self.config.nvme is not None:
+            self.memory.reserve_disk(disk_bytes)
+        return Store(
+            self.config, self.layout, disk_bytes, self.found, self.memory.lease,
+            self.accelerator.limits,
+        )  # fmt: skip
+
+    def _facts(self) -> Mapping[str, Any]:
+        config = self.config
+        return {
+            "optimizer": self.blueprint.rules[0].name,
+            "precision": config.precision, "master": config.master, "moments": config.moments,
+            "names": None if config.units is None else list(config.units),
+        }  # fmt: skip
+
+    def when_still(self, hide: Callable[[], Sequence[Watch]]) -> None:
+        """``hide`` is called at the end, when nothing moves any more, and gives watches of what may
+        be looked at yet: that memory is freed later."""
+        self._hide.append(hide)
+
+    def close(self) -> None:
+        """Ends and frees all; what fails on the way keeps nothing after it from its end."""
+        self.closed = True
+        watches: list[Watch] = []
+
+        def hide() -> None:
+            for each in self._hide:
+                watches.extend(each())
+
+        with ExitStack() as stack:  # from the last to the first
+            if hasattr(self, "memory"):
+                stack.callback(lambda: self.memory.close(watches))
+            stack.callback(self.accelerator.close)
+            stack.callback(hide)
+            for name in ("store", "executor", "direct"):
+                if hasattr(self, name):
+                    stack.callback(getattr(self, name).close)

@@ -1,0 +1,68 @@
+"""Edits of weights and state between steps, committed or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from ..movement.direct import DirectAccess
+from ..movement.executor import Executor
+from ..schedule.messages import Judged
+from ..schedule.units import Unit
+from ..training.frames import Frames
+from ..training.landing import Landing
+from ..training.showing import Showing
+from .contents import Parts
+
+log = logging.getLogger("overspill")
+
+
+def spoil(executor: Executor, unit: Unit) -> None:
+    """A unit was given values that are not finite."""
+    executor.tell(Judged(unit.index, finite=False))
+    executor.catch_up()
+    log.warning(
+        "overspill: %r was given values that are not finite; nothing is committed until they are, "
+        "or until rollback()", unit.name,
+    )  # fmt: skip
+
+
+class Spoils(Protocol):
+    """Who commits, and must not while an edit is half made."""
+
+    def editing(self, parts: Parts) -> AbstractContextManager[Callable[[int], None]]: ...
+
+
+class Edits:
+    """The one way in which weights and state are changed from outside of a step."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        frames: Frames,
+        showing: Showing,
+        landing: Landing,
+        direct: DirectAccess,
+        committing: Spoils | None,
+    ) -> None:
+        self._executor, self._frames, self._showing = executor, frames, showing
+        self._landing, self._direct, self._committing = landing, direct, committing
+
+    @contextmanager
+    def of(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
+        after the last step.  Gives what is to be called with a unit that was given values that are
+        not finite."""
+        self._executor.raise_failure()
+        self._frames.tidy()
+        for unit in parts:
+            self._showing.refuse_edit(unit)
+        self._landing.land()
+        self._direct.settle()
+        if self._committing is None:
+            yield lambda unit: None
+        else:
+            with self._committing.editing(parts) as spoil:
+                yield spoil

@@ -1,0 +1,50 @@
+"""The homes of a model's weights and state, before the model is hooked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..facts.trace import Trace
+from ..io_engine import OwnedStore
+from ..movement.accelerators.base import Accelerator
+from ..movement.machinery import Machinery
+from ..planning.blueprint import Blueprint
+from ..schedule.messages import Freed
+from ..training.held_slots import HeldSlots
+from ..training.ranges import ProfilerRanges
+from ..training.stubs import Stubs
+from ..training.trainer import Trainer
+from .contents import Contents
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Room for all, who moves it, and what the parameters show once their weights are there."""
+
+    machinery: Machinery
+    contents: Contents
+    stubs: Stubs
+    trainer: Trainer
+    held_slots: HeldSlots
+
+    @classmethod
+    def open(
+        cls, blueprint: Blueprint, accelerator: Accelerator, found: OwnedStore | None = None
+    ) -> Homes:
+        """Takes memory and disk; ``found``: a store of the very same layout, to go on in.
+
+        Raises:
+            BudgetError: a tier has no room; nothing stays behind, as with all other errors.
+        """
+        trainer, held_slots = Trainer(), HeldSlots()
+
+        def before_asking() -> Iterator[Freed]:
+            trainer.require()
+            return held_slots.freed()
+
+        stubs = Stubs(blueprint.parts.units, accelerator.device)
+        trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
+        machinery = Machinery(blueprint, accelerator, trace, before_asking, found)
+        contents = Contents(machinery.layout, machinery.memory.arenas, machinery.direct)
+        return cls(machinery, contents, stubs, trainer, held_slots)

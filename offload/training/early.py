@@ -1,0 +1,144 @@
+"""Updates while backward runs: which units may be updated then, and what nobody may do after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ..config import OffloadConfig
+from ..errors import OffloadError
+from ..movement.updates import Updater
+from ..schedule.ledger import Ledger
+from .landing import Landing
+from .residences import Residences
+from .saved import SavedTensors
+from .showing import Showing
+
+
+class Seals(Protocol):
+    """Who is told that the state after the last step is about to be left behind."""
+
+    def seal(self) -> None: ...
+
+
+class Early:
+    """The decisions of ``update="backward"``; in the other modes nothing is early."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        update: str,
+        groups: Sequence[Mapping[str, Any]],
+        ledger: Ledger,
+        updater: Updater,
+        residences: Residences,
+        saved: SavedTensors,
+        showing: Showing,
+        landing: Landing,
+        committing: Seals | None,
+    ) -> None:
+        self._config, self._update, self._groups = config, update, groups
+        self._ledger, self._updater = ledger, updater
+        self._residences, self._saved, self._showing = residences, saved, showing
+        self._landing, self._committing = landing, committing
+        self._partly_frozen = {
+            u.index
+            for u in residences.parts.units
+            if residences.fixed[u.index]
+            and residences.accelerator.has_device_memory
+            and any(chunk.group is None for chunk in u.chunks)
+        }
+        self._final: bool | None = None
+        self._told_of_dropped = False
+        self._consumed: set[int] = set()  # parameters whose gradient an update has used up
+
+    def may_update(self, unit: int, over: bool) -> bool:
+        """Whether a unit may be updated now, its gradients being gathered; ``over``: no backward
+        runs any more, so that a graph that is still there is in nobody's way."""
+        final = self._final
+        if final is None:
+            final = self._ledger.micro_steps == self._config.accumulate - 1
+        if self._update != "backward" or not final:
+            return False
+        if unit in self._partly_frozen and not over:
+            return False  # backward may come to the frozen part later, and all is copied in
+        users = self._residences.users[unit]  # itself, and those that share its weights
+        return over or not any(self._saved.live[u] or self._residences.uses[u] for u in users)
+
+    def begin_early(self, unit: int, params: Sequence[int]) -> None:
+        """Backward is about to have a unit updated, whose ``params`` have a gradient."""
+        if self._committing is not None:
+            self._committing.seal()
+        self._landing.land()
+        if not self._ledger.early:
+            self._updater.begin_step(self._groups)
+        self._ledger.begin_early(unit, params)
+        self._consumed.update(params)
+        self._showing.end_graphs([unit])
+
+    def renew(self, index: int) -> None:
+        """Another gradient takes the place of a parameter's."""
+        self._consumed.discard(index)
+
+    def drop(self) -> None:
+        """All gradients are dropped."""
+        self._consumed.clear()
+
+    def refuse_consumed(self, params: Collection[int]) -> None:
+        """Raises when backward has used up the gradient of one of the parameters."""
+        if not self._consumed.isdisjoint(params):
+            raise OffloadError(
+                "update='backward' has applied this gradient already; for several backward() per "
+                "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
+                "update='next_forward' to use gradients between backward and step"
+            )
+
+    def refuse_dropped(self, live: Callable[[int], bool]) -> None:
+        """Raises when gradients were dropped that this step's backward has applied already;
+        ``live``: whether the engine holds a parameter's gradient."""
+        dropped = [
+            unit
+            for unit in sorted(self._ledger.early)
+            if any(i in self._consumed and not live(i) for i in self._ledger.turns(unit))
+        ]
+        if dropped and not self._told_of_dropped:
+            self._told_of_dropped = True
+            raise OffloadError(
+                f"update='backward' has applied the gradients of "
+                f"{', '.join(map(self._showing.name_of, dropped))} already, and they were dropped "
+                "before step(); call step() before zero_grad(), or use update='next_forward'; "
+                "another step() takes the step as it is, rollback() goes back to the last commit"
+            )
+        self._told_of_dropped = False
+
+    def refuse_updated(self, unit: int) -> None:
+        """Raises when a gradient comes for a unit that this step's backward has updated already."""
+        if unit in self._ledger.early:
+            raise OffloadError(
+                f"update='backward' has updated {self._showing.name_of(unit)!r} already in this "
+                "step, with the gradients of the backward before, or of this one where a module "
+                "that is used twice lies in reentrant checkpoints; call step() after it, also "
+                "where that batch is to be left out (or optimizer.rollback(), with a store), or "
+                "use update='next_forward'"
+            )
+
+    @contextmanager
+    def declared(self, final: bool) -> Iterator[None]:
+        """Inside, every backward is (or is not) the last one of the step."""
+        if not final and self._update == "backward" and self._config.accumulate == 1:
+            raise OffloadError(
+                "update='backward' keeps no gradients between micro-steps unless it is told to; "
+                "pass accumulate=N, at least 2, to wrap"
+            )
+        with self.all_final(final):
+            yield
+
+    @contextmanager
+    def all_final(self, final: bool = True) -> Iterator[None]:
+        """As ``declared``, for the engine's own use."""
+        before, self._final = self._final, final
+        try:
+            yield
+        finally:
+            self._final = before

@@ -1,0 +1,51 @@
+"""How ``p.grad`` finds the gradients that the engine holds, for as long as there is one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from ..errors import OffloadError
+from ..planning.partition import Partition
+from ..planning.plan import host_grad_dtype
+from .gradient_tensor import GradientAccess, OffloadedGradient
+
+
+class GradientDoor:
+    """``p.grad`` must not keep the engine: torch never collects such a ring."""
+
+    def __init__(self) -> None:
+        self._behind: weakref.ref[GradientAccess] | None = None
+
+    def open(self, behind: GradientAccess) -> None:
+        """Gradients are read and changed through ``behind`` from now on."""
+        self._behind = weakref.ref(behind)
+
+    def close(self) -> None:
+        """The engine has ended."""
+        self._behind = None
+
+    def __call__(self) -> GradientAccess:
+        """
+        Raises:
+            OffloadError: the engine has ended.
+        """
+        behind = None if self._behind is None else self._behind()
+        if behind is None:
+            raise OffloadError("the engine of this gradient is closed")
+        return behind
+
+
+def gradients_by(
+    door: GradientDoor, parts: Partition, accumulate: int
+) -> Callable[[int], OffloadedGradient]:
+    """What makes a parameter's ``p.grad``, by its index."""
+
+    def make(index: int) -> OffloadedGradient:
+        p = parts.parameters[index]
+        dtype = host_grad_dtype(p.dtype, accumulate)
+        if dtype != p.dtype:
+            p.grad_dtype = None  # type: ignore[assignment]
+        return OffloadedGradient(p, dtype, index, door)
+
+    return make
