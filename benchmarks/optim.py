@@ -19,6 +19,7 @@ import torch
 import overspill.optim as optim
 from overspill.optim import Master, Moments
 from overspill.optim.bench import Case, moved_bytes
+from overspill.optim.norm import accumulate, sum_of_squares
 
 from .machine import OtherWork
 from .optim_picture import draw_updates
@@ -129,9 +130,9 @@ def _norms(numel: int, grad: torch.Tensor) -> list[Arm]:
     norm = lambda: torch.linalg.vector_norm(grad, dtype=torch.float64)  # noqa: E731
     return [
         Call("torch norm of bf16", _timed(norm), {"bytes": 2 * numel}),
-        Call("sum_of_squares", _timed(lambda: optim.sum_of_squares(grad)), {"bytes": 2 * numel}),
+        Call("sum_of_squares", _timed(lambda: sum_of_squares(grad)), {"bytes": 2 * numel}),
         Call("torch add_ of bf16 to fp32", _timed(lambda: total.add_(grad)), {"bytes": 10 * numel}),
-        Call("accumulate", _timed(lambda: optim.accumulate(total, grad)), {"bytes": 10 * numel}),
+        Call("accumulate", _timed(lambda: accumulate(total, grad)), {"bytes": 10 * numel}),
     ]
 
 

@@ -8,37 +8,25 @@ Usable alone::
             buffer.array[:] = 7
             engine.write(extent, buffer).wait()
             engine.read(extent, buffer).wait()
+
+What makes a store durable, and reads one, stands in ``manifest``, ``committed`` and ``reading``.
 """
 
 from __future__ import annotations
 
 from .buffers import Lease, allocate_host
-from .committed import FoundStore, OwnedStore, find_store, own_store
 from .engine import IoEngine
 from .errors import CorruptionError, IoError, OffloadError
-from .manifest import Generation, Item, Manifest, StoreLayout
-from .once import Once
-from .reading import StoreReader
 from .types import Extent, IoStats, Ticket
 
 __all__ = [
     "CorruptionError",
     "Extent",
-    "FoundStore",
-    "Generation",
     "IoEngine",
     "IoError",
     "IoStats",
-    "Item",
     "Lease",
-    "Manifest",
     "OffloadError",
-    "Once",
-    "OwnedStore",
-    "StoreLayout",
-    "StoreReader",
     "Ticket",
     "allocate_host",
-    "find_store",
-    "own_store",
 ]

@@ -19,7 +19,7 @@ from .engine import engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.rates import Rates
-from .io_engine import own_store
+from .io_engine.committed import own_store
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
 from .wrapping import resumed, wrapped

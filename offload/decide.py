@@ -18,8 +18,11 @@ from .facts.machine import Machine
 from .facts.tier import Tier
 from .measure.calibration import Calibration, Task, calibrate
 from .movement.accelerators.choose import Accelerator, make_accelerator
-from .optim import Master, Rule, granule_of, moments_of, rules_for
+from .optim import Master, Rule
 from .optim.bench import case_of
+from .optim.formats import granule_of
+from .optim.optimizer import moments_of
+from .optim.registry import rules_for
 from .planning.blueprint import Blueprint
 from .planning.bounds import (
     Bound,

@@ -75,7 +75,7 @@ class Engine:
         saved = SavedTensors(residences, ledger.versions, backward)
         frames = Frames(residences, saved, backward, trainer)
         showing = Showing(residences, executor, ledger)
-        landing = Landing(config, executor, updater)
+        landing = Landing(config, executor, ledger)
         committing = None
         if writer is not None:
             committing = Committing(model, groups, machinery, writer, showing, landing, contents)

@@ -17,7 +17,7 @@ from .durable.moving import move_store
 from .durable.resume import check_fits, largest
 from .engine import Engine, engine_of
 from .errors import BudgetError
-from .io_engine import OwnedStore
+from .io_engine.committed import OwnedStore
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
 from .optimizer import OffloadedOptimizer

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptionError, OffloadError, format_bytes
-from ..io_engine import find_store
+from ..io_engine.committed import find_store
 from ..state.loading import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .source import StoreSource, require_unmoved

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OffloadError
-from ..io_engine import FoundStore, StoreReader, find_store, own_store
+from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import repair
+from ..io_engine.reading import StoreReader
 from .source import require_unmoved
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -13,18 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..io_engine import (
-    Extent,
-    Generation,
-    IoEngine,
-    Lease,
-    OffloadError,
-    OwnedStore,
-    StoreReader,
-    Ticket,
-    own_store,
-)
-from ..io_engine.manifest import Sums
+from ..io_engine import Extent, IoEngine, Lease, OffloadError, Ticket
+from ..io_engine.committed import OwnedStore, own_store
+from ..io_engine.manifest import Generation, Sums
+from ..io_engine.reading import StoreReader
 from ..schedule.describe import describe_units
 from ..schedule.layout import Layout
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..io_engine import FoundStore
+from ..io_engine.committed import FoundStore
 from ..schedule.describe import describe_units, difference
 from ..schedule.layout import Layout
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from ..errors import OffloadError
-from ..io_engine import FoundStore, Generation, StoreReader
-from ..optim import join_halves, read_moment
+from ..io_engine.committed import FoundStore
+from ..io_engine.manifest import Generation
+from ..io_engine.reading import StoreReader
+from ..optim.formats import join_halves
+from ..optim.reference import read_moment
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
 
 MASTERS = ("master", "master_lo")

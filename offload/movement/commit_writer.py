@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from ..errors import OffloadError
 from ..facts.trace import Trace
-from ..io_engine import IoEngine, Manifest
+from ..io_engine import IoEngine
+from ..io_engine.manifest import Manifest
 from ..schedule.messages import Commit, Write
 from .extents import Extents
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import BudgetError, OffloadError
 from ..facts.tier import Tier
 from ..facts.trace import Trace
-from ..io_engine import Once
+from ..io_engine.once import Once
 from ..schedule.arena import Place
 from ..schedule.invariants import validate
 from ..schedule.layout import Layout

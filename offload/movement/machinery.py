@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..facts.trace import Trace
-from ..io_engine import OwnedStore
+from ..io_engine.committed import OwnedStore
 from ..optim import set_threads
 from ..planning.blueprint import Blueprint
 from ..schedule.ledger import Ledger
@@ -50,7 +50,9 @@ class Machinery:
         )  # fmt: skip
         self.config, self.parts = blueprint.config, blueprint.parts
         self.layout = blueprint.plan.detail.layout
-        self.ledger = Ledger(len(self.parts.parameters), len(self.parts.units))
+        self.ledger = Ledger(
+            len(self.parts.parameters), len(self.parts.units), measures=blueprint.judges
+        )
         self.closed = False
         self._hide: list[Callable[[], Sequence[Watch]]] = []
         try:
@@ -67,10 +69,7 @@ class Machinery:
         if config.threads is not None:
             set_threads(config.threads)
         arenas = self.memory.arenas
-        self.updater = Updater(
-            layout, arenas, self.blueprint.rules, self.ledger, config.accumulate,
-            self.blueprint.judges,
-        )  # fmt: skip
+        self.updater = Updater(layout, arenas, self.blueprint.rules, self.ledger, config.accumulate)
         self.store.begin(self._facts(), self.trace)
         self.executor = Executor(
             layout, arenas, self.accelerator, self.store.disk, self.store.extents, self.trace,

@@ -8,7 +8,9 @@ from typing import Any
 from ..config import OffloadConfig
 from ..facts.rates import Rates
 from ..facts.trace import Trace
-from ..io_engine import Extent, IoEngine, Lease, Manifest, OwnedStore
+from ..io_engine import Extent, IoEngine, Lease
+from ..io_engine.committed import OwnedStore
+from ..io_engine.manifest import Manifest
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout
 from ..schedule.messages import Key

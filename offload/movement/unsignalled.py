@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..io_engine import Once
+from ..io_engine.once import Once
 
 Result = TypeVar("Result")
 

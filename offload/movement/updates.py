@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadError
-from ..optim import Rule, StepScalars, accumulate, granule_of, sums_of_squares
+from ..optim import Rule, StepScalars
+from ..optim.formats import granule_of
+from ..optim.norm import accumulate, sums_of_squares
 from ..planning.plan import host_grad_dtype
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -73,14 +74,12 @@ class Updater:
 
     def __init__(
         self, layout: Layout, arenas: Arenas, rules: Sequence[Rule], ledger: Ledger,
-        accumulated: int, measures: bool,
+        accumulated: int,
     ) -> None:  # fmt: skip
-        """``rules``: by param group; ``measures``: norms are taken as gradients arrive."""
+        """``rules``: by param group."""
         self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
         self.grads = GradLayout(layout.units, accumulated)
-        self.measures = measures
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
-        self.nonfinite: list[str] = []
         self._lock = threading.Lock()
         self._arrived: dict[int, list[Arrived]] = {}
         self._scalars: dict[tuple[int, int, float], StepScalars] = {}
@@ -116,14 +115,14 @@ class Updater:
 
     def work_on(self, task: Clear | Settle | Update) -> bool:
         """Runs one task; called on the update worker.  False: an update's values are not finite."""
-        before = len(self.nonfinite)
+        before = len(self.ledger.nonfinite)
         if isinstance(task, Clear):
             self.arenas.bytes_of(task.place).zero_()
         elif isinstance(task, Settle):
             self._settle(task)
         else:
             self._update(task)
-        return len(self.nonfinite) == before
+        return len(self.ledger.nonfinite) == before
 
     def _settle(self, task: Settle) -> None:
         unit = self.layout.units[task.unit]
@@ -136,7 +135,7 @@ class Updater:
         else:
             with self._lock:
                 self._arrived.get(task.unit, []).clear()
-        if self.measures:
+        if self.ledger.measures:
             self.measure(task.unit, task.place)
 
     def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
@@ -218,7 +217,7 @@ class Updater:
                 run.position,
             )
             if not finite:
-                self.nonfinite.append(self.layout.units[task.unit].name)
+                self.ledger.nonfinite.append(task.unit)
 
     def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
         """The runs of a subgroup; borders between parameters belong to the one before.
@@ -251,18 +250,6 @@ class Updater:
             scalars = self.rules[group].scalars(self._snapshot[group], step, scale)
             self._scalars[group, step, scale] = scalars
         return scalars
-
-    # -- what went wrong ------------------------------------------------------------------------
-
-    def raise_nonfinite(self) -> None:
-        """Raises when an update gave values that are not finite."""
-        if self.nonfinite:
-            names = ", ".join(dict.fromkeys(self.nonfinite))
-            self.nonfinite.clear()
-            raise OffloadError(
-                f"the update gave values that are not finite in {names}; lower the learning rate, "
-                "clip with max_grad_norm, or look for the first loss that is not finite"
-            )
 
 
 def _kept(value: Any) -> Any:

@@ -35,17 +35,20 @@ class Ledger:
 
     ``steps``: taken so far.  ``versions``: by unit, how often its weights have changed.
     ``squares``: sums of squares of the gradients as they arrived; ``scales``: what multiplies them
-    since.  ``early``: units that this step's backward has updated already.  ``spoiled``: units that
-    hold values that are not finite.  ``count``: whole steps.
+    since.  ``measures``: the former are taken as gradients arrive.  ``early``: units that this
+    step's backward has updated already.  ``spoiled``: units that hold values that are not finite;
+    ``nonfinite``: those whose updates gave such, until somebody was told.  ``count``: whole steps.
     """
 
-    def __init__(self, parameters: int, units: int) -> None:
+    def __init__(self, parameters: int, units: int, *, measures: bool = False) -> None:
         self.steps = [0] * parameters
         self.versions = [0] * units
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()
         self.spoiled: set[int] = set()
+        self.nonfinite: list[int] = []
+        self.measures = measures
         self.count = self.micro_steps = 0
         self.next: Prepared | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
@@ -125,6 +128,7 @@ class Ledger:
     def give_up(self) -> None:
         """A step that was begun is not taken; its updates are over."""
         self.early.clear()
+        self.nonfinite.clear()
         self.micro_steps = 0
         self.landed()
 

@@ -9,7 +9,10 @@ import torch
 
 from ..movement.direct import DirectAccess
 from ..movement.pools import Arenas
-from ..optim import Noise, join_master, read_moment, split_master, sum_of_squares, write_moment
+from ..optim import Noise
+from ..optim.formats import join_master, split_master
+from ..optim.norm import sum_of_squares
+from ..optim.reference import read_moment, write_moment
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..facts.trace import Trace
-from ..io_engine import OwnedStore
+from ..io_engine.committed import OwnedStore
 from ..movement.accelerators.base import Accelerator
 from ..movement.machinery import Machinery
 from ..planning.blueprint import Blueprint

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..optim import Rule, torch_state
+from ..optim import Rule
+from ..optim.optimizer import torch_state
 from ..planning.partition import FoundUnit, Partition
 from ..schedule.units import ParamSpec
 from ..training import torch_private

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..optim import split_master
+from ..optim.formats import split_master
 from .loop import StepRecord
 
 

@@ -290,8 +290,8 @@ class GradientCollector:
         made = [*pending.fresh.values(), *pending.added.values()]
         self.accelerator.join(pending.streams, made)
         self._gather(unit, pending, place, on_slot)
-        settled = on_slot and (not self._updater.measures or place.tier is Tier.HOST)
-        if settled and self._updater.measures:
+        settled = on_slot and (not self._ledger.measures or place.tier is Tier.HOST)
+        if settled and self._ledger.measures:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.mark_device_use(place, self.accelerator.record())

@@ -13,7 +13,7 @@ from ..movement.accelerators.base import Accelerator
 from ..movement.direct import DirectAccess
 from ..movement.pools import Arenas
 from ..movement.updates import Updater
-from ..optim import sum_of_squares
+from ..optim.norm import sum_of_squares
 from ..planning.partition import Partition
 from ..schedule.ledger import Ledger
 from ..schedule.messages import Key, Kind
@@ -182,7 +182,7 @@ class HeldGradients:
         """
         self.settle()
         self._refuse_lost(numbers)
-        self._updater.measures = True
+        self._ledger.measures = True
         self._collector.deliver_now()
         self._collector.executor.protocol.settle()
         found: list[float] = []

@@ -79,11 +79,11 @@ class Stepping:
         self._refuse_changed_groups()
         if not self._ledger.early:
             self._landing.land()
-        if self._updater.nonfinite:
+        if self._ledger.nonfinite:
             if self._config.on_nonfinite == "rollback":
                 self._back("the last update gave values that are not finite")
                 return
-            self._updater.raise_nonfinite()
+            self._landing.raise_nonfinite()
         self._residences.check_shown(self._showing.hidden)
         units = {
             unit.index: present
@@ -140,7 +140,6 @@ class Stepping:
         self._backward.abandon()
         self._protocol.give_up(begun=bool(self._ledger.early))
         self._ledger.give_up()
-        self._updater.nonfinite.clear()
         self._collector.drop()
         self._ledger.forget_gradients()
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import overspill
 from overspill.durable.inspect import inspect_store
-from overspill.io_engine import StoreReader, find_store
+from overspill.io_engine.committed import find_store
 from overspill.io_engine.manifest import MANIFEST_NAME, Kind
+from overspill.io_engine.reading import StoreReader
 from overspill.io_engine.store import STORE_NAME
 from tests.devices import CPU, normal
 

@@ -21,7 +21,7 @@ from overspill.durable.tensors import AHEAD_PARTS, Part, StreamedTensor, in_memo
 from overspill.errors import OffloadError
 from overspill.io_engine import store
 from overspill.io_engine.native import crc32
-from overspill.optim import join_halves, split_master
+from overspill.optim.formats import join_halves, split_master
 from overspill.state.loading import WeightFiles
 from tests.devices import about_files
 

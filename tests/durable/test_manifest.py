@@ -8,18 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overspill.io_engine import (
-    CorruptionError,
-    Extent,
-    IoEngine,
-    IoError,
-    Lease,
-    Manifest,
-    allocate_host,
-    find_store,
-    own_store,
-)
-from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, repair
+from overspill.io_engine import CorruptionError, Extent, IoEngine, IoError, Lease, allocate_host
+from overspill.io_engine.committed import find_store, own_store
+from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, Manifest, repair
 from overspill.io_engine.store import STORE_NAME
 
 SIZES = [10_000, 70_000, 4096]

@@ -10,7 +10,8 @@ import torch
 
 import overspill
 from overspill.durable.inspect import inspect_store
-from overspill.io_engine import Manifest, find_store
+from overspill.io_engine.committed import find_store
+from overspill.io_engine.manifest import Manifest
 from tests.resumed import adamw, assert_same, build, options, train, weights, whole_run
 
 

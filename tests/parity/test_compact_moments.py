@@ -96,8 +96,8 @@ def test_state_goes_in_and_out(moments: str, tmp_path: Path) -> None:
         assert not loaded.state_dict()["state"]
         moments_now = [
             value
-            for unit in start.__dict__["_overspill_engine"].parts.units
-            for _, state in start.__dict__["_overspill_engine"].contents.state(unit.index)
+            for unit in start.__dict__["_overspill_engine"].machinery.parts.units
+            for _, state in start.__dict__["_overspill_engine"]._contents.state(unit.index)
             for value in state.values()
         ]
         assert moments_now and not any(value.any() for value in moments_now)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import overspill.optim as ours
-from overspill.optim import join_master
+from overspill.optim.formats import join_master
 from tests.devices import about_cpu
 from tests.optim_jobs import ODD_SIZES
 

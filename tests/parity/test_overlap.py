@@ -23,7 +23,7 @@ def test_updates_and_io_lie_under_compute(update: str, tmp_path: Path) -> None:
         model, adamw(model), nvme=tmp_path, update=update, rates=rates,
         device=SIM, device_memory="10MiB", host_memory="24MiB",
     ) as optimizer:  # fmt: skip
-        trace = model.__dict__["_overspill_engine"].trace
+        trace = model.__dict__["_overspill_engine"].machinery.trace
         shares = []
         for step in range(63):
             if step >= 15 and max(shares) >= 0.7:
@@ -72,7 +72,7 @@ def test_what_is_at_hand_is_not_asked_for(
     with overspill.wrap(
         model, adamw(model), update=update, max_grad_norm=1.0, **where
     ) as optimizer:
-        executor = model.__dict__["_overspill_engine"].executor
+        executor = model.__dict__["_overspill_engine"].machinery.executor
         asked: list[Signal] = []
         request = executor.protocol._ask
 

@@ -132,12 +132,7 @@ def test_split_master_equals_a_plain_fp32_master(tmp_path: Path) -> None:
         ) as optimizer:
             losses = train(model, optimizer, STEPS)
             engine = model.__dict__["_overspill_engine"]
-            engine.direct.settle()
-            masters = {
-                spec.name: value
-                for unit in engine.parts.units
-                for spec, value in engine.contents.masters(unit.index)
-            }
+            masters = {spec.name: value for spec, value in engine.masters()}
             results.append((losses, masters))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(v, results[1][1][k]) for k, v in results[0][1].items())

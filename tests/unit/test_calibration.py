@@ -15,8 +15,8 @@ from overspill.facts.trace import LANES
 from overspill.measure import rates
 from overspill.measure.calibration import Task, calibrate
 from overspill.measure.drift import STEPS, Drift
-from overspill.optim import rules_for
 from overspill.optim.bench import Case, case_of
+from overspill.optim.registry import rules_for
 
 ADAMW = Case("adamw", torch.bfloat16, "split", "fp32")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overspill.io_engine import Once
+from overspill.io_engine.once import Once
 from tests.patience import WAIT_S
 
 

@@ -9,9 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.optim import Field, join_master, split_master
+from overspill.optim import Field
 from overspill.optim.compact import SIGNED, UNSIGNED, Noise, from_int8, to_bf16, to_int8
-from overspill.optim.formats import master_fields, moment_fields, round_to_upper
+from overspill.optim.formats import (
+    join_master,
+    master_fields,
+    moment_fields,
+    round_to_upper,
+    split_master,
+)
 
 
 def floats(bits: torch.Tensor) -> torch.Tensor:

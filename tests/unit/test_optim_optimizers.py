@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import overspill.optim as ours
-from overspill.optim import rules_for
+from overspill.optim.registry import rules_for
 
 CLASSES = [ours.AdamW, ours.Adam, ours.SGD, ours.Adagrad, ours.Lion]
 TORCH_CLASSES = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad]

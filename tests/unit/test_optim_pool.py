@@ -12,17 +12,8 @@ import threading
 import pytest
 import torch
 
-from overspill.optim import (
-    accumulate,
-    cores,
-    kernels,
-    native_isa,
-    norm,
-    set_threads,
-    sum_of_squares,
-    sums_of_squares,
-    threads,
-)
+from overspill.optim import cores, kernels, native_isa, norm, set_threads, threads
+from overspill.optim.norm import accumulate, sum_of_squares, sums_of_squares
 from tests.optim_jobs import GRADS, ODD_SIZES, assert_same, gradients, isas, make_job
 from tests.patience import WAIT_S
 
@@ -70,7 +61,8 @@ def test_missing_extension_is_announced_once(
 
 FALLBACK = """
 import torch
-from overspill.optim import AdamW, accumulate, native_isa, sum_of_squares
+from overspill.optim import AdamW, native_isa
+from overspill.optim.norm import accumulate, sum_of_squares
 param = torch.nn.Parameter(torch.linspace(-1, 1, 999).bfloat16())
 optimizer = AdamW([param], lr=1e-2, master="split", moments="int8")
 for step in range(3):

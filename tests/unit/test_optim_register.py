@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.optim import Field, StepScalars, register, registry, rules_for
+from overspill.optim import Field, StepScalars, register, registry
+from overspill.optim.registry import rules_for
 
 
 class Sign(torch.optim.Optimizer):

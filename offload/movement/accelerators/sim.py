@@ -21,7 +21,8 @@ import torch
 
 from ...errors import OffloadError
 from ...facts.rates import Rates
-from ...io_engine import Once, allocate_host
+from ...io_engine import allocate_host
+from ...io_engine.once import Once
 from .base import Event, InOrder, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 from .ordering import Clock, Ordering, join
