@@ -19,7 +19,7 @@ from .contents import Parts
 from .weight_access import Weights
 
 
-class Edited(Protocol):
+class HalfEdits(Protocol):
     """Who commits, and must not while a state dict is half loaded."""
 
     def begin_edit(self, parts: Parts) -> None: ...
@@ -39,7 +39,7 @@ class StateHooks:
         weights: Weights,
         showing: Showing,
         trainer: Trainer,
-        committing: Edited | None,
+        committing: HalfEdits | None,
     ) -> None:
         self._machinery, self._parts = machinery, machinery.parts
         self._weights, self._showing = weights, showing

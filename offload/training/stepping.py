@@ -21,7 +21,7 @@ from .showing import Showing
 log = logging.getLogger("overspill")
 
 
-class Commits(Protocol):
+class CommitsSteps(Protocol):
     """Who is told of steps where they are committed."""
 
     def seal(self) -> None: ...
@@ -47,7 +47,7 @@ class Stepping:
         landing: Landing,
         early: Early,
         collector: GradientCollector,
-        committing: Commits | None,
+        committing: CommitsSteps | None,
         renew: Callable[[], None],
         random_states: Callable[[], Mapping[str, Any]],
     ) -> None:
