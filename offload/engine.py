@@ -13,13 +13,18 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from .config import OffloadConfig
 from .durable.committing import Committing
 from .durable.meta import random_states
 from .errors import OffloadError
+from .facts.stats import MemoryStats, Stats
+from .facts.tier import Tier
+from .facts.trace import Trace
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
 from .planning.bounds import lane_seconds
+from .planning.plan import Plan
 from .schedule.units import ParamSpec
 from .state.edits import Edits
 from .state.homes import Homes
@@ -119,7 +124,7 @@ class Engine:
         links, rates = blueprint.plan.link_bytes, config.rates
         needed_s = {} if rates is None else lane_seconds(links, rates)
         self.model, self.machinery = model, machinery
-        self.figures = StepFigures(machinery.trace, needed_s, calibration)
+        self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, loop.settle
         )
@@ -164,12 +169,39 @@ class Engine:
         for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
             self.model.__dict__.pop(name, None)
 
+    # -- what is known of it --------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run follows."""
+        return self.machinery.blueprint.plan
+
+    @property
+    def config(self) -> OffloadConfig:
+        """What was asked for."""
+        return self.machinery.config
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last step."""
+        return self._figures.last
+
+    @property
+    def memory(self) -> Mapping[Tier, MemoryStats]:
+        """Budget, held and peak bytes of every tier."""
+        return self.machinery.memory.stats()
+
+    @property
+    def trace(self) -> Trace:
+        """The recorded steps."""
+        return self.machinery.trace
+
     # -- training -------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
         self._loop.step()
-        self.figures.taken(self.step_count)
+        self._figures.taken(self.step_count)
 
     @property
     def step_count(self) -> int:
@@ -202,6 +234,10 @@ class Engine:
         """See ``OffloadedOptimizer.load_state_dict``."""
         self._loop.require_usable()
         self.state.from_torch(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``OffloadedOptimizer.state_dict``."""
+        return self.state.to_torch()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -255,7 +291,7 @@ class Engine:
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
-                self.step_count, self.figures.last.step_s, self.figures.last.explain(),
+                self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
         try:
             self._loop.end()

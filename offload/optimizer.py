@@ -116,21 +116,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """The plan that this run follows."""
-        return self._engine.machinery.blueprint.plan
+        return self._engine.plan
 
     @property
     def stats(self) -> Stats:
         """Figures of the last step."""
-        return self._engine.figures.last
+        return self._engine.stats
 
     @property
     def memory(self) -> Mapping[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
-        return self._engine.machinery.memory.stats()
+        return self._engine.memory
 
     def trace(self, path: str | Path) -> None:
         """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
-        save_trace(self._engine.machinery.trace, Path(path))
+        save_trace(self._engine.trace, Path(path))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Before the first step there is none, so the dict is small.  Needs memory for all moments.
         """
-        return self._engine.state.to_torch()
+        return self._engine.state_dict()
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str]
@@ -178,14 +178,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             OffloadError: ``path`` is there already, its disk has no room, or there is no durable
                 store; nothing was written.
         """
-        engine = self._engine
         refuse_reentry()
-        engine.commit("save")
-        to_json = getattr(getattr(engine.model, "config", None), "to_json_string", None)
+        model, config = self._engine.model, self._engine.config
+        self._engine.commit("save")
+        to_json = getattr(getattr(model, "config", None), "to_json_string", None)
         text = None if to_json is None else str(to_json())
-        folders = engine.machinery.config.nvme
-        assert folders is not None
-        export_store(folders, Path(path), config=text)
+        assert config.nvme is not None
+        export_store(config.nvme, Path(path), config=text)
 
     # -- the end --------------------------------------------------------------------------------
 

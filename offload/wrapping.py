@@ -135,7 +135,7 @@ def undone(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes) -> 
 def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOptimizer:
     """What the user gets."""
     torch_private.tell_if_untried(torch.__version__)
-    plan, config = engine.machinery.blueprint.plan, engine.machinery.config
+    plan, config = engine.plan, engine.config
     log.info("overspill: %s", plan)
     if config.verbose:
         for name, home in plan.placement.items():
