@@ -46,7 +46,7 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
     ) as optimizer:
         train(model, optimizer, 2)
         accelerator = optimizer._engine.machinery.accelerator
-        large = torch.ones(1500, 1500)
+        large, inputs = torch.ones(1500, 1500), batch(0)
         for block in model.blocks:  # not every one of their slots is handed on at once
             expected = block.up.weight.detach().clone()
             keeper = Keeper(block.up)
@@ -58,6 +58,8 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
                 read = keeper.kept[0] + 0
             accelerator.used(keeper.kept[0].view(torch.uint8).flatten())
             keeper.kept.clear()
+            with torch.no_grad():
+                model(*inputs)  # nothing in it makes the host wait for that read
             train(model, optimizer, 2)  # a missing wait raises in the background
             assert torch.equal(read, expected)
 
