@@ -3,6 +3,7 @@ never seen again after a rollback, never used as scratch."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import overspill
 from tests.devices import CPU, NAME, SIM, about_cpu, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
+from tests.patience import WAIT_S
 
 PLACES: dict[str, dict[str, Any]] = {
     "streamed": {"device": CPU, "host_memory": "1800KiB", "prefetch_depth": 4},
@@ -58,6 +60,10 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
                 read = keeper.kept[0] + 0
             accelerator.used(keeper.kept[0].view(torch.uint8).flatten())
             keeper.kept.clear()
+            held = optimizer._engine._residences._held.watches  # a kernel may hold what it reads
+            deadline = time.monotonic() + WAIT_S
+            while not all(watch.expired for watch in held) and time.monotonic() < deadline:
+                time.sleep(0.01)
             with torch.no_grad():
                 model(*inputs)  # nothing in it makes the host wait for that read
             train(model, optimizer, 2)  # a missing wait raises in the background
