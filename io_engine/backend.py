@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .native import NATIVE
 
@@ -119,15 +119,17 @@ BackendFactory = Callable[[Sequence[int], Tuning], Backend]
 
 
 class NativeBackend:
-    """The backends in C++."""
+    """A backend in C++, over a core that has been started."""
 
-    def __init__(self, fds: Sequence[int], tuning: Tuning, faults: object = None) -> None:
+    def __init__(self, name: str, core: Any) -> None:
+        self.name, self._core = name, core
+
+    @classmethod
+    def start(cls, fds: Sequence[int], tuning: Tuning) -> NativeBackend:
+        """``uring`` or ``threads``, as the setting says."""
         assert NATIVE is not None
-        self.name = tuning.backend
-        self._core = NATIVE.Core(
-            list(fds), tuning.backend, tuning.block_bytes, tuning.queue_depth,
-            faults if faults is not None else NATIVE.Faults(),
-        )  # fmt: skip
+        core = NATIVE.Core(list(fds), tuning.backend, tuning.block_bytes, tuning.queue_depth)
+        return cls(tuning.backend, core)
 
     def submit(self, id: int, write: bool, urgent: bool, segments: Sequence[Segment]) -> None:
         self._core.submit(id, write, urgent, segments)

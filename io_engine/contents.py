@@ -21,7 +21,7 @@ class Fill(enum.Enum):
 
 
 @dataclass(eq=False)
-class Contents:
+class ExtentContents:
     """The facts about one extent that are kept in memory, apart from its bytes.
 
     ``checksums``: CRC-32 of each block, uint32, or ``None`` if checking is off.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .backend import Backend, Completion, Outcome, Segment
 from .buffers import TransferMemory
-from .contents import Contents, Fill
+from .contents import ExtentContents, Fill
 from .errors import IoError, OffloadError
 from .types import Extent, Ticket
 from .verdict import cancelled, error_of
@@ -33,7 +33,7 @@ class Flight:
     """A request on its way.  ``memory`` keeps the caller's buffer alive until it has landed."""
 
     ticket: Ticket
-    contents: Contents
+    contents: ExtentContents
     segments: Sequence[Segment]
     urgent: bool
     memory: TransferMemory
@@ -238,7 +238,7 @@ class Dispatcher:
                 if flight is None:
                     continue  # given up by close()
                 error: OffloadError | None = error_of(completion, flight.ticket, self._paths)
-                self._settle(flight, completion, error)
+                self._note_contents(flight, completion, error)
                 ended.append((flight, error, completion.started_ns, completion.finished_ns))
                 self._leave(flight)
             while self._refused:
@@ -255,7 +255,9 @@ class Dispatcher:
                 self._ending -= len(ended)
                 self._changed.notify_all()
 
-    def _settle(self, flight: Flight, completion: Completion, error: OffloadError | None) -> None:
+    def _note_contents(
+        self, flight: Flight, completion: Completion, error: OffloadError | None
+    ) -> None:
         """Notes what the extent holds now."""
         if flight.write:
             if error is None:

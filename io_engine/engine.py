@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from .backend import Backend, BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
-from .contents import Contents, Fill
+from .contents import ExtentContents, Fill
 from .dispatch import Dispatcher, Flight
 from .errors import CorruptionError, IoError, OffloadError
-from .manifest import Generation, Item, Manifest, StoreLayout
+from .manifest import Generation, Manifest, StoredItem, StoreLayout
 from .native import crc32
 from .opening import open_backend
 from .probe import measured_rates
-from .settings import directory_list, settle
+from .settings import choose_tuning, directory_list
 from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
 from .transfer import Buffer, block_count, cut, plan_transfer, runs_of
-from .types import Direction, Extent, IoStats, LaneStats, Ticket, round_up
+from .types import Direction, Extent, IoLaneStats, IoStats, Ticket, round_up
 
 log = logging.getLogger("overspill.io_engine")
 
@@ -81,7 +81,7 @@ class IoEngine:
         paths = directory_list(directories)
         if capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes must be positive, not {capacity_bytes}")
-        tuning = settle(paths, backend, block_bytes, queue_depth)
+        tuning = choose_tuning(paths, backend, block_bytes, queue_depth)
         start = open_backend if isinstance(backend, str) else backend
         rates = measured_rates(paths, tuning, start) if len(paths) > 1 else [1.0]
         sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
@@ -113,7 +113,7 @@ class IoEngine:
             CorruptionError: the layout's extents overlap.
         """
         layout, paths = store.layout, store.directories
-        tuning = settle(paths, backend, layout.block_bytes, queue_depth)
+        tuning = choose_tuning(paths, backend, layout.block_bytes, queue_depth)
         start = open_backend if isinstance(backend, str) else backend
         engine = cls.__new__(cls)
         rates = [float(max(nbytes, 1)) for nbytes in layout.file_bytes]
@@ -145,7 +145,9 @@ class IoEngine:
                 kept = sums if number == role else None
                 whole = np.zeros(count, np.uint32) if kept is None else kept
                 fill = Fill.WHOLE if number == role else Fill.EMPTY
-                self._contents[extent] = Contents(extent, whole if self.checksum else None, fill)
+                self._contents[extent] = ExtentContents(
+                    extent, whole if self.checksum else None, fill
+                )
                 self._next_extent = max(self._next_extent, extent.id + 1)
 
     def _open(
@@ -154,7 +156,7 @@ class IoEngine:
     ) -> None:  # fmt: skip
         self._files = files
         self._lock = threading.Lock()  # guards the space and the maps below
-        self._contents: dict[Extent, Contents] = {}
+        self._contents: dict[Extent, ExtentContents] = {}
         self._next_extent = 0
         self._buffer_limit, self._buffer_held = buffer_bytes, 0
         self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
@@ -198,7 +200,7 @@ class IoEngine:
             self._next_extent += 1
             count = block_count(extent, self.tuning.block_bytes)
             sums = np.zeros(count, np.uint32) if self.checksum else None
-            self._contents[extent] = Contents(extent, sums)
+            self._contents[extent] = ExtentContents(extent, sums)
         return extent
 
     def free(self, extent: Extent) -> None:
@@ -337,7 +339,7 @@ class IoEngine:
         layout = StoreLayout(
             uuid.uuid4().hex, tuple(str(file.directory) for file in self._files),
             tuple(file.nbytes for file in self._files), self.tuning.block_bytes, self.checksum,
-            tuple(Item(key, extents[0].nbytes, tuple(extents)) for key, extents in items),
+            tuple(StoredItem(key, extents[0].nbytes, tuple(extents)) for key, extents in items),
             description,
         )  # fmt: skip
         self.flush()
@@ -397,7 +399,7 @@ class IoEngine:
     def stats(self) -> IoStats:
         """Totals since the engine was opened."""
         lanes = tuple(
-            LaneStats(
+            IoLaneStats(
                 str(file.path), counts.bytes_read, counts.bytes_written, counts.blocks_read,
                 counts.blocks_written, counts.retries, counts.busy_ns / 1e9, counts.in_flight,
                 counts.queued,
@@ -453,7 +455,7 @@ class IoEngine:
         if self.closed:
             raise OffloadError("the I/O engine is closed; open a new one")
 
-    def _contents_of(self, extent: Extent) -> Contents:
+    def _contents_of(self, extent: Extent) -> ExtentContents:
         contents = self._contents.get(extent)
         if contents is None or contents.extent is not extent:
             raise ValueError(f"{extent} is not an extent of this engine, or has been freed")

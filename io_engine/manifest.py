@@ -43,7 +43,7 @@ LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written 
 Sums = NDArray[np.uint32]
 
 
-class Kind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """What a record says."""
 
     LAYOUT = 1
@@ -53,7 +53,7 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Item:
+class StoredItem:
     """Something that is kept: its name, its bytes, and the extents that hold it in turn."""
 
     key: str
@@ -74,7 +74,7 @@ class StoreLayout:
     file_bytes: tuple[int, ...]
     block_bytes: int
     checksum: bool
-    items: tuple[Item, ...]
+    items: tuple[StoredItem, ...]
     description: Mapping[str, Any]
 
     @property
@@ -128,7 +128,7 @@ class Found:
     @property
     def kept(self) -> bool:
         """Whether there is a commit that somebody may want: here, or in the first directory."""
-        marked = any(record.kind == Kind.KEPT for record in self.log.records)
+        marked = any(record.kind == RecordKind.KEPT for record in self.log.records)
         if self.member and self.log.torn and not self.log.blank:
             return True  # what was a mark once, for all that anybody can tell
         return marked or any(generation.kept for generation in self.generations)
@@ -140,7 +140,7 @@ def _is_lost_seal(hole: Hole) -> bool:
         hole.nbytes == SECTOR
         and hole.blank
         and hole.before is not None
-        and hole.before.kind == Kind.COMMIT
+        and hole.before.kind == RecordKind.COMMIT
         and hole.after.number == hole.before.number + 2
     )
 
@@ -176,7 +176,7 @@ def _read_layout(path: Path, payload: bytes) -> tuple[StoreLayout, int]:
         for pieces in listed:
             extents.append(Extent(number, nbytes, tuple(Piece(*piece) for piece in pieces)))
             number += 1
-        items.append(Item(key, nbytes, tuple(extents)))
+        items.append(StoredItem(key, nbytes, tuple(extents)))
     layout = StoreLayout(
         content["store"], tuple(content["directories"]), tuple(content["file_bytes"]),
         content["block_bytes"], content["checksum"], tuple(items), content["description"],
@@ -235,7 +235,7 @@ def read_manifest(directory: Path) -> Found | None:
     except OSError as error:
         raise refused(path, "cannot read", error) from error
     log = scan(data)
-    if not log.records or log.records[0].kind != Kind.LAYOUT:
+    if not log.records or log.records[0].kind != RecordKind.LAYOUT:
         raise CorruptionError(
             f"{path}: the layout, its first record, is damaged; the store cannot be read without "
             "it; restore this one file from a copy, or start from an export",
@@ -243,7 +243,9 @@ def read_manifest(directory: Path) -> Found | None:
         )
     layout, member = _read_layout(path, log.records[0].payload)
     generations = tuple(
-        _read_commit(layout, record.payload) for record in log.records if record.kind == Kind.COMMIT
+        _read_commit(layout, record.payload)
+        for record in log.records
+        if record.kind == RecordKind.COMMIT
     )
     return Found(path, member, layout, generations, log)
 
@@ -335,7 +337,7 @@ class Manifest:
         unmarked: dict[Path, tuple[int, int]] = {}
         for member in reversed(range(len(layout.directories))):
             path = Path(layout.directories[member]) / MANIFEST_NAME
-            made = write_anew(path, [(Kind.LAYOUT, 1, _layout_payload(layout, member))])
+            made = write_anew(path, [(RecordKind.LAYOUT, 1, _layout_payload(layout, member))])
             if member:
                 unmarked[path] = 1, made.st_size
         return cls(path, layout, 0, 1, made.st_size, unmarked, False)
@@ -369,12 +371,12 @@ class Manifest:
         )
         try:
             os.ftruncate(manifest._fd, newest.end)
-            if newest.kind == Kind.COMMIT:
+            if newest.kind == RecordKind.COMMIT:
                 # No seal: if its flush failed, the kernel may show what the disk lacks.
                 record = encode(newest.kind, newest.number, newest.payload)
                 _write_all(manifest._fd, record, newest.offset)
                 os.fdatasync(manifest._fd)
-                manifest._append(Kind.SEAL, struct.pack("<Q", last))
+                manifest._append(RecordKind.SEAL, struct.pack("<Q", last))
         except OSError as error:
             manifest.close()
             raise refused(first.path, "cannot write", error) from error
@@ -402,10 +404,10 @@ class Manifest:
             self._compact(payload)
         else:
             try:
-                self._append(Kind.COMMIT, payload)
+                self._append(RecordKind.COMMIT, payload)
                 os.fdatasync(self._fd)
                 self._require_place()
-                self._append(Kind.SEAL, struct.pack("<Q", generation.number))
+                self._append(RecordKind.SEAL, struct.pack("<Q", generation.number))
             except OSError as error:
                 raise refused(self.path, "cannot commit", error) from error
         self.last = generation.number
@@ -417,7 +419,7 @@ class Manifest:
         for path, (number, end) in list(self._unmarked.items()):
             fd = _open_log(path)
             try:
-                _write_all(fd, encode(Kind.KEPT, number + 1, b""), end)
+                _write_all(fd, encode(RecordKind.KEPT, number + 1, b""), end)
                 os.fdatasync(fd)
             except OSError as error:
                 raise refused(path, "cannot commit", error) from error
@@ -425,7 +427,7 @@ class Manifest:
                 os.close(fd)
             del self._unmarked[path]
 
-    def _append(self, kind: Kind, payload: bytes) -> None:
+    def _append(self, kind: RecordKind, payload: bytes) -> None:
         record = encode(kind, self._number + 1, payload)
         _write_all(self._fd, record, self._end)
         self._number, self._end = self._number + 1, self._end + len(record)
@@ -445,9 +447,9 @@ class Manifest:
         write_anew(
             self.path,
             [
-                (Kind.LAYOUT, number, _layout_payload(self.layout, 0)),
-                (Kind.COMMIT, number + 1, payload),
-                (Kind.SEAL, number + 2, seal),
+                (RecordKind.LAYOUT, number, _layout_payload(self.layout, 0)),
+                (RecordKind.COMMIT, number + 1, payload),
+                (RecordKind.SEAL, number + 2, seal),
             ],
         )
         fd = _open_log(self.path)
@@ -478,10 +480,10 @@ def repair(found: Found) -> tuple[Generation, ...]:
 
     The caller holds the directory's lock, and has read the manifest since.
     """
-    kept = [r for r in found.log.records if r.kind != Kind.SEAL]
+    kept = [r for r in found.log.records if r.kind != RecordKind.SEAL]
     records = [(r.kind, n + 1, r.payload) for n, r in enumerate(kept)]
     if found.generations:
         seal = struct.pack("<Q", found.generations[-1].number)
-        records.append((Kind.SEAL, len(kept) + 1, seal))
+        records.append((RecordKind.SEAL, len(kept) + 1, seal))
     write_anew(found.path, records)
     return found.generations

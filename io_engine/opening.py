@@ -16,4 +16,4 @@ def open_backend(fds: Sequence[int], tuning: Tuning) -> Backend:
     """
     if tuning.backend == "aiofiles":
         return AiofilesBackend(fds, tuning)
-    return NativeBackend(fds, tuning)
+    return NativeBackend.start(fds, tuning)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .blocks import THREADS, Block, BlockFiles
 from .committed import FoundStore
 from .errors import CorruptionError, IoError
-from .manifest import Generation, Item
+from .manifest import Generation, StoredItem
 from .native import crc32
 from .store import STORE_NAME
 from .transfer import runs_of
@@ -109,7 +109,7 @@ class StoreReader:
             self._blocks[number] = blocks, [block.start for block in blocks]
         return self._blocks[number]
 
-    def _cut(self, number: int, item: Item) -> Iterator[Block]:
+    def _cut(self, number: int, item: StoredItem) -> Iterator[Block]:
         role = self.generation.roles[number]
         if role < 0:
             return

@@ -92,7 +92,7 @@ def remembered(directory: Path) -> Tuning | None:
     return tuning
 
 
-def settle(
+def choose_tuning(
     directories: Sequence[Path],
     backend: str | BackendFactory,
     block_bytes: int | None,

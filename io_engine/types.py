@@ -46,7 +46,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class LaneStats:
+class IoLaneStats:
     """What one store file has seen; see ``IoStats``."""
 
     path: str
@@ -75,7 +75,7 @@ class IoStats:
     failures: int
     retries: int
     busy_s: float
-    lanes: tuple[LaneStats, ...]
+    lanes: tuple[IoLaneStats, ...]
 
 
 class Ticket:

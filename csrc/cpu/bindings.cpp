@@ -59,13 +59,14 @@ bool update(int rule, int moments, std::size_t numel, std::uint64_t position,
             std::uint32_t noise_key, std::uintptr_t grad, int grad_type, std::uintptr_t weight,
             int weight_type, std::uintptr_t master, int master_kind, const Addresses& moment,
             const Addresses& scale, const std::array<double, kCoefficients>& coefficients) {
-  if (rule < 0 || rule >= kRules || moments < 0 || moments >= kMomentFormats) {
+  if (rule < 0 || rule >= kernels().rule_count || moments < 0 || moments >= kMomentFormats) {
     throw std::invalid_argument("no kernel for rule " + std::to_string(rule) +
                                 " with moment format " + std::to_string(moments));
   }
-  const UpdateFn kernel = kernels().update[rule][moments];
+  const RuleKernels& found = kernels().rules[rule];
+  const UpdateFn kernel = found.update[moments];
   if (kernel == nullptr) {
-    throw std::invalid_argument("rule " + std::to_string(rule) + " has fp32 moments only");
+    throw std::invalid_argument(std::string(found.name) + " has fp32 moments only");
   }
   Job job;
   job.numel = numel;
@@ -165,6 +166,13 @@ NB_MODULE(_native, m) {
   });
   m.def("threads", &pool_threads);
   m.def("isa", [] { return std::string(kernels().name); });
+  m.def("rules", [] {
+    std::vector<std::string> names;
+    for (int rule = 0; rule < kernels().rule_count; ++rule) {
+      names.emplace_back(kernels().rules[rule].name);
+    }
+    return names;
+  });
   m.def("isas", [] {
     std::vector<std::string> names;
     for (const Kernels* kernels : available()) names.emplace_back(kernels->name);

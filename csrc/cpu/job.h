@@ -13,16 +13,6 @@ enum class Master : int { kNone = 0, kSplit = 1, kF32 = 2 };
 
 enum class MomentFormat : int { kF32 = 0, kBf16 = 1, kInt8 = 2 };
 
-enum class RuleId : int {
-  kAdam = 0,
-  kAmsgrad = 1,
-  kSgd = 2,
-  kMomentum = 3,
-  kAdagrad = 4,
-  kLion = 5
-};
-
-constexpr int kRules = 6;
 constexpr int kMomentFormats = 3;
 constexpr int kMaxMoments = 3;
 constexpr int kCoefficients = 9;
@@ -59,10 +49,17 @@ using UpdateFn = bool (*)(const Job& job, std::size_t begin, std::size_t end);
 using SumOfSquaresFn = double (*)(FloatType type, const void* data, std::size_t numel);
 using AccumulateFn = void (*)(float* to, FloatType type, const void* from, std::size_t numel);
 
-// The kernels of one instruction set.
+// One rule's kernels by the format of its moments; nullptr where it has none.
+struct RuleKernels {
+  const char* name;
+  UpdateFn update[kMomentFormats];
+};
+
+// The kernels of one instruction set; their rules are the same, in one order.
 struct Kernels {
   const char* name;
-  UpdateFn update[kRules][kMomentFormats];
+  const RuleKernels* rules;
+  int rule_count;
   SumOfSquaresFn sum_of_squares;
   AccumulateFn accumulate;
 };

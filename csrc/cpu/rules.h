@@ -1,6 +1,9 @@
 // The update rules, on LANES elements in registers: g is the scaled gradient, w the fp32 weight.
 // Formulas and their order are those of torch.optim's single-tensor path. Included once per
-// instruction set. Coefficients come in the order in which overspill.optim.rules lists them.
+// instruction set. A rule's name and the order of its coefficients are those of its file in optim/.
+//
+// kCompact: its moments may be bf16 or int8. AMSGrad's running maximum would climb on their
+// rounding noise.
 //
 // kApart: moments() and apply() may run one after the other, apart, with the same result as both in
 // one. Roots and quotients take long; staged moments hide that behind their encoding.
@@ -13,6 +16,8 @@ INLINE std::uint32_t nonzero(float value) {
 }
 
 struct Adam {
+  static constexpr const char* kName = "adam";
+  static constexpr bool kCompact = true;
   static constexpr bool kApart = true;
   static constexpr int kMoments = 2;
   static constexpr unsigned kSigned = 0b01;
@@ -43,6 +48,8 @@ struct Adam {
 };
 
 struct Amsgrad : Adam {
+  static constexpr const char* kName = "amsgrad";
+  static constexpr bool kCompact = false;
   static constexpr int kMoments = 3;
   static constexpr unsigned kSigned = 0b001;
   using Adam::Adam;
@@ -54,6 +61,8 @@ struct Amsgrad : Adam {
 };
 
 struct Sgd {
+  static constexpr const char* kName = "sgd";
+  static constexpr bool kCompact = false;  // it has none
   static constexpr bool kApart = false;
   static constexpr int kMoments = 0;
   static constexpr unsigned kSigned = 0;
@@ -69,6 +78,8 @@ struct Sgd {
 // The first step's ``keep`` is 0 and its ``take`` 1; ``ahead`` is the momentum with Nesterov, else
 // 0.
 struct Momentum {
+  static constexpr const char* kName = "momentum";
+  static constexpr bool kCompact = true;
   static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b1;
@@ -85,6 +96,8 @@ struct Momentum {
 };
 
 struct Adagrad {
+  static constexpr const char* kName = "adagrad";
+  static constexpr bool kCompact = true;
   static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b0;
@@ -99,6 +112,8 @@ struct Adagrad {
 };
 
 struct Lion {
+  static constexpr const char* kName = "lion";
+  static constexpr bool kCompact = true;
   static constexpr bool kApart = false;
   static constexpr int kMoments = 1;
   static constexpr unsigned kSigned = 0b1;
@@ -112,3 +127,7 @@ struct Lion {
     m[0] = m[0] + (g - m[0]) * take2;
   }
 };
+
+// Every rule; a new one is written above and named here, and nowhere else.
+template <template <class...> class List>
+using All = List<Adam, Amsgrad, Sgd, Momentum, Adagrad, Lion>;

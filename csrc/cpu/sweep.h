@@ -331,28 +331,21 @@ void accumulate(float* to, FloatType type, const void* from, std::size_t numel) 
 }
 
 template <class Rule>
-constexpr UpdateFn plain() {
-  return &update<Rule, PlainMoments>;
-}
-template <class Rule>
-constexpr UpdateFn half() {
-  return &update<Rule, HalfMoments>;
-}
-template <class Rule>
-constexpr UpdateFn byte() {
-  return &update<Rule, ByteMoments>;
+constexpr RuleKernels kernels_of() {
+  static_assert(Rule::kMoments <= kMaxMoments);
+  if constexpr (!Rule::kCompact) {
+    return {Rule::kName, {&update<Rule, PlainMoments>, nullptr, nullptr}};
+  } else {
+    return {Rule::kName,
+            {&update<Rule, PlainMoments>, &update<Rule, HalfMoments>, &update<Rule, ByteMoments>}};
+  }
 }
 
-// AMSGrad's running maximum would climb on rounding noise, so it has fp32 moments only; plain SGD
-// has no moments.
-const Kernels kTable = {
-    ISA_NAME,
-    {{plain<Adam>(), half<Adam>(), byte<Adam>()},
-     {plain<Amsgrad>(), nullptr, nullptr},
-     {plain<Sgd>(), nullptr, nullptr},
-     {plain<Momentum>(), half<Momentum>(), byte<Momentum>()},
-     {plain<Adagrad>(), half<Adagrad>(), byte<Adagrad>()},
-     {plain<Lion>(), half<Lion>(), byte<Lion>()}},
-    &sum_of_squares,
-    &accumulate,
+template <class... Rules>
+struct Table {
+  static constexpr RuleKernels kRules[] = {kernels_of<Rules>()...};
+  static constexpr Kernels kKernels = {ISA_NAME, kRules, sizeof...(Rules), &sum_of_squares,
+                                       &accumulate};
 };
+
+const Kernels& kTable = All<Table>::kKernels;

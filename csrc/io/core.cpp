@@ -8,14 +8,6 @@ namespace {
 
 constexpr std::uint64_t kSector = 4096;
 
-std::unique_ptr<Submitter> make_submitter(const std::string& backend, std::shared_ptr<Lane> lane,
-                                          std::uint32_t depth, const Faults& faults) {
-  if (backend == "uring") return make_uring(std::move(lane), depth);
-  if (backend == "threads") return make_threads(std::move(lane), depth);
-  if (backend == "faulty") return make_faulty(std::move(lane), depth, faults);
-  throw std::invalid_argument("no backend '" + backend + "'; there are uring, threads, faulty");
-}
-
 std::uint64_t progress(const std::vector<std::shared_ptr<Lane>>& lanes) {
   std::uint64_t sum = 0;
   for (const auto& lane : lanes) {
@@ -26,6 +18,12 @@ std::uint64_t progress(const std::vector<std::shared_ptr<Lane>>& lanes) {
 }
 
 }  // namespace
+
+SubmitterMaker submitter_maker(const std::string& backend) {
+  if (backend == "uring") return make_uring;
+  if (backend == "threads") return make_threads;
+  throw std::invalid_argument("no backend '" + backend + "'; there are uring, threads");
+}
 
 void Results::put(const Result& result) {
   {
@@ -72,8 +70,8 @@ void Core::State::finished(Request* request) {
   results.put(result);
 }
 
-Core::Core(const std::vector<int>& fds, const std::string& backend, std::uint32_t block_bytes,
-           std::uint32_t depth, const Faults& faults)
+Core::Core(const std::vector<int>& fds, const SubmitterMaker& make, std::uint32_t block_bytes,
+           std::uint32_t depth)
     : block_bytes_(block_bytes) {
   if (fds.empty() || block_bytes == 0 || block_bytes % kSector != 0 || depth == 0) {
     throw std::invalid_argument(
@@ -83,7 +81,7 @@ Core::Core(const std::vector<int>& fds, const std::string& backend, std::uint32_
     lanes_.push_back(
         std::make_shared<Lane>(static_cast<std::uint32_t>(lanes_.size()), fd,
                                [state = state_](Request* request) { state->finished(request); }));
-    submitters_.push_back(make_submitter(backend, lanes_.back(), depth, faults));
+    submitters_.push_back(make(lanes_.back(), depth));
   }
   for (const auto& submitter : submitters_) submitter->start();
 }

@@ -41,9 +41,9 @@ class Results {
 
 class Core {
  public:
-  // One lane per descriptor. `backend`: "uring", "threads", or "faulty" (with `faults`).
-  Core(const std::vector<int>& fds, const std::string& backend, std::uint32_t block_bytes,
-       std::uint32_t depth, const Faults& faults);
+  // One lane per descriptor, each with a submitter of its own.
+  Core(const std::vector<int>& fds, const SubmitterMaker& make, std::uint32_t block_bytes,
+       std::uint32_t depth);
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -25,22 +26,6 @@ class Submitter {
   virtual std::uint64_t registered_bytes() const { return 0; }
 };
 
-// How often the faulty submitter does what; probabilities per transfer, decided by the seed, the
-// place and the attempt alone, so that a seed gives the same faults under any timing.
-struct Faults {
-  std::uint64_t seed = 0;
-  double delay = 0;  // up to `longest_delay_us` before a transfer starts
-  double short_transfer = 0;
-  double again = 0;        // EAGAIN or EINTR, nothing moved
-  double io_error = 0;     // EIO, part of it moved
-  double no_space = 0;     // ENOSPC on a write, nothing moved
-  double bit_flip = 0;     // a read returns one wrong bit; the file is whole
-  double torn_write = 0;   // only a front part reaches the file, all is reported
-  double lost_write = 0;   // nothing reaches the file, all is reported
-  double misdirected = 0;  // the bytes land elsewhere in the file, all is reported
-  std::uint32_t longest_delay_us = 200;
-};
-
 // pread and pwrite on `threads` threads.
 std::unique_ptr<Submitter> make_threads(std::shared_ptr<Lane> lane, std::uint32_t threads);
 
@@ -49,8 +34,10 @@ std::unique_ptr<Submitter> make_uring(std::shared_ptr<Lane> lane, std::uint32_t 
 // Why io_uring cannot be used here; empty if it can.
 std::string uring_refusal();
 
-// pread and pwrite with faults, on one thread, in an order the seed decides among `depth` blocks.
-std::unique_ptr<Submitter> make_faulty(std::shared_ptr<Lane> lane, std::uint32_t depth,
-                                       const Faults& faults);
+// A lane's submitter, of so many transfers at once.
+using SubmitterMaker =
+    std::function<std::unique_ptr<Submitter>(std::shared_ptr<Lane>, std::uint32_t depth)>;
+// That of a backend: "uring" or "threads". Throws std::invalid_argument for another.
+SubmitterMaker submitter_maker(const std::string& backend);
 
 }  // namespace overspill

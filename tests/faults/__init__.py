@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .backend import Backend, BackendFactory, NativeBackend, Tuning
-from .native import NATIVE
+from overspill.io_engine.backend import Backend, BackendFactory, NativeBackend, Tuning
+
+from .build import build
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ def faulty_disk(faults: Faults, *, queue_depth: int = 8) -> BackendFactory:
     """A backend for ``IoEngine(backend=...)``: the real files, with ``faults``, out of order.
 
     Raises:
-        RuntimeError: on opening, if the native extension is not there.
+        RuntimeError: on opening, if it cannot be built.
     """
 
     def start(fds: Sequence[int], tuning: Tuning) -> Backend:
-        if NATIVE is None:
-            raise RuntimeError("simulated disks need the native extension; install with a compiler")
-        native = NATIVE.Faults()
+        native = build()
+        wanted = native.Faults()
         for name, value in asdict(faults).items():
-            setattr(native, name, value)
-        return NativeBackend(fds, Tuning("faulty", tuning.block_bytes, queue_depth), native)
+            setattr(wanted, name, value)
+        core = native.Core(list(fds), wanted, tuning.block_bytes, queue_depth)
+        return NativeBackend("faulty", core)
 
     return start

@@ -1,5 +1,7 @@
 // The simulated disk: the same files through pread and pwrite, with seeded mistakes. It stands
 // where the real submitters stand, so that everything above it is the code that runs in earnest.
+#include "faulty.h"
+
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "submitter.h"
 #include "worker.h"
 
 namespace overspill {
