@@ -12,7 +12,7 @@ from .formats import Field, Master, Moments
 from .kernels import native_isa, set_threads, threads
 from .lion import Lion
 from .registry import register
-from .rule import Rule, StepScalars
+from .rule import ElementwiseRule, Rule, StepScalars
 from .sgd import SGD
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ElementwiseRule",
     "Field",
     "Lion",
     "Master",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .reference import add_l2, root
 from .registry import register
-from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
+from .rule import ElementwiseRule, number
 
 
 class AdagradCoefficients(NamedTuple):
@@ -24,25 +25,33 @@ class AdagradCoefficients(NamedTuple):
     eps: float
 
 
-class AdagradRule(KernelRule):
+def _adagrad(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, l2, lr, eps = c
+    add_l2(g, w, l2)
+    m[0].add_(g * g)
+    w.sub_((g * lr) / (root(m[0]) + eps))
+
+
+class AdagradRule(ElementwiseRule):
     """Duchi et al. 2011, with torch's decay of the learning rate."""
 
     name = "adagrad"
 
     def __init__(self) -> None:
-        super().__init__("adagrad", ("sum",))
+        super().__init__("adagrad", ("sum",), _adagrad)
 
     def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
         return {"sum": float(group.get("initial_accumulator_value", 0.0))}
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
-        coefficients = AdagradCoefficients(
-            grad_scale=signed_scale(group, grad_scale),
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> AdagradCoefficients:
+        return AdagradCoefficients(
+            grad_scale=grad_scale,
             l2=number(group, "weight_decay"),
             lr=number(group, "lr") / (1 + (step - 1) * number(group, "lr_decay")),
             eps=number(group, "eps"),
         )
-        return step_scalars(step, coefficients)
 
 
 class Adagrad(FlatOptimizer):
@@ -93,5 +102,10 @@ class Adagrad(FlatOptimizer):
         return AdagradRule()
 
 
-register(torch.optim.Adagrad, lambda _: AdagradRule(), measured={"adagrad": AdagradRule})
+register(
+    torch.optim.Adagrad,
+    lambda _: AdagradRule(),
+    unsigned=("sum",),
+    measured={"adagrad": AdagradRule},
+)
 register(Adagrad, lambda _: AdagradRule())

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .formats import Master, Moments
+from .formats import Field, Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .reference import add_l2, root
 from .registry import Maker, register
-from .rule import KernelRule, StepScalars, check_step, number, signed_scale, step_scalars
+from .rule import ElementwiseRule, number
 
 
 class AdamCoefficients(NamedTuple):
@@ -29,7 +30,28 @@ class AdamCoefficients(NamedTuple):
     step_size: float
 
 
-class AdamRule(KernelRule):
+def _adam_moments(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, decay, l2, take1, keep2, take2, *_ = c
+    add_l2(g, w, l2)
+    w.mul_(decay)
+    m[0].add_((g - m[0]) * take1)
+    m[1].mul_(keep2).add_((g * take2) * g)
+
+
+def _adam(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    root_scale, eps, step_size = c[6:9]
+    _adam_moments(g, w, m, c)
+    w.sub_((m[0] * step_size) / (root(m[1]) * root_scale + eps))
+
+
+def _amsgrad(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    root_scale, eps, step_size = c[6:9]
+    _adam_moments(g, w, m, c)
+    torch.maximum(m[2], m[1], out=m[2])
+    w.sub_((m[0] * step_size) / (root(m[2]) * root_scale + eps))
+
+
+class AdamRule(ElementwiseRule):
     """Kingma & Ba 2015; decoupled decay as in Loshchilov & Hutter 2019; AMSGrad as an option.
 
     Args:
@@ -43,12 +65,24 @@ class AdamRule(KernelRule):
     def __init__(self, *, decoupled: bool, amsgrad: bool) -> None:
         moments = ("exp_avg", "exp_avg_sq")
         if amsgrad:
-            super().__init__("amsgrad", (*moments, "max_exp_avg_sq"))
+            super().__init__("amsgrad", (*moments, "max_exp_avg_sq"), _amsgrad)
         else:
-            super().__init__("adam", moments)
+            super().__init__("adam", moments, _adam)
         self._decoupled, self._amsgrad = decoupled, amsgrad
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+    def state_fields(
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments
+    ) -> tuple[Field, ...]:
+        if self._amsgrad and moments != "fp32":
+            raise ValueError(
+                f"amsgrad needs moments='fp32', not {moments!r}: its running maximum would climb "
+                "on the rounding noise of compact moments"
+            )
+        return super().state_fields(weight_dtype, master, moments)
+
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> AdamCoefficients:
         if bool(group.get("amsgrad", self._amsgrad)) != self._amsgrad:
             raise ValueError(
                 f"amsgrad is {group['amsgrad']}, but the state was laid out with "
@@ -58,9 +92,8 @@ class AdamRule(KernelRule):
         weight_decay = number(group, "weight_decay")
         beta1, beta2 = (float(beta) for beta in group["betas"])
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
-        check_step(step)
-        coefficients = AdamCoefficients(
-            grad_scale=signed_scale(group, grad_scale),
+        return AdamCoefficients(
+            grad_scale=grad_scale,
             decay=1 - lr * weight_decay if decoupled else 1.0,
             l2=0.0 if decoupled else weight_decay,
             take1=1 - beta1,
@@ -70,7 +103,6 @@ class AdamRule(KernelRule):
             eps=number(group, "eps"),
             step_size=lr / (1 - beta1**step),
         )
-        return step_scalars(step, coefficients)
 
 
 class Adam(FlatOptimizer):
@@ -182,6 +214,7 @@ def _rule(decoupled: bool) -> Maker:
 register(
     torch.optim.AdamW,
     _rule(True),
+    unsigned=("exp_avg_sq", "max_exp_avg_sq"),
     measured={
         "adamw": lambda: AdamRule(decoupled=True, amsgrad=False),
         "amsgrad": lambda: AdamRule(decoupled=True, amsgrad=True),

@@ -125,7 +125,7 @@ def moved_bytes(case: Case, fields: Sequence[Field], numel: int) -> int:
     return 2 * state_bytes(fields, numel) + weight + numel * case.weights.itemsize
 
 
-class Update:
+class MeasuredUpdate:
     """One case's buffers, on ``device``; ``run`` takes a step and returns its seconds."""
 
     def __init__(self, case: Case, numel: int, device: torch.device = CPU) -> None:
@@ -198,7 +198,7 @@ def device_update_rate(
     case: Case, device: torch.device, *, numel: int = 6_000_000, rounds: int = 5
 ) -> float:
     """Parameters per second that a case updates where all of it is on ``device``: the median."""
-    update = Update(case, numel, device)
+    update = MeasuredUpdate(case, numel, device)
     update.run()  # the first builds kernels
     return numel / statistics.median(update.run() for _ in range(rounds))
 
@@ -243,7 +243,7 @@ def _cost(
     traffic: Traffic,
     sweeps: list[float],
 ) -> Cost:
-    update = Update(case, numel)
+    update = MeasuredUpdate(case, numel)
     alone, beside, single, shares = [], [], [], []
     for taken in range(rounds + 1):
         set_threads(count)

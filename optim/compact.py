@@ -134,3 +134,32 @@ def to_int8(value: Tensor, noise: Noise, kind: CodeMap) -> tuple[Tensor, Tensor]
     # Where a block has a square that is not zero, none is stored as zero.
     least = _per_block((most.view(torch.int32) != 0).to(torch.int64), numel)
     return torch.maximum(code, least).to(torch.uint8), scale
+
+
+def as_it_was(value: Tensor, kind: CodeMap) -> tuple[Tensor, Tensor, Tensor]:
+    """By block, whether ``from_int8`` has given ``value``; and the codes and scales it did so from
+    (of other blocks they mean nothing).
+
+    The largest element of a block has the largest code, so that its scale is known but for the last
+    bit; every element then has to come out as it is.
+    """
+    numel = value.numel()
+    blocks = torch.nn.functional.pad(value, (0, -numel % BLOCK)).view(-1, BLOCK)
+    most = blocks.abs().amax(1)
+    full = torch.full_like(most, 1.875) - torch.full_like(most, kind.zero)
+    nearest = most / full
+    codes = torch.zeros_like(blocks, dtype=torch.uint8)
+    scale, found = torch.zeros_like(most), torch.zeros_like(most, dtype=torch.bool)
+    for tried in (nearest, nearest.nextafter(most), nearest.nextafter(torch.zeros_like(most))):
+        y = blocks / tried.clamp_min(SMALLEST_SCALE)[:, None]
+        raw = (y + _zero(y, kind)).view(torch.int32).to(torch.int64) & WORD
+        raw += 1 << (CODE_SHIFT - 1)  # to the nearest
+        code = (raw >> CODE_SHIFT) & kind.mask
+        if kind.signed:
+            code |= (raw >> 24) & 0x80
+        code = code.to(torch.uint8)
+        again = from_int8(code.reshape(-1), tried, kind).view_as(blocks)
+        same = (again == blocks).all(1) & ~found & (most != 0)
+        codes[same], scale[same] = code[same], tried[same]
+        found |= same
+    return found, codes.reshape(-1)[:numel], scale

@@ -31,6 +31,9 @@ GRANULES = {torch.float32: 1, torch.bfloat16: 32, torch.uint8: BLOCK}
 """Where a buffer may be cut, by the dtype of its moments: at multiples of so many elements.  int8
 moments share scales; bf16 ones take their noise by the widest step of a kernel."""
 
+UNSIGNED_MOMENTS: set[str] = set()
+"""Moments that are never below zero, by name: ``register`` adds those of a rule."""
+
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 

@@ -20,7 +20,6 @@ from .formats import BLOCK, GRANULES, MOMENT_DTYPES, scale_name
 
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
-RULES = {"adam": 0, "amsgrad": 1, "sgd": 2, "momentum": 3, "adagrad": 4, "lion": 5}
 COEFFICIENTS = 9
 MOST_MOMENTS = 3
 
@@ -51,6 +50,8 @@ def _load_native() -> ModuleType | None:
 
 
 NATIVE = _load_native()
+# The kernels of csrc/cpu/rules.h, by name.
+RULES = {name: n for n, name in enumerate(NATIVE.rules())} if NATIVE is not None else {}
 
 
 def native_isa() -> str:
@@ -76,9 +77,9 @@ def threads() -> int:
     return NATIVE.threads() if NATIVE is not None else torch.get_num_threads()
 
 
-def serves(tensor: Tensor) -> bool:
-    """Whether the native kernels update this tensor."""
-    return NATIVE is not None and tensor.device.type == "cpu"
+def serves(kernel: str, tensor: Tensor) -> bool:
+    """Whether ``update`` can run a rule's kernel where this tensor is."""
+    return kernel in RULES and tensor.device.type == "cpu"
 
 
 def check_flat(name: str, tensor: Tensor, numel: int) -> None:

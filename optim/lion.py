@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero
 from .registry import register
-from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
+from .rule import ElementwiseRule, number
 
 
 class LionCoefficients(NamedTuple):
@@ -25,26 +26,35 @@ class LionCoefficients(NamedTuple):
     take2: float
 
 
-class LionRule(KernelRule):
+def _lion(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, decay, lr, keep1, take1, take2 = c
+    w.mul_(decay)
+    mixed = m[0] * keep1 + g * take1
+    w.sub_(torch.sign(mixed) * lr)
+    m[0].add_((g - m[0]) * take2)
+
+
+class LionRule(ElementwiseRule):
     """Chen et al. 2023: the sign of a mixture of momentum and gradient; decoupled decay."""
 
     name = "lion"
 
     def __init__(self) -> None:
-        super().__init__("lion", ("exp_avg",))
+        super().__init__("lion", ("exp_avg",), _lion)
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> LionCoefficients:
         lr = number(group, "lr")
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        coefficients = LionCoefficients(
-            grad_scale=signed_scale(group, grad_scale),
+        return LionCoefficients(
+            grad_scale=grad_scale,
             decay=1 - lr * number(group, "weight_decay"),
             lr=lr,
             keep1=beta1,
             take1=1 - beta1,
             take2=1 - beta2,
         )
-        return step_scalars(step, coefficients)
 
 
 class Lion(FlatOptimizer):

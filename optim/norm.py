@@ -83,7 +83,7 @@ def accumulate(total: Tensor, grad: Tensor) -> None:
     check_flat("total", total, grad.numel())
     if total.dtype is not torch.float32:
         raise ValueError(f"gradients accumulate in float32, not {total.dtype}")
-    if kernels.serves(total) and kernels.NATIVE is not None and grad.device == total.device:
+    if kernels.NATIVE is not None and grad.device == total.device == torch.device("cpu"):
         kernels.NATIVE.accumulate(
             total.data_ptr(), grad.data_ptr(), FLOAT_TYPES[grad.dtype], grad.numel()
         )

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .compact import Noise
 from .formats import WEIGHT_DTYPES, Master, Moments, scale_name
-from .reference import read_moment, read_weight, write_moment, write_weight
+from .reference import load_moment, read_moment, read_weight, write_weight
 from .rule import Rule
 
 TensorDict = dict[str, Any]
@@ -175,7 +175,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             start = torch.empty_like(param, dtype=torch.float32)
             start.copy_(value) if isinstance(value, Tensor) else start.fill_(value)
             noise = Noise(0, rule.moments.index(name), 0)
-            write_moment(flat(start), _flat_state(state), name, noise)
+            load_moment(flat(start), _flat_state(state), name, noise)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's format: moments in fp32 whatever their format here, masters as ``master``."""

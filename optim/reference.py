@@ -1,8 +1,8 @@
-"""The rules in plain torch, one rounding an operation: the oracle of every parity test.
+"""Runs a rule's formula in plain torch, one rounding an operation: the oracle of every parity test.
 
-It also serves device tensors, and the CPU where the extension was not built.  No ``lerp``,
-``addcmul`` or ``addcdiv``: they may round once where two operations round twice, and not alike on
-every device.  Nor is a tensor divided by a number, which some devices turn into a product.
+It also serves device tensors, and the CPU where the extension was not built.  In formulas no
+``lerp``, ``addcmul`` or ``addcdiv``: they may round once where two operations round twice, and not
+alike on every device.  Nor is a tensor divided by a number, which some devices turn into a product.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor
 
 from . import compact
-from .formats import BLOCK, join_master, round_to_upper, scale_name, split_master
+from .formats import BLOCK, UNSIGNED_MOMENTS, join_master, round_to_upper, scale_name, split_master
 from .kernels import check_job
 
 CPU_SLICE = 2**16
 DEVICE_SLICE = 2**20
 LARGEST = torch.finfo(torch.float32).max
-UNSIGNED_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
 
+# Changes the fp32 values of the gradient (scaled already), the weight and each moment in place, by
+# a rule's coefficients.
 Formula = Callable[[Tensor, Tensor, list[Tensor], Sequence[float]], None]
 
 
-def _root(value: Tensor) -> Tensor:
+def root(value: Tensor) -> Tensor:
     """The correctly rounded fp32 square root: torch's own for fp32 may be one unit off.
 
     A root in double, rounded once more, is never on the wrong side of a midpoint of two floats.
@@ -33,69 +34,10 @@ def _root(value: Tensor) -> Tensor:
     return value.double().sqrt_().float()
 
 
-def _add_l2(g: Tensor, w: Tensor, l2: float) -> None:
+def add_l2(g: Tensor, w: Tensor, l2: float) -> None:
+    """Weight decay as torch's older optimizers have it: to the gradient."""
     if l2 != 0.0:
         g.add_(w * l2)
-
-
-def _adam_moments(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    _, decay, l2, take1, keep2, take2, *_ = c
-    _add_l2(g, w, l2)
-    w.mul_(decay)
-    m[0].add_((g - m[0]) * take1)
-    m[1].mul_(keep2).add_((g * take2) * g)
-
-
-def _adam(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    root_scale, eps, step_size = c[6:9]
-    _adam_moments(g, w, m, c)
-    w.sub_((m[0] * step_size) / (_root(m[1]) * root_scale + eps))
-
-
-def _amsgrad(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    root_scale, eps, step_size = c[6:9]
-    _adam_moments(g, w, m, c)
-    torch.maximum(m[2], m[1], out=m[2])
-    w.sub_((m[0] * step_size) / (_root(m[2]) * root_scale + eps))
-
-
-def _sgd(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    _, l2, lr = c
-    _add_l2(g, w, l2)
-    w.sub_(g * lr)
-
-
-def _momentum(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    _, l2, lr, keep, take, ahead = c
-    _add_l2(g, w, l2)
-    m[0].mul_(keep).add_(g * take)
-    direction = g + m[0] * ahead if ahead != 0.0 else m[0]
-    w.sub_(direction * lr)
-
-
-def _adagrad(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    _, l2, lr, eps = c
-    _add_l2(g, w, l2)
-    m[0].add_(g * g)
-    w.sub_((g * lr) / (_root(m[0]) + eps))
-
-
-def _lion(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
-    _, decay, lr, keep1, take1, take2 = c
-    w.mul_(decay)
-    mixed = m[0] * keep1 + g * take1
-    w.sub_(torch.sign(mixed) * lr)
-    m[0].add_((g - m[0]) * take2)
-
-
-FORMULAS: Mapping[str, Formula] = {
-    "adam": _adam,
-    "amsgrad": _amsgrad,
-    "sgd": _sgd,
-    "momentum": _momentum,
-    "adagrad": _adagrad,
-    "lion": _lion,
-}
 
 
 def read_weight(weight: Tensor, state: Mapping[str, Tensor]) -> Tensor:
@@ -148,6 +90,25 @@ def write_moment(
         state[scale_name(name)][begin // BLOCK : -(-(begin + codes.numel()) // BLOCK)] = scale
 
 
+def load_moment(
+    value: Tensor, state: Mapping[str, Tensor], name: str, noise: compact.Noise
+) -> None:
+    """As ``write_moment``, for a value from outside: one that ``read_moment`` has given is stored
+    as it was, so that training goes on as if it had not been away."""
+    write_moment(value, state, name, noise)
+    stored = state[name]
+    if stored.dtype is not torch.uint8:
+        return
+    kind = compact.UNSIGNED if name in UNSIGNED_MOMENTS else compact.SIGNED
+    for begin in range(0, value.numel(), DEVICE_SLICE):
+        part = stored[begin : begin + DEVICE_SLICE]
+        found, codes, scale = compact.as_it_was(value[begin : begin + DEVICE_SLICE], kind)
+        elements = found.repeat_interleave(BLOCK)[: part.numel()]
+        part.copy_(torch.where(elements, codes, part))
+        scales = state[scale_name(name)][begin // BLOCK :][: found.numel()]
+        scales.copy_(torch.where(found, scale, scales))
+
+
 def _update_slice(
     formula: Formula,
     grad: Tensor,
@@ -176,7 +137,7 @@ def _update_slice(
 
 
 def update(
-    kernel: str,
+    formula: Formula,
     grad: Tensor,
     weight: Tensor,
     state: Mapping[str, Tensor],
@@ -187,7 +148,6 @@ def update(
 ) -> bool:
     """The same as ``kernels.update``, on any device, slice by slice to bound its temporaries."""
     check_job(grad, weight, state, moments, position)
-    formula = FORMULAS[kernel]
     numel = weight.numel()
     step = CPU_SLICE if weight.device.type == "cpu" else DEVICE_SLICE
     finite = torch.ones((), dtype=torch.bool, device=weight.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .formats import UNSIGNED_MOMENTS
 from .rule import Rule
 
 Group = Mapping[str, Any]
@@ -21,6 +22,7 @@ def register(
     kind: type[torch.optim.Optimizer],
     make: Maker,
     *,
+    unsigned: Sequence[str] = (),
     measured: Mapping[str, Callable[[], Rule]] | None = None,
 ) -> None:
     """Lets ``wrap`` accept optimizers of a kind: ``make`` gives the rule of a param group.
@@ -28,6 +30,7 @@ def register(
     Args:
         kind: this very class; a subclass may step differently, and is registered for itself.
         make: called with a param group, with the options that it has then.  See ``Rule``.
+        unsigned: moments that are never below zero, by name: in int8 they have twice the codes.
         measured: names of rules whose costs ``overspill bench optim`` tells.
 
     Example::
@@ -40,13 +43,17 @@ def register(
 
     Raises:
         TypeError: ``kind`` is no class of optimizers.
-        ValueError: it is registered already.
+        ValueError: it is registered already, or another rule has a moment of that name with a sign.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"register takes a class of torch optimizers, not {kind!r}")
     if kind in MAKERS:
         raise ValueError(f"{kind.__module__}.{kind.__qualname__} has a rule already")
+    signed = {name for rule in MEASURED.values() for name in rule().moments} - UNSIGNED_MOMENTS
+    if taken := sorted(signed.intersection(unsigned)):
+        raise ValueError(f"another rule's moment {taken[0]!r} has a sign; name yours differently")
     MAKERS[kind] = make
+    UNSIGNED_MOMENTS.update(unsigned)
     MEASURED.update(measured or {})
 
 

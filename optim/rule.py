@@ -88,14 +88,29 @@ class Rule(Protocol):
         ...
 
 
-class KernelRule:
-    """The part that all rules share; a rule adds its name and its scalars."""
+class ElementwiseRule:
+    """A rule that looks at one element after the other; one of its own adds a name, a formula and
+    the coefficients of a step.
+
+    A native kernel of the same name runs where it serves the tensors; else the formula does.
+    """
 
     name: ClassVar[str]
 
-    def __init__(self, kernel: str, moments: tuple[str, ...]) -> None:
-        self._kernel = kernel
-        self._moments = moments
+    def __init__(self, kernel: str, moments: tuple[str, ...], formula: reference.Formula) -> None:
+        self._kernel, self._moments, self.formula = kernel, moments, formula
+
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> tuple[float, ...]:
+        """The formula's numbers for one step (from 1), ``grad_scale`` the first of them."""
+        raise NotImplementedError
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        signed = -grad_scale if group.get("maximize") else grad_scale  # which is exact
+        return StepScalars(step, self.coefficients(group, step, signed), noise_key(step))
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -106,11 +121,6 @@ class KernelRule:
     ) -> tuple[Field, ...]:
         fields = master_fields(weight_dtype, master)
         for name in self._moments:
-            if name == "max_exp_avg_sq" and moments != "fp32":
-                raise ValueError(
-                    f"amsgrad needs moments='fp32', not {moments!r}: its running maximum would "
-                    "climb on the rounding noise of compact moments"
-                )
             fields += moment_fields(name, moments)
         return fields
 
@@ -131,22 +141,13 @@ class KernelRule:
         scalars: StepScalars,
         position: int = 0,
     ) -> bool:
-        if kernels.serves(weight):
-            run = kernels.update
-        elif device.serves(self._kernel, weight):
-            run = device.update
-        else:
-            run = reference.update
-        return run(
-            self._kernel,
-            grad,
-            weight,
-            state,
-            self._moments,
-            scalars.coefficients,
-            scalars.noise_key,
-            position,
-        )
+        tensors = grad, weight, state, self._moments
+        rest = scalars.coefficients, scalars.noise_key, position
+        if kernels.serves(self._kernel, weight):
+            return kernels.update(self._kernel, *tensors, *rest)
+        if device.serves(self._kernel, weight):
+            return device.update(self._kernel, *tensors, *rest)
+        return reference.update(self.formula, *tensors, *rest)
 
 
 def number(group: Mapping[str, Any], key: str) -> float:
@@ -159,24 +160,3 @@ def number(group: Mapping[str, Any], key: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{key} must be finite, not {value}")
     return value
-
-
-def check_step(step: int) -> None:
-    """Raises ValueError unless ``step`` is at least 1."""
-    if step < 1:
-        raise ValueError(f"steps count from 1, not {step}")
-
-
-def step_scalars(step: int, coefficients: tuple[float, ...]) -> StepScalars:
-    """Scalars of one step, with its noise key.
-
-    Raises:
-        ValueError: ``step`` is less than 1.
-    """
-    check_step(step)
-    return StepScalars(step, coefficients, noise_key(step))
-
-
-def signed_scale(group: Mapping[str, Any], grad_scale: float) -> float:
-    """The factor of the gradient; ``maximize`` turns its sign, which is exact."""
-    return -grad_scale if group.get("maximize") else grad_scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from .formats import Master, Moments
 from .optimizer import FlatOptimizer, check_at_least_zero, refuse_graph_options
+from .reference import add_l2
 from .registry import Group, register
-from .rule import KernelRule, StepScalars, number, signed_scale, step_scalars
+from .rule import ElementwiseRule, number
 
 
 class SgdCoefficients(NamedTuple):
@@ -34,7 +35,21 @@ class MomentumCoefficients(NamedTuple):
     ahead: float
 
 
-class SgdRule(KernelRule):
+def _sgd(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, l2, lr = c
+    add_l2(g, w, l2)
+    w.sub_(g * lr)
+
+
+def _momentum(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, l2, lr, keep, take, ahead = c
+    add_l2(g, w, l2)
+    m[0].mul_(keep).add_(g * take)
+    direction = g + m[0] * ahead if ahead != 0.0 else m[0]
+    w.sub_(direction * lr)
+
+
+class SgdRule(ElementwiseRule):
     """Stochastic gradient descent; momentum as in Sutskever et al. 2013, in torch's form.
 
     Args:
@@ -45,12 +60,13 @@ class SgdRule(KernelRule):
 
     def __init__(self, *, momentum: bool) -> None:
         if momentum:
-            super().__init__("momentum", ("momentum_buffer",))
+            super().__init__("momentum", ("momentum_buffer",), _momentum)
         else:
-            super().__init__("sgd", ())
+            super().__init__("sgd", (), _sgd)
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
-        scale = signed_scale(group, grad_scale)
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> SgdCoefficients | MomentumCoefficients:
         l2 = number(group, "weight_decay")
         lr = number(group, "lr")
         momentum = number(group, "momentum")
@@ -60,7 +76,7 @@ class SgdRule(KernelRule):
                     f"momentum is {momentum}, but the state was laid out without a momentum "
                     "buffer; set momentum before the optimizer is wrapped"
                 )
-            return step_scalars(step, SgdCoefficients(scale, l2, lr))
+            return SgdCoefficients(grad_scale, l2, lr)
         if momentum == 0.0:
             raise ValueError(
                 "momentum is 0, but the state was laid out with a momentum buffer, which would not "
@@ -68,16 +84,13 @@ class SgdRule(KernelRule):
             )
         # The first gradient is taken whole: torch's buffer starts as a copy of it.
         first = step == 1
-        return step_scalars(
-            step,
-            MomentumCoefficients(
-                grad_scale=scale,
-                l2=l2,
-                lr=lr,
-                keep=0.0 if first else momentum,
-                take=1.0 if first else 1.0 - number(group, "dampening"),
-                ahead=momentum if group.get("nesterov") else 0.0,
-            ),
+        return MomentumCoefficients(
+            grad_scale=grad_scale,
+            l2=l2,
+            lr=lr,
+            keep=0.0 if first else momentum,
+            take=1.0 if first else 1.0 - number(group, "dampening"),
+            ahead=momentum if group.get("nesterov") else 0.0,
         )
 
 
