@@ -1,0 +1,84 @@
+"""A model's tensors as the files of the Hugging Face hub have them, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
+from .tensors import StreamedTensor, lazy
+
+
+def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[StreamedTensor]:
+    """Tensors by the names that they have in memory, under the names, and in the shapes, that
+    transformers gives them in files; one group of them at a time is in memory.  Of other models
+    they are as they were."""
+    if not is_of_transformers(model):
+        return list(tensors)
+    by_name = {each.name: each for each in tensors}
+    meta = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in by_name.items()}
+    found: list[StreamedTensor] = []
+    for group in to_hub(model, meta):
+        if group.transform is None:
+            found.append(replace(by_name[group.sources[0][0]], name=group.target))
+            continue
+        taken: dict[str, torch.Tensor] = {}
+        found += [
+            lazy(name, t.dtype, t.shape, partial(_take, taken, name, group, model, by_name))
+            for name, t in group.made.items()
+        ]
+    return found
+
+
+def _take(
+    taken: dict[str, torch.Tensor], name: str, group: Group, model: nn.Module,
+    by_name: dict[str, StreamedTensor],
+) -> torch.Tensor:  # fmt: skip
+    if name not in taken:
+        taken.update(group.convert(model, lambda source: whole(by_name[source])))
+    return taken.pop(name)
+
+
+def whole(tensor: StreamedTensor) -> torch.Tensor:
+    """All of it, in memory."""
+    data = np.empty(tensor.nbytes, np.uint8)
+    at = 0
+    for part in tensor.parts():
+        taken = part.take()
+        data[at : at + taken.size] = taken
+        at += taken.size
+    flat = torch.from_numpy(data)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+def of_model(model: nn.Module) -> list[StreamedTensor]:
+    """What a model's files hold, in the hub's names, read from where it is when its turn comes."""
+    return as_on_hub(model, as_in_memory(model))
+
+
+def all_of(model: nn.Module) -> list[StreamedTensor]:
+    """Every entry of a model's state dict, in the names that they have in memory."""
+    return [_streamed(name, t) for name, t in tensors_of(model).items()]
+
+
+def as_in_memory(model: nn.Module) -> list[StreamedTensor]:
+    """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
+    first."""
+    tensors = tensors_of(model)
+    names = saved_names(model) if is_of_transformers(model) else list(tensors)
+    first = {id(tensors[name]): name for name in reversed(names)}
+    return [_streamed(name, tensors[name]) for name in names if first[id(tensors[name])] == name]
+
+
+def _streamed(name: str, t: torch.Tensor) -> StreamedTensor:
+    return lazy(name, t.dtype, tuple(t.shape), partial(_copy, t))
+
+
+def _copy(t: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return t.clone()

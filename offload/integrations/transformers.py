@@ -1,0 +1,279 @@
+"""``transformers.Trainer``, and the trainers that others have made of it, over tiers of memory.
+
+A script stays as it is but for one name::
+
+    from overspill.integrations.transformers import OverspillTrainer
+
+    trainer = OverspillTrainer(
+        model, args, train_dataset=dataset,
+        overspill={"host_memory": "24GiB", "nvme": "/scratch/run"},
+    )
+    trainer.train()
+
+``offloaded`` makes the same of any trainer: ``offloaded(SFTTrainer)(..., overspill={...})``.
+
+The model is wrapped when the trainer makes its optimizer, before the first step, evaluation or
+checkpoint that is loaded.  Checkpoints are the framework's own, written and read tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.training_args import OptimizerNames
+
+from ..api import wrap
+from ..config import OffloadConfig
+from ..durable.files import write_shards, write_torch
+from ..durable.hub import of_model
+from ..durable.tensors import lazy
+from ..engine import engine_of
+from ..errors import OffloadError
+from ..optimizer import OffloadedOptimizer
+from ..state.hub_names import is_of_transformers
+from ..state.weight_files import INDEX, SINGLE
+
+log = logging.getLogger("overspill")
+
+T = TypeVar("T", bound=Trainer)
+
+# What others keep in fewer bits, or in pages, is AdamW with moments of as many bits here.
+_AS_ADAMW: dict[str, str] = {
+    OptimizerNames.ADAMW_BNB: "int8",
+    OptimizerNames.ADAMW_8BIT: "int8",
+    OptimizerNames.PAGED_ADAMW: "fp32",
+    OptimizerNames.PAGED_ADAMW_8BIT: "int8",
+}
+
+
+class _Offloaded(Trainer):
+    """Mixed in before a trainer's own class."""
+
+    model: Any
+    args: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
+        self._options = dict(overspill or {})
+        OffloadConfig(**self._options)  # raises before anything is loaded or moved
+        self._offloaded: OffloadedOptimizer | None = None
+        super().__init__(*args, **more)
+        self._refuse()
+
+    def _refuse(self) -> None:
+        """Raises for what would take the weights from the engine, or copy all of them.
+
+        Raises:
+            ValueError: an argument of the trainer's is not supported.
+        """
+        args = self.args
+        wrong = {
+            "fp16_full_eval": args.fp16_full_eval,
+            "bf16_full_eval": args.bf16_full_eval,
+            "deepspeed": args.deepspeed,
+            "fsdp": args.fsdp,
+            "more than one GPU in one process (set CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
+            "auto_find_batch_size": args.auto_find_batch_size,
+            f"max_grad_norm={args.max_grad_norm} under update='backward', which leaves no gradient "
+            "to clip (set max_grad_norm=0)": self._options.get("update") == "backward"
+            and args.max_grad_norm > 0,
+        }
+        found = [name for name, is_set in wrong.items() if is_set]
+        if found:
+            raise ValueError(f"overspill does not go together with {', '.join(found)}")
+
+    # -- what is wrapped, and when --------------------------------------------------------------
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """The engine brings the weights to the device, unit by unit."""
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        if self._offloaded is not None:  # for another model than this
+            self._offloaded.close()
+            self._offloaded = None
+        return super().call_model_init(trial)
+
+    def create_optimizer(self, *args: Any, **more: Any) -> torch.optim.Optimizer:
+        if self._offloaded is None:
+            options = self._options_for()
+            inner = super().create_optimizer(*args, **more)
+            self._offloaded = self.optimizer = wrap(self.model, inner, **options)
+        return self._offloaded
+
+    def _options_for(self) -> dict[str, Any]:
+        micro_steps = self.args.gradient_accumulation_steps
+        options = {"device": self.args.device, "accumulate": micro_steps, **self._options}
+        moments = _AS_ADAMW.get(self.args.optim)
+        if moments and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            options.setdefault("moments", moments)
+            self.optimizer_cls_and_kwargs = (
+                torch.optim.AdamW,
+                {
+                    "lr": self.args.learning_rate,
+                    "betas": (self.args.adam_beta1, self.args.adam_beta2),
+                    "eps": self.args.adam_epsilon,
+                },
+            )
+        trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        if self.args.bf16 and "precision" not in options and trained == {torch.float32}:
+            options["precision"] = "bf16"
+            log.info(
+                "overspill: bf16=True: trained weights are bf16 with exact fp32 masters, instead "
+                "of being cast at every use; losses are near those of autocast over fp32 weights, "
+                'not the same bits (overspill={"precision": "fp32"} keeps fp32 weights)'
+            )
+        return options
+
+    def _prepare_for_training(self, *args: Any, **more: Any) -> Any:
+        with self._in_place():
+            return super()._prepare_for_training(*args, **more)
+
+    def training_step(self, *args: Any, **more: Any) -> torch.Tensor:
+        assert self._offloaded is not None, "made before the first step"
+        with self._offloaded.accumulate(final=self.accelerator.sync_gradients):
+            loss: torch.Tensor = super().training_step(*args, **more)
+        return loss
+
+    def evaluation_loop(self, *args: Any, **more: Any) -> Any:
+        self.create_optimizer()
+        with self._in_place():
+            return super().evaluation_loop(*args, **more)
+
+    def _in_place(self) -> _Unplaced:
+        """Inside, accelerate moves neither the model nor the optimizer's state anywhere."""
+        return _Unplaced(self.accelerator)
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if engine_of(self.model) is None or state_dict is not None:
+            return super()._save(output_dir, state_dict)
+        if not is_of_transformers(self.model):
+            return super()._save(output_dir, _Lazily(self.model))
+        super()._save(output_dir, {})  # all but the weights
+        if self.args.should_save:
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
+            for file in (SINGLE, INDEX):
+                (folder / file).unlink(missing_ok=True)
+            write_shards(of_model(self.model), folder, lambda nbytes: None)
+        return None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = engine_of(self.model)
+        if engine is None or not self.args.should_save:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        folder = Path(output_dir)
+        tree = engine.streamed_state(
+            lambda name, shape, read: lazy(name, torch.float32, shape, read)
+        )
+        write_torch(tree, folder / OPTIMIZER_NAME, lambda nbytes: None)
+        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        return None
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if not self._loads_itself(folder):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        log.info("overspill: loading weights from %s", folder)
+        self.create_optimizer()
+        self._engine().load_weights(folder)
+        return None
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not self._loads_itself(Path(best)):
+            return super()._load_best_model()
+        log.info("overspill: loading the best model from %s", best)
+        self._engine().load_weights(Path(best))
+        return None
+
+    def _loads_itself(self, folder: Path) -> bool:
+        """Whether a folder has the whole model, and not an adapter, in files that are read tensor
+        by tensor."""
+        return is_of_transformers(self.model) and any(
+            (folder / name).is_file() for name in (SINGLE, INDEX)
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._offloaded is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        folder = Path(checkpoint)
+        if (folder / OPTIMIZER_NAME).is_file() and (folder / SCHEDULER_NAME).is_file():
+            self._offloaded.load_state_dict(folder / OPTIMIZER_NAME)
+            self.lr_scheduler.load_state_dict(
+                torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            )
+        return None
+
+    def _engine(self) -> Any:
+        engine = engine_of(self.model)
+        if engine is None:
+            raise OffloadError("the model is not wrapped by overspill any more")
+        return engine
+
+
+class _Unplaced:
+    """A block in which an accelerator places nothing."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __enter__(self) -> None:
+        self._before = self._accelerator.device_placement
+        self._accelerator.device_placement = False
+
+    def __exit__(self, *_: object) -> None:
+        self._accelerator.device_placement = self._before
+
+
+class _Lazily(dict[str, torch.Tensor]):
+    """A state dict of a wrapped model in which each value is read when it is asked for: of a large
+    model, adapters take a few."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.state_dict(keep_vars=True))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with torch.no_grad():
+            return super().__getitem__(name).clone()
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)
+
+
+@functools.cache
+def offloaded(trainer_class: type[T]) -> type[T]:
+    """A subclass of a trainer that takes one argument more: ``overspill``, options of ``wrap``.
+
+    Clipping, schedulers, accumulation, evaluation, checkpoints, resuming and the best model are
+    the trainer's own.  ``trainer.optimizer`` is what ``wrap`` gives; ``overspill.unwrap(model)``
+    gives an ordinary model back.  Two choices are made where ``overspill`` does not say otherwise:
+    ``bf16=True`` over fp32 weights trains bf16 weights with exact masters (``precision="bf16"``),
+    and 8-bit and paged kinds of AdamW (``optim=``) are AdamW with moments of as many bits.
+
+    Raises:
+        TypeError: it is no subclass of ``transformers.Trainer``.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(
+            f"offloaded takes a subclass of transformers.Trainer, got {trainer_class!r}"
+        )
+    if issubclass(trainer_class, _Offloaded):
+        return trainer_class
+    made = type(f"Overspill{trainer_class.__name__}", (_Offloaded, trainer_class), {})
+    made.__module__ = trainer_class.__module__
+    made.__doc__ = trainer_class.__doc__
+    return made
+
+
+OverspillTrainer = offloaded(Trainer)

@@ -1,0 +1,207 @@
+"""Names and shapes in files of the Hugging Face hub, where they are others than in memory.
+
+transformers says so by conversions of its own (renamed, stacked, split, transposed tensors), which
+``from_pretrained`` and ``save_pretrained`` apply to all of a model at once.  Here they are applied
+one group of tensors at a time: the least that belongs together, such as the experts of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..training import torch_private
+from .weight_files import WeightFiles
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass
+class Group:
+    """Tensors that become others together.  ``made`` has these on ``meta``."""
+
+    transform: Any
+    target: str
+    sources: list[tuple[str, str]] = field(default_factory=list)  # with the pattern of each
+    renamings: list[Any] = field(default_factory=list)  # of what comes out
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def convert(self, model: nn.Module, read: Read) -> dict[str, torch.Tensor]:
+        """What its tensors become; ``read`` gives each by its name."""
+        if self.transform is None:
+            return {self.target: read(self.sources[0][0])}
+        from transformers.core_model_loading import apply_renamings
+
+        transform = copy.deepcopy(self.transform)
+        for name, pattern in self.sources:
+            transform.add_tensor(self.target, name, pattern, read(name))
+        made = transform.convert(self.target, model=model, config=getattr(model, "config", None))
+        return {
+            apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
+            for name, t in made.items()
+        }
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', which is not imported for this."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the names of its state dict, a model's tensors as they stand there: nothing is read."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        own = {**torch_private.own_parameters(module), **torch_private.persistent_buffers(module)}
+        found |= {dot + name: t for name, t in own.items() if t is not None}
+    return found
+
+
+def saved_names(model: Any) -> list[str]:
+    """Of ``tensors_of``, those that transformers puts into files: tied ones once, and without what
+    the model is told to leave out."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    found = {n: on_meta(t) for n, t in tensors_of(model).items() if n not in left_out}
+    return list(remove_tied_weights_from_state_dict(found, model))
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Its shape and dtype."""
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def to_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
+    """How a model's tensors, given on ``meta``, become those of the hub's files."""
+    renamings, converters = _split(_saved_as(model))
+    groups: dict[str, Group] = {}
+    for name in _natural(tensors):
+        target, transform, pattern = _match(name, converters)
+        if transform is None:
+            target = _rename(name, renamings)
+        group = groups.setdefault(target, Group(transform, target))
+        group.sources.append((name, pattern or name))
+        if transform is not None:
+            group.renamings = renamings
+    return _made(model, groups.values(), tensors)
+
+
+def from_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
+    """How tensors of the hub's files, given on ``meta``, become those of a model; those that the
+    model has not are left out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = _split(get_model_conversion_mapping(model))
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    mine, prefix = tensors_of(model), getattr(model, "base_model_prefix", None)
+    groups: dict[str, Group] = {}
+    for name in _natural(tensors):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, mine)
+        if target not in mine and name in mine:
+            target, pattern = rename_source_key(name, [], [], prefix, mine)
+        if target in mine:
+            transform = None if pattern is None else by_pattern[pattern]
+            group = groups.setdefault(target, Group(transform, target))
+            group.sources.append((name, pattern or name))
+    return _made(model, groups.values(), tensors)
+
+
+def _saved_as(model: Any) -> list[Any]:
+    """The conversions that were used when the model was loaded, or else belong to it, reversed."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    used: list[Any] | None = getattr(model, "_weight_conversions", None)
+    if used is None:
+        # Nobody knows whether a file had the prefix, of a model that comes from none.
+        every = get_model_conversion_mapping(model, add_legacy=False)
+        used = [each for each in every if not isinstance(each, PrefixChange)]
+    return [each.reverse_transform() for each in reversed(used)]
+
+
+def _split(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that only rename, and the others."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    every = list(transforms)
+    return (
+        [each for each in every if isinstance(each, WeightRenaming)],
+        [each for each in every if isinstance(each, WeightConverter)],
+    )
+
+
+def _match(name: str, converters: list[Any]) -> tuple[str, Any, str | None]:
+    """What a name becomes by the first converter that knows it, that one, and its pattern."""
+    for each in converters:
+        target, pattern = each.rename_source_key(name)
+        if pattern is not None:
+            return target, each, pattern
+    return name, None, None
+
+
+def _rename(name: str, renamings: list[Any]) -> str:
+    for each in renamings:
+        name, _ = each.rename_source_key(name)
+    return name
+
+
+def _natural(names: Iterable[str]) -> list[str]:
+    """In the order of their numbers: the tenth expert comes after the ninth."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+def _made(
+    model: nn.Module, groups: Iterable[Group], tensors: Mapping[str, torch.Tensor]
+) -> list[Group]:
+    found = list(groups)
+    for group in found:
+        group.made = group.convert(model, tensors.__getitem__)
+    return found
+
+
+class HubFiles:
+    """Files with the hub's names, under those that a model has: ``TensorFiles``."""
+
+    def __init__(self, model: nn.Module, files: WeightFiles) -> None:
+        """
+        Raises:
+            ValueError: what belongs together is not all there, or does not fit together.
+        """
+        self.path: Path = files.path
+        self._model, self._files = model, files
+        shapes = {name: files.shape(name) or () for name in files.names}
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        try:
+            groups = from_hub(model, meta)
+        except Exception as error:
+            raise ValueError(
+                f"weights: {files.path} does not match the model: transformers cannot convert it: "
+                f"{error}"
+            ) from error
+        self._made = {name: t for group in groups for name, t in group.made.items()}
+        self._group = {name: group for group in groups for name in group.made}
+        self._last: tuple[Group, dict[str, torch.Tensor]] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See ``TensorFiles``."""
+        made = self._made.get(name)
+        return None if made is None else tuple(made.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See ``TensorFiles``."""
+        group = self._group[name]
+        if self._last is None or self._last[0] is not group or name not in self._last[1]:
+            self._last = group, group.convert(self._model, self._files.read)
+        return self._last[1].pop(name)

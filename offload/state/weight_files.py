@@ -1,0 +1,135 @@
+"""Foreign files that weights are imported from: safetensors, one or in shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..planning.partition import Partition
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OPTIMIZER = "optimizer.pt"  # in the folder of an export
+DISTRIBUTED = ".metadata"  # in every folder of torch.distributed.checkpoint
+
+
+class TensorFiles(Protocol):
+    """Tensors by name in files, read one at a time."""
+
+    path: Path
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, or ``None`` where there is no such tensor."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        ...
+
+
+class WeightFiles:
+    """Tensors of a safetensors file or a (sharded) Hugging Face folder, read one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
+        for file in self._list(path):
+            for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
+                self._where[name] = file
+
+    @staticmethod
+    def _list(path: Path) -> list[Path]:
+        if path.is_file():
+            return [path]
+        if not path.is_dir():
+            raise ValueError(f"weights: {path} does not exist")
+        if (path / INDEX).is_file():
+            try:
+                names = json.loads((path / INDEX).read_text())["weight_map"].values()
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ValueError(
+                    f"weights: {path / INDEX} is not a valid index: {error}"
+                ) from error
+            files = [path / name for name in dict.fromkeys(names)]
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise ValueError(f"weights: {path} lacks {', '.join(missing)}")
+            return files
+        if (path / SINGLE).is_file():
+            return [path / SINGLE]
+        raise ValueError(f"weights: {path} holds none of {SINGLE}, {INDEX} and {DISTRIBUTED}")
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        key = str(file)
+        if key not in self._files:
+            try:
+                self._files[key] = safe_open(key, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"weights: {file} cannot be read as safetensors: {error}"
+                ) from error
+        return self._files[key]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor, or ``None`` where there is no such tensor."""
+        if name not in self._where:
+            return None
+        return tuple(self._open(self._where[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        from safetensors import SafetensorError
+
+        try:
+            tensor = self._open(self._where[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"weights: {self._where[name]}: {name}: {error}") from error
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+
+def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
+    """By parameter index, the tensor in the files that holds it; checked before anything moves.
+
+    A tied parameter may stand under any of its names, with or without a leading module.
+
+    Raises:
+        ValueError: a parameter without a tensor, or one of another shape.
+    """
+    names: dict[int, list[str]] = {}
+    index_of = {id(p): i for i, p in enumerate(parts.parameters)}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in index_of:
+            names.setdefault(index_of[id(p)], []).append(name)
+    prefix = getattr(model, "base_model_prefix", "")
+    found: dict[int, str] = {}
+    problems: list[str] = []
+    for index, p in enumerate(parts.parameters):
+        candidates = names[index]
+        if prefix:
+            candidates = [*candidates, *(n.removeprefix(f"{prefix}.") for n in names[index])]
+            candidates += [f"{prefix}.{n}" for n in names[index]]
+        match = next((n for n in candidates if files.shape(n) is not None), None)
+        if match is None:
+            problems.append(f"{names[index][0]} is missing")
+        elif files.shape(match) != tuple(p.shape):
+            problems.append(f"{match} has shape {files.shape(match)}, expected {tuple(p.shape)}")
+        else:
+            found[index] = match
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"weights: {files.path} does not match the model: {'; '.join(problems[:3])}{more}"
+        )
+    return found

@@ -1,0 +1,114 @@
+"""A loop of accelerate's with a wrapped model: its losses and its checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+from torch import nn
+
+import overspill
+from overspill.errors import OffloadError
+from overspill.integrations import accelerate as streaming
+from tests.devices import about_sim
+from tests.models import TinyLM, adamw, batch
+
+pytestmark = about_sim
+TIGHT = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
+OTHER = {"device": "cpu", "host_memory": "1MiB", "durable": False}
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, ...]:
+        return tuple(t[0] for t in batch(number, rows=1))
+
+
+class Run:
+    """Model, optimizer, schedule and loader of one accelerator."""
+
+    def __init__(self, out: Path, options: dict[str, Any] | None = None, seed: int = 0) -> None:
+        set_seed(seed)
+        project = ProjectConfiguration(str(out), automatic_checkpoint_naming=True)
+        self.accelerator = Accelerator(
+            cpu=True, project_config=project, gradient_accumulation_steps=2
+        )
+        model = TinyLM()
+        inner: torch.optim.Optimizer = adamw(model)
+        placed = [True, True, True, True]
+        if options is not None:
+            (out / "store").mkdir(parents=True, exist_ok=True)
+            inner = overspill.wrap(model, inner, nvme=out / "store", accumulate=2, **options)
+            placed = [False, False, True, True]
+        self.optimizer = inner
+        loader = torch.utils.data.DataLoader(Rows(), batch_size=2)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+        self.model, self.prepared, self.loader, self.schedule = self.accelerator.prepare(
+            model, inner, loader, schedule, device_placement=placed
+        )
+
+    def train(self, skip: int = 0, count: int = 8) -> list[float]:
+        losses = []
+        loader = self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
+        for _, (x, y) in zip(range(count), loader, strict=False):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(x, y)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.prepared.step()
+                self.schedule.step()
+                self.prepared.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def near(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) > 3 and max(map(abs, map(float.__sub__, one, other))) < 2e-4
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """From its own checkpoint in other memory, and from and to accelerate's own."""
+    plain, ours = Run(tmp_path / "plain"), Run(tmp_path / "ours", TIGHT)
+    assert near(plain.train(), ours.train())
+    theirs = plain.accelerator.save_state()
+    mine = streaming.save_state(ours.accelerator)
+    assert {f.name for f in Path(mine).iterdir()} == {f.name for f in Path(theirs).iterdir()}
+    after = ours.train(skip=8)
+
+    again = Run(tmp_path / "ours", OTHER, seed=1)  # finds the last folder itself
+    streaming.load_state(again.accelerator)
+    assert again.train(skip=8) == after
+    weights = ours.model.state_dict()
+    assert all(torch.equal(t, weights[n]) for n, t in again.model.state_dict().items())
+
+    back = Run(tmp_path / "back", seed=1)
+    back.accelerator.load_state(mine)
+    assert near(back.train(skip=8), after)
+    there = Run(tmp_path / "there", OTHER, seed=1)
+    streaming.load_state(there.accelerator, theirs)
+    assert near(there.train(skip=8), plain.train(skip=8))
+    for run in (ours, again, there):
+        assert isinstance(run.optimizer, overspill.OffloadedOptimizer)
+        run.optimizer.close()
+
+
+def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for use in (streaming.save_state, streaming.load_state):
+        with pytest.raises(OffloadError, match="wrap every model"):
+            use(run.accelerator, str(tmp_path))
+    model = nn.Linear(4, 4)
+    with overspill.wrap(
+        model, torch.optim.SGD(model.parameters()), device="cpu", host_memory="1MiB"
+    ):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, device_placement=[False])
+        with pytest.raises(OffloadError, match="safetensors"):
+            streaming.save_state(accelerator, str(tmp_path), safe_serialization=False)

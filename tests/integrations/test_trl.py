@@ -1,0 +1,126 @@
+"""TRL's trainers over overspill: losses and norms of the trainer alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import overspill
+from overspill.integrations.transformers import offloaded
+from tests.devices import about_sim
+
+pytestmark = about_sim
+WORDS = 120
+TIGHT = {"device": "sim", "device_memory": "1MiB", "host_memory": "4MiB", "durable": False}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    known = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(WORDS))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>",
+    )  # fmt: skip
+
+
+def rows(*columns: tuple[str, int], count: int = 32) -> Any:
+    """Columns of so many drawn words."""
+    drawn = random.Random(0)
+    return datasets.Dataset.from_list(
+        [
+            {name: " ".join(f"w{drawn.randrange(WORDS)}" for _ in range(n)) for name, n in columns}
+            for _ in range(count)
+        ]
+    )
+
+
+def llama(kind: Any = transformers.LlamaForCausalLM, **more: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(transformers.LlamaConfig(**SHAPE, **more))
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+TEXT, ANSWERS = [("text", 30)], [("prompt", 8), ("completion", 10)]
+PAIRS = [("prompt", 8), ("chosen", 10), ("rejected", 10)]
+
+
+def unlike(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+# By name: the trainer, its arguments' class, the rows, arguments, and what else the trainer takes.
+CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig, TEXT, {}, dict),
+    "packed": (trl.SFTTrainer, trl.SFTConfig, TEXT, {"packing": True, "max_length": 64}, dict),
+    "completions": (
+        trl.SFTTrainer, trl.SFTConfig, ANSWERS, {"completion_only_loss": True}, dict,
+    ),
+    "checkpointed": (
+        trl.SFTTrainer, trl.SFTConfig, TEXT,
+        {"gradient_checkpointing": True, "loss_type": "nll"}, dict,
+    ),
+    "sft lora": (trl.SFTTrainer, trl.SFTConfig, TEXT, {}, lambda: {"peft_config": lora()}),
+    "dpo": (
+        trl.DPOTrainer, trl.DPOConfig, PAIRS, {"precompute_ref_log_probs": True},
+        lambda: {"ref_model": llama()},
+    ),
+    "dpo lora": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}, lambda: {"peft_config": lora()}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}, dict),
+    "grpo": (
+        trl.GRPOTrainer, trl.GRPOConfig, [("prompt", 6)],
+        {"num_generations": 4, "max_completion_length": 8, "max_steps": 3},
+        lambda: {"reward_funcs": unlike},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_losses_are_those_of_the_trainer_alone(case: str, words: Any, tmp_path: Path) -> None:
+    kind, arguments, columns, more, others = CASES[case]
+    logs = []
+    for trainer in (kind, offloaded(kind)):
+        mine = {} if trainer is kind else {"overspill": {**TIGHT, "nvme": tmp_path}}
+        if case == "reward":
+            model = llama(transformers.LlamaForSequenceClassification, num_labels=1)
+        else:
+            model = llama()
+        given = {
+            "max_steps": 8, "logging_steps": 1, "learning_rate": 1e-3, "bf16": False,
+            "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True,
+            "disable_tqdm": True, "save_strategy": "no", **more,
+        }  # fmt: skip
+        made = trainer(
+            model=model, args=arguments(output_dir=str(tmp_path / trainer.__name__), **given),
+            train_dataset=rows(*columns), processing_class=words, **others(), **mine,
+        )  # fmt: skip
+        made.train()
+        logs.append([(e["loss"], e["grad_norm"]) for e in made.state.log_history if "loss" in e])
+        optimizer = getattr(made.optimizer, "optimizer", None)
+        if mine:
+            assert isinstance(optimizer, overspill.OffloadedOptimizer)
+            optimizer.close()
+    assert len(logs[0]) == len(logs[1]) == given["max_steps"]
+    assert max(abs(a - b) for one, other in zip(*logs, strict=True)
+               for a, b in zip(one, other, strict=True)) < 2e-4  # fmt: skip
