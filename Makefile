@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "$(FAST) and alone" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 WAITS := tests/device @tests/device/moves.txt
-DEVICE_SUITES := tests/conformance/test_accelerator.py tests/parity tests/robust tests/durable \
+DEVICE_SUITES := tests/conformance/test_accelerator.py tests/parity tests/robust tests/durable tests/families \
   tests/sim/test_replay.py
 ON_DEVICE = $(if $(shell command -v $${CXX:-c++}),export OVERSPILL_TEST_DEVICE=testdev && \
   $(BIN)/python -c "import tests.devices" && $(BIN)/python -m pytest --timeout-method thread \

@@ -28,6 +28,7 @@ ROOMS = (
     "cli",
     "durable",
     "facts",
+    "integrations",
     "measure",
     "movement",
     "movement.accelerators",

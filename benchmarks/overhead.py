@@ -47,7 +47,7 @@ def _train(
             step()
         seconds = time.perf_counter() - started
         if (engine := engine_of(model)) is not None:
-            engine.settle()
+            engine.quiesce()
         return seconds / steps
 
     run()

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 
 import overspill
-from overspill.decide import decide, foretell
 from overspill.planning.plan import Preference
+from overspill.plans import make_blueprint, make_plan
 
 from .model import Gpt, Shape, batch_of
 from .results import Column, Comparison, Outcome, number, outcome
@@ -87,7 +87,7 @@ def planned(shape: Shape, options: dict[str, Any]) -> overspill.Plan:
     anew: what is remembered of it may be of another mood."""
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return foretell(
+    return make_plan(
         model, adamw, options, measure=True, example=lambda: model(batch_of(shape, 0)),
         every_update=False,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def measured(
     model = _model(shape)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with (
-        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)),
         overspill.wrap(model, adamw, **options) as optimizer,
     ):
         seconds = [_step(model, optimizer, shape, step) for step in range(warmup + steps)]

@@ -6,7 +6,7 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from .api import materialized, plan, resume, unwrap, wrap
+from .api import materialized, named_weights, plan, resume, unwrap, wrap
 from .config import OffloadConfig
 from .errors import BudgetError, CorruptionError, IoError, OffloadError
 from .facts.machine import Machine
@@ -15,7 +15,7 @@ from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .optimizer import OffloadedOptimizer, accumulate
 from .planning.plan import Plan
-from .state.loading import empty_init
+from .state.initial import empty_init
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "accumulate",
     "empty_init",
     "materialized",
+    "named_weights",
     "plan",
     "resume",
     "unwrap",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .decide import foretell
 from .durable.meta import decode_facts
 from .durable.resume import optimizer_for, with_formats
 from .engine import engine_of
@@ -22,6 +21,7 @@ from .facts.rates import Rates
 from .io_engine.committed import own_store
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
+from .plans import make_plan
 from .wrapping import resumed, wrapped
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def plan(
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
     units: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -95,7 +96,7 @@ def plan(
     options = _options(locals(), "model", "optimizer", "tokens", "machine", "measure", "example")
     if machine is not None:  # what it says counts, unless it was asked for otherwise
         options = {name: value for name, value in options.items() if value is not None}
-    return foretell(
+    return make_plan(
         model, optimizer, options, tokens=tokens, machine=machine, measure=measure, example=example
     )
 
@@ -116,6 +117,7 @@ def wrap(
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
     units: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -166,6 +168,7 @@ def resume(
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
     units: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -236,8 +239,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-@contextmanager
-def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
+def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
     """Gives every parameter its full, current weight, for code that reads or edits ``p.data``.
 
     Needs memory for the whole model on its device.  With ``writeback`` what was edited becomes
@@ -249,5 +251,23 @@ def materialized(model: nn.Module, writeback: bool = False) -> Iterator[nn.Modul
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
-    with engine.materialized(writeback=writeback):
-        yield model
+    return engine.materialized(writeback=writeback)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The full, current weights of a wrapped model, for what exports, averages or sends them.
+
+    They come in the engine's order, unit by unit, each fetched once; the caller need not hold more
+    than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are where
+    they always are.  The loop may go on in between: each weight is that of its moment.
+
+    Yields:
+        The parameter's name and a copy of its weight, on the model's device, in its dtype.
+
+    Raises:
+        OffloadError: the model is not wrapped, or is running.
+    """
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadError("the model is not wrapped by overspill")
+    return engine.named_weights()

@@ -99,6 +99,7 @@ class OffloadConfig:
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
         units: module names that form units; the rest is found.
+        resident: module names whose units never leave the device (``device="cpu"``: host memory).
         weights: safetensors file, Hugging Face folder, or folder of
             ``torch.distributed.checkpoint``, to stream in.
         init: for a meta model: called on each module of a unit to initialise its parameters.
@@ -122,6 +123,7 @@ class OffloadConfig:
     update: Literal["auto", "step", "backward", "next_forward"] = "auto"
     accumulate: int = 1
     units: tuple[str, ...] | None = None
+    resident: tuple[str, ...] | None = None
     weights: Path | None = None
     init: Callable[[torch.nn.Module], None] | None = None
     prefetch_depth: int | None = None
@@ -152,10 +154,11 @@ class OffloadConfig:
             if not listed:
                 raise ValueError("nvme: an empty list; give a directory or None")
             values["nvme"] = tuple(Path(folder).absolute() for folder in listed)
-        if values.get("units") is not None:
-            if isinstance(values["units"], str):
-                raise TypeError("units must be a list of module names, got one text")
-            values["units"] = tuple(values["units"])
+        for name in ("units", "resident"):
+            if values.get(name) is not None:
+                if isinstance(values[name], str):
+                    raise TypeError(f"{name} must be a list of module names, got one text")
+                values[name] = tuple(values[name])
         if values.get("weights") is not None:
             values["weights"] = Path(values["weights"])
         return cls(**values)

@@ -7,14 +7,14 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .durable.committing import Committing
+from .durable.commits import Commits
 from .durable.meta import random_states
 from .errors import OffloadError
 from .facts.stats import MemoryStats, Stats
@@ -28,13 +28,16 @@ from .planning.plan import Plan
 from .schedule.units import ParamSpec
 from .state.edits import Edits
 from .state.homes import Homes
-from .state.materializing import Materializing
+from .state.hub_names import tensors_of
+from .state.importing import open_weights
+from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
-from .state.torch_state import OptimizerState
-from .state.weight_access import Weights
+from .state.torch_state import Make, OptimizerState
+from .state.weight_door import WeightDoor
+from .state.weight_files import match_files
 from .training.backward import Backward
 from .training.callers import amid_engine
-from .training.early import Early
+from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
 from .training.gradients import GradientCollector
@@ -81,16 +84,16 @@ class Engine:
         frames = Frames(residences, saved, backward, trainer)
         showing = Showing(residences, executor, ledger)
         landing = Landing(config, executor, ledger)
-        committing = None
+        commits = None
         if writer is not None:
-            committing = Committing(model, groups, machinery, writer, showing, landing, contents)
-        edits = Edits(executor, frames, showing, landing, machinery.direct, committing)
-        weights = Weights(residences, showing, contents, ledger, frames, trainer, edits)
+            commits = Commits(model, groups, machinery, writer, showing, landing, contents)
+        edits = Edits(executor, frames, showing, landing, machinery.direct, commits)
+        weights = WeightDoor(residences, showing, contents, ledger, frames, trainer, edits)
         residences.install(weights)
         showing.hide_all()
         early = Early(
             config, blueprint.update, groups, ledger, updater, residences, saved, showing, landing,
-            committing,
+            commits,
         )  # fmt: skip
         door = GradientDoor()
         collector = GradientCollector(
@@ -107,26 +110,27 @@ class Engine:
         door.open(held)
         stepping = Stepping(
             blueprint, groups, ledger, updater, residences, backward, showing, landing, early,
-            collector, committing, weights.renew, lambda: random_states(accelerator.device),
+            collector, commits, weights.renew, lambda: random_states(accelerator.device),
         )  # fmt: skip
         materializing = Materializing(machinery, residences, showing, weights)
         loop = Loop(
             model, groups, machinery, trainer, frames, residences, showing, landing, weights,
-            materializing, early, collector, held, stepping, committing,
+            materializing, early, collector, held, stepping, commits,
         )  # fmt: skip
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
+        backward.when_left(collector.left)
         hooks.append(ModuleHooks(model, residences, backward, frames, machinery.trace, loop))
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])
-        hooks.append(StateHooks(model, machinery, weights, showing, trainer, committing))
+        hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
         links, rates = blueprint.plan.link_bytes, config.rates
         needed_s = {} if rates is None else lane_seconds(links, rates)
         self.model, self.machinery = model, machinery
         self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
-            model, groups, machinery, contents, weights, showing, edits, loop.settle
+            model, groups, machinery, contents, weights, showing, edits, loop.quiesce
         )
         self._loop, self._weights, self._contents = loop, weights, contents
         self._residences, self._materializing = residences, materializing
@@ -208,7 +212,7 @@ class Engine:
         """Steps taken."""
         return self.machinery.ledger.count
 
-    def declared(self, final: bool) -> AbstractContextManager[None]:
+    def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""
         return self._loop.declared(final)
 
@@ -226,9 +230,9 @@ class Engine:
 
     # -- state of the whole ---------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
-        self._loop.settle()
+        self._loop.quiesce()
 
     def load_state(self, state_dict: Mapping[str, Any]) -> None:
         """See ``OffloadedOptimizer.load_state_dict``."""
@@ -238,6 +242,10 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """See ``OffloadedOptimizer.state_dict``."""
         return self.state.to_torch()
+
+    def streamed_state(self, make: Make) -> dict[str, Any]:
+        """``state_dict``, but with what ``make`` gives for each tensor; see ``streamed``."""
+        return self.state.streamed(make)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -254,22 +262,44 @@ class Engine:
         """A copy of a parameter's current weight."""
         return self._weights.read(index)
 
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``overspill.named_weights``."""
+        for unit in self.machinery.parts.units:
+            for _, spec in unit.params:
+                yield spec.name, self._weights.read(spec.index)
+
+    def load_weights(self, path: Path, *, hub: bool = True) -> None:
+        """All weights become those in safetensors files, and persistent buffers with them;
+        ``hub``: they have the hub's names, where the model has others.
+
+        Raises:
+            ValueError: the files lack a parameter, or have it in another shape; nothing was
+                changed.  Or one turns out to be damaged while it is read; then a part was.
+        """
+        files = open_weights(path, self.model if hub else None)
+        names = match_files(files, self.model, self.machinery.parts)
+        self._loop.require_usable()
+        self._weights.load_all(lambda index: files.read(names[index]))
+        managed = set(map(id, self.parameters))
+        for name, buffer in tensors_of(self.model).items():
+            if id(buffer) not in managed and files.shape(name) == tuple(buffer.shape):
+                buffer.detach().copy_(files.read(name))
+
     def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact fp32 value of every trained parameter, unit by unit."""
-        self.settle()
+        self.quiesce()
         for unit in self.machinery.parts.units:
             yield from self._contents.masters(unit.index)
 
-    @contextmanager
-    def materialized(self, *, writeback: bool) -> Iterator[None]:
+    def materialized(self, *, writeback: bool) -> Materialized:
         """See ``overspill.materialized``."""
-        self._loop.require_usable()
-        with self._materializing.all(writeback=writeback):
-            yield
+        return Materialized(
+            self._materializing, self._loop.require_usable, self.model, writeback=writeback
+        )
 
     def give_back(self) -> None:
         """All parameters are ordinary ones again, with their weights; to be closed then."""
-        self.settle()  # also ends what an exception has left of ``materialized``
+        self.quiesce()  # also ends what an exception has left of ``materialized``
         values = self._weights.read_all()
         for p in self.parameters:
             p.grad = None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from .durable.committing import Committing
+from .durable.commits import Commits
 from .errors import OffloadError
 from .movement.machinery import Machinery
 from .state.materializing import Materializing
-from .state.weight_access import Weights
-from .training.early import Early
+from .state.weight_door import WeightDoor
+from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradients import GradientCollector
 from .training.held_gradients import HeldGradients
@@ -43,13 +42,13 @@ class Loop:
         residences: Residences,
         showing: Showing,
         landing: Landing,
-        weights: Weights,
+        weights: WeightDoor,
         materializing: Materializing,
         early: Early,
         collector: GradientCollector,
         held: HeldGradients,
         stepping: Stepping,
-        committing: Committing | None,
+        commits: Commits | None,
     ) -> None:
         self._machinery, self._trainer, self._roster = machinery, trainer, Roster(model, groups)
         self._executor, self._direct, self._trace = (
@@ -59,7 +58,7 @@ class Loop:
         self._showing, self._landing = showing, landing
         self._weights, self._materializing = weights, materializing
         self._early, self._collector, self._held = early, collector, held
-        self._stepping, self._committing = stepping, committing
+        self._stepping, self._commits = stepping, commits
 
     def require(self) -> None:
         """Raises after ``close`` and after a failure."""
@@ -72,13 +71,13 @@ class Loop:
         self._executor.raise_failure()
         self._trainer.require()
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.require_usable()
         self._frames.tidy()
-        self._weights.settle()
+        self._weights.reconcile()
         self._landing.land()
-        self._direct.settle()
+        self._direct.quiesce()
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -88,20 +87,20 @@ class Loop:
         self._direct.finish()
         if torch.is_grad_enabled():
             self._roster.check()
-        self._weights.settle()
+        self._weights.reconcile()
         self._residences.refuse_edits()
-        if self._committing is not None:
-            self._committing.require_whole()
+        if self._commits is not None:
+            self._commits.require_whole()
             if torch.is_grad_enabled():
-                self._committing.seal()
+                self._commits.seal()
 
     def catch_up(self, unit: int) -> None:
         """A module is about to run that reads weights of the unit."""
         self._trainer.claim()
         self._direct.finish()
-        self._weights.settle(self._residences.groups[unit])
-        if self._committing is not None and torch.is_grad_enabled() and not in_backward():
-            self._committing.seal()  # where parts of the model are called, and not the whole
+        self._weights.reconcile(self._residences.groups[unit])
+        if self._commits is not None and torch.is_grad_enabled() and not in_backward():
+            self._commits.seal()  # where parts of the model are called, and not the whole
         self._showing.show(unit)
 
     def after_forward(self) -> None:
@@ -112,7 +111,8 @@ class Loop:
 
     def backward_begins(self) -> None:
         """The first of the graph tasks of a backward runs."""
-        self._weights.settle()
+        self._residences.let_go()  # what readers keep may be updated
+        self._weights.reconcile()
 
     def backward_over(self) -> None:
         """The last of them has ended."""
@@ -133,16 +133,16 @@ class Loop:
         self._frames.tidy()
         self._direct.finish()
         self._roster.check()
-        self._weights.settle()
+        self._weights.reconcile()
         self._weights.refuse_joined()
-        if self._committing is not None:
-            self._committing.require_whole()
+        if self._commits is not None:
+            self._commits.require_whole()
         self._trace.compute_pause()
-        self._held.settle()
+        self._held.reconcile()
         self._stepping.step()
-        self._weights.settle()  # whoever has a tensor over a weight sees what it is now
+        self._weights.reconcile()  # whoever has a tensor over a weight sees what it is now
 
-    def declared(self, final: bool) -> AbstractContextManager[None]:
+    def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""
         return self._early.declared(final)
 
@@ -150,39 +150,41 @@ class Loop:
 
     def commit(self, what: str) -> None:
         """Makes the present state durable; ``what`` the user has called."""
-        committing = self._require_commits(what)
-        self._weights.settle()
-        committing.commit()
+        commits = self._require_commits(what)
+        self._weights.reconcile()
+        commits.commit()
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``."""
         self._require_commits("rollback")
         return self._stepping.rollback()
 
-    def _require_commits(self, what: str) -> Committing:
+    def _require_commits(self, what: str) -> Commits:
         self.require_usable()
         self._frames.tidy()
-        if self._committing is None:
+        if self._commits is None:
             raise OffloadError(
                 f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
                 "durable=True"
             )
-        return self._committing
+        return self._commits
 
     def restart(self) -> Any:
         """Training goes on from the last commit: sets random generators, returns ``extra``."""
-        assert self._committing is not None
-        return self._committing.restart()
+        assert self._commits is not None
+        return self._commits.restart()
 
     def end(self) -> None:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
         self._trainer.closes()
-        if self._committing is None or self._executor.failed:
+        if self._commits is None or self._executor.failed:
             return
+        self._materializing.end_if_over()
         if self._materializing.active:
             log.warning(
                 "overspill: closed while the model is materialized; the store keeps the last commit"
             )
             return
-        self._weights.settle()
-        self._committing.close()
+        self._residences.let_go()
+        self._weights.reconcile()
+        self._commits.close()

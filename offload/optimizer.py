@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .durable.export import export_store
+from .durable.hub import as_on_hub
 from .engine import Engine
 from .errors import OffloadError
 from .facts.stats import MemoryStats, Stats
@@ -22,6 +24,7 @@ from .state.importing import open_state
 from .state.lazy_state import LazyState
 from .training import torch_private
 from .training.callers import refuse_reentry
+from .training.early import Declared
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -63,8 +66,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engine.step()
         return loss
 
-    @contextmanager
-    def accumulate(self, *, final: bool) -> Iterator[None]:
+    def accumulate(self, *, final: bool) -> Declared:
         """Says whether the ``backward()`` inside is the last one of its step.
 
         For ``update="backward"`` with uneven micro-steps; the other modes need no word, and take
@@ -80,8 +82,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             OffloadError: ``final=False``, but the run keeps no gradients between micro-steps.
         """
-        with self._engine.declared(final):
-            yield
+        return self._engine.declared(final)
 
     @property
     def step_count(self) -> int:
@@ -167,7 +168,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def save(self, path: str | Path) -> None:
         """Commits, and exports the commit to the new folder ``path``: weights as Hugging Face
-        safetensors, ``config.json`` if the model has one, and ``optimizer.pt``.
+        safetensors, under the hub's names where the model is one of transformers', ``config.json``
+        if the model has one, and ``optimizer.pt``.
 
         Example::
 
@@ -184,7 +186,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         to_json = getattr(getattr(model, "config", None), "to_json_string", None)
         text = None if to_json is None else str(to_json())
         assert config.nvme is not None
-        export_store(config.nvme, Path(path), config=text)
+        export_store(config.nvme, Path(path), config=text, named=partial(as_on_hub, model))
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -199,14 +201,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.close()
 
 
-@contextmanager
-def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Iterator[None]:
+def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:
     """``optimizer.accumulate(final=...)`` for an optimizer that ``wrap`` has given.
 
     Raises:
         TypeError: ``optimizer`` does not come from ``wrap``.
     """
-    if not isinstance(optimizer, OffloadedOptimizer):
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer.accumulate(final=final)
+
+    def check() -> None:
         raise TypeError(f"accumulate needs a wrapped optimizer, got {type(optimizer).__name__}")
-    with optimizer.accumulate(final=final):
-        yield
+
+    return Declared(check, nullcontext(enter_result=True))

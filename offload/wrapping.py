@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .decide import calibrated, decide
-from .durable.committing import adopt
+from .durable.commits import adopt
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
 from .engine import Engine, engine_of
@@ -20,12 +17,16 @@ from .errors import BudgetError
 from .io_engine.committed import OwnedStore
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
+from .movement.machinery import Machinery
 from .optimizer import OffloadedOptimizer
+from .planning.blueprint import Blueprint
 from .planning.plan import Plan
-from .state.filling import Taken, fill
+from .plans import calibrated, make_blueprint
 from .state.homes import Homes
 from .state.importing import open_weights
-from .state.loading import match_files
+from .state.loading import load
+from .state.taken import Taken
+from .state.weight_files import match_files
 from .training import torch_private
 
 log = logging.getLogger("overspill")
@@ -46,31 +47,31 @@ def wrapped(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> OffloadedOptimizer:
     """See ``wrap``."""
-    accelerator = make_accelerator(config.device, config.rates)
+    begun = Begun(model, optimizer, config)
     try:
-        config, calibration = calibrated(model, optimizer, config, accelerator)
-        blueprint = decide(model, optimizer, config, accelerator)
+        config, calibration = calibrated(model, optimizer, config, begun.accelerator)
+        blueprint = make_blueprint(model, optimizer, config, begun.accelerator)
         raise_shortfall(blueprint.plan)
         if config.weights is not None:
-            match_files(open_weights(config.weights), model, blueprint.parts)
-        homes = Homes.open(blueprint, accelerator)
-    except BaseException:
-        accelerator.close()
-        raise
-    with undone(model, optimizer, homes) as taken:
-        fill(model, optimizer, homes, taken)
+            match_files(open_weights(config.weights, model), model, blueprint.parts)
+        homes, taken = begun.open(blueprint)
+        load(model, optimizer, homes, taken)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
         made = _handed_out(optimizer, engine)
-    optimizer.state.clear()
-    return made
+        optimizer.state.clear()
+        return made
+    except BaseException:
+        begun.undo()
+        raise
 
 
 def resumed(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> tuple[OffloadedOptimizer, Any]:
     """See ``resume``."""
-    homes, calibration = _homes_over(store, model, optimizer, config)
-    with undone(model, optimizer, homes) as taken:
+    begun = Begun(model, optimizer, config)
+    try:
+        homes, taken, calibration = _homes_over(store, begun, config)
         taken.note()
         taken.move_buffers()
         for unit in homes.machinery.parts.units:
@@ -79,57 +80,79 @@ def resumed(
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
         made = _handed_out(optimizer, engine)
         extra = engine.restart()
-    optimizer.state.clear()
-    return made, extra
+        optimizer.state.clear()
+        return made, extra
+    except BaseException:
+        begun.undo()
+        raise
 
 
 def _homes_over(
-    store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
-) -> tuple[Homes, Calibration | None]:
+    store: OwnedStore, begun: Begun, config: OffloadConfig
+) -> tuple[Homes, Taken, Calibration | None]:
     """Homes over the store, or over a copy of it where ``config`` names other directories."""
-    accelerator = make_accelerator(config.device, config.rates)
-    try:
-        config, calibration = calibrated(model, optimizer, config, accelerator)
-        moves = set(config.nvme or ()) != set(store.directories)
-        numel = None if moves else largest(store.layout.description)
-        blueprint = decide(model, optimizer, config, accelerator, numel=numel)
-        assert blueprint.plan.detail.layout is not None
-        check_fits(store, blueprint.plan.detail.layout, blueprint.rules[0].name, cuts=not moves)
-        raise_shortfall(blueprint.plan)
-        if not moves:
-            return Homes.open(blueprint, accelerator, store), calibration
-        assert config.nvme is not None
-        with move_store(
-            store,
-            store.last(),
-            config.nvme,
-            blueprint.plan.detail.layout,
-            blueprint.plan.disk_bytes,
-        ) as copy:
-            return Homes.open(blueprint, accelerator, copy), calibration
-    except BaseException:
-        accelerator.close()
-        raise
+    model, optimizer, accelerator = begun.model, begun.optimizer, begun.accelerator
+    config, calibration = calibrated(model, optimizer, config, accelerator)
+    moves = set(config.nvme or ()) != set(store.directories)
+    numel = None if moves else largest(store.layout.description)
+    blueprint = make_blueprint(model, optimizer, config, accelerator, numel=numel)
+    assert blueprint.plan.detail.layout is not None
+    check_fits(store, blueprint.plan.detail.layout, blueprint.rules[0].name, cuts=not moves)
+    raise_shortfall(blueprint.plan)
+    if not moves:
+        return *begun.open(blueprint, store), calibration
+    assert config.nvme is not None
+    with move_store(
+        store,
+        store.last(),
+        config.nvme,
+        blueprint.plan.detail.layout,
+        blueprint.plan.disk_bytes,
+    ) as copy:
+        return *begun.open(blueprint, copy), calibration
 
 
-@contextmanager
-def undone(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes) -> Iterator[Taken]:
-    """If the block, which wraps the model, raises, the model is as it was, and the homes go."""
-    taken = Taken(model, optimizer.param_groups, homes)
-    try:
-        yield taken
-    except BaseException:
+class Begun:
+    """A wrap that is under way.  ``undo`` gives all back: the model is as it was.
+
+    An exception may come between any two lines: whatever starts threads or takes memory is in here
+    before it does.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._state: dict[Any, Any] = {}
+        self._machinery: list[Machinery] = []
+        self._taken: Taken | None = None
+        self.accelerator = make_accelerator(config.device, config.rates)
+
+    def open(self, blueprint: Blueprint, found: OwnedStore | None = None) -> tuple[Homes, Taken]:
+        """Takes memory and disk; see ``Homes.open``."""
+        self._state = dict(self.optimizer.state)
+        homes = Homes.open(blueprint, self.accelerator, self._machinery, found)
+        self._taken = taken = Taken(self.model, self.optimizer.param_groups, homes)
+        return homes, taken
+
+    def undo(self) -> None:
+        """The model and its optimizer are as they were, and all else goes."""
         try:
-            taken.read()
+            if self._taken is not None:
+                self._taken.read()
         except BaseException as error:
             log.warning("overspill: weights cannot be read back: %s", error)
         try:
-            if (engine := engine_of(model)) is not None:
+            engine = None if self._taken is None else engine_of(self.model)
+            if engine is not None:
                 engine.let_go()
-            homes.machinery.close()
+            for machinery in self._machinery:
+                machinery.close()
+            self.accelerator.close()
         finally:
-            taken.give_back()
-        raise
+            if self._taken is not None:
+                self._taken.give_back()
+            self.optimizer.state.update(self._state)
 
 
 def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOptimizer:

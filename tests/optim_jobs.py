@@ -76,7 +76,7 @@ class Job:
         """The same by the oracle."""
         scalars = self.scalars(step, grad_scale)
         return reference.update(
-            self.rule._kernel,  # type: ignore[attr-defined]
+            self.rule.formula,  # type: ignore[attr-defined]
             grad,
             self.weight,
             self.state,

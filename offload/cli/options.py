@@ -53,6 +53,10 @@ Units = Annotated[
     list[str] | None,
     typer.Option(help="Name of a module that forms a unit; may be given several times."),
 ]
+Resident = Annotated[
+    list[str] | None,
+    typer.Option(help="Name of a module that never leaves the device; may be given several times."),
+]
 PrefetchDepth = Annotated[int | None, typer.Option(help="Units fetched ahead of their use.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of the optimizer update.")]
 RatesFile = Annotated[
@@ -71,14 +75,16 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def wrap_options(
-    *, nvme: Sequence[Path] | None, units: Sequence[str] | None, rates: Path | None, **given: Any
-) -> dict[str, Any]:
+    *, nvme: Sequence[Path] | None, units: Sequence[str] | None, resident: Sequence[str] | None,
+    rates: Path | None, **given: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Keywords for ``wrap`` and ``plan``: those that were given on the command line."""
     options = {name: value for name, value in given.items() if value is not None}
     if nvme:
         options["nvme"] = list(nvme)
-    if units:
-        options["units"] = list(units)
+    for name, modules in (("units", units), ("resident", resident)):
+        if modules:
+            options[name] = list(modules)
     if rates is not None:
         options["rates"] = Rates.from_file(rates)
     return options

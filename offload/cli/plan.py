@@ -55,6 +55,7 @@ def plan(
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
     units: opt.Units = None,
+    resident: opt.Resident = None,
     prefetch_depth: opt.PrefetchDepth = None,
     rates: MachineFile = None,
     tokens: Tokens = 4096,
@@ -83,8 +84,8 @@ def plan(
         options = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            update=update, max_grad_norm=max_grad_norm, units=units, accumulate=accumulate,
-            prefetch_depth=prefetch_depth, rates=None, durable=durable,
+            update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
+            accumulate=accumulate, prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
         if endurance is None and machine is not None:
             endurance = machine.endurance
@@ -110,7 +111,7 @@ Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 
 
 def _planner(model: Any, options: dict[str, Any]) -> Make:
-    from ..decide import foretell
+    from ..plans import make_plan
     from ..train.skeletons import skeleton_adamw
 
     optimizer = skeleton_adamw(model)
@@ -118,7 +119,7 @@ def _planner(model: Any, options: dict[str, Any]) -> Make:
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
-        return foretell(model, optimizer, given, tokens=tokens, machine=machine, **how)
+        return make_plan(model, optimizer, given, tokens=tokens, machine=machine, **how)
 
     return make
 

@@ -58,6 +58,7 @@ def train(
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
     units: opt.Units = None,
+    resident: opt.Resident = None,
     prefetch_depth: opt.PrefetchDepth = None,
     threads: opt.Threads = None,
     rates: opt.RatesFile = None,
@@ -74,7 +75,7 @@ def train(
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            update=update, max_grad_norm=max_grad_norm, units=units,
+            update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
             prefetch_depth=prefetch_depth, threads=threads, rates=rates, durable=durable,
         )  # fmt: skip
         job = Job(

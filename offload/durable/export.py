@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ from typing import Any
 
 from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.committed import find_store
-from ..state.loading import OPTIMIZER
+from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .source import StoreSource, require_unmoved
 from .sums import SUMS, sums_text
 from .tensors import StreamedTensor, Written
 
+Named = Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -35,7 +36,7 @@ class Exported:
 
 def export_store(
     paths: Paths, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
-    shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None,
+    shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = list,
 ) -> Exported:  # fmt: skip
     """Writes the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
@@ -44,6 +45,7 @@ def export_store(
         optimizer: also write ``optimizer.pt``: moments and masters in fp32.
         shard_bytes: about the size of a weights file.
         note: told how many bytes were written.
+        named: gives the weights the names that their readers look for.
 
     Raises:
         OffloadError: ``out`` is there already, too little of its disk is free, or the store's owner
@@ -56,7 +58,7 @@ def export_store(
         tree = source.state_dict() if optimizer else None
         text = None if config is None else _config(config)
         files = write_export(
-            out, source.weights(), tree, text, source.generation.step,
+            out, named(source.weights()), tree, text, source.generation.step,
             shard_bytes=shard_bytes, note=note,
             check=lambda: require_unmoved(store, source.generation, find_store(paths)),
         )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..state.loading import INDEX, OPTIMIZER, SINGLE
+from ..state.weight_files import INDEX, OPTIMIZER, SINGLE
 from .sums import SUMS
 from .tensors import Bytes, FileWriter, StreamedTensor, Written, in_memory, stream
 
@@ -174,7 +174,9 @@ def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
     in order."""
     if isinstance(tree, Mapping):
         return {key: _replace(value, streamed) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_replace(value, streamed) for value in tree))
+    if type(tree) in (list, tuple):
         return type(tree)(_replace(value, streamed) for value in tree)
     if isinstance(tree, torch.Tensor):
         tree = in_memory("a value", tree)

@@ -19,7 +19,7 @@ Note = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommitFound:
     """A generation: when it was made, and how many bytes it holds."""
 
     number: int
@@ -37,7 +37,7 @@ class Inspection:
     optimizer: str
     parameters: int
     file_bytes: int
-    commits: tuple[Commit, ...]
+    commits: tuple[CommitFound, ...]
     verified_bytes: int
     wrong: tuple[str, ...]
 
@@ -80,12 +80,12 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
     )  # fmt: skip
 
 
-def _commits(store: FoundStore) -> tuple[Commit, ...]:
+def _commits(store: FoundStore) -> tuple[CommitFound, ...]:
     found = []
     for generation in store.generations:
         with StoreReader(store, generation) as reader:
             held = reader.nbytes()
-        found.append(Commit(generation.number, generation.step, generation.when_s, held))
+        found.append(CommitFound(generation.number, generation.step, generation.when_s, held))
     return tuple(found)
 
 

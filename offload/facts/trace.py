@@ -121,7 +121,7 @@ class Trace:
         self._computing: tuple[str, Instant] | None = None
         self._stopped: Instant  # when compute last paused, or began to wait
         self._pending: deque[_Pending] = deque(maxlen=longest)
-        self._settling = threading.Lock()
+        self._resolving = threading.Lock()
 
     # -- recording ------------------------------------------------------------------------------
 
@@ -176,12 +176,12 @@ class Trace:
 
     def _later(self, pending: _Pending) -> None:
         self._pending.append(pending)
-        self._settle()
+        self._resolve()
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         """Keeps the spans that compute has come to the end of; they end in order.  One at a time
         does this: not a signal handler that comes by in between, for which nobody could wait."""
-        if not self._settling.acquire(blocking=False):
+        if not self._resolving.acquire(blocking=False):
             return
         try:
             while self._pending:
@@ -195,7 +195,7 @@ class Trace:
                 self._pending.popleft()
                 spans.append(Span(lane, name, min(start_ns, end_ns), end_ns, 0))
         finally:
-            self._settling.release()
+            self._resolving.release()
 
     def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block for a profiler that is active; the span itself is added later."""
@@ -226,12 +226,12 @@ class Trace:
 
     def spans(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
         """Spans that overlap the window; of compute, those that are over."""
-        self._settle()
+        self._resolve()
         return _inside(list(self._spans), started_ns, finished_ns)
 
     def stalls(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
         """Stalls that overlap the window, and are over."""
-        self._settle()
+        self._resolve()
         return _inside(list(self._stalls), started_ns, finished_ns)
 
     def levels(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Level]:

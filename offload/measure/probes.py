@@ -37,7 +37,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskRates:
     """Bytes per second read, written, and both added up while both go on; and bytes per second
     that all processors together could move if they did nothing else."""
 
@@ -67,7 +67,7 @@ def best_s(run: Callable[[], object], limit_s: float) -> float:
     return min(times)
 
 
-def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> Disk | None:
+def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> DiskRates | None:
     """Rates of the I/O engine, in a store that vanishes.
 
     Writes over blocks that have been written before, as training does: the first write of a block
@@ -96,7 +96,7 @@ def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> Disk 
         if len(extents) > 1:
             both_s = best_s(lambda: _both(io, extents, memory), limit_s / 4)
     nbytes = len(extents) * piece
-    return Disk(
+    return DiskRates(
         nbytes / read_s,
         nbytes / written_s,
         nbytes / both_s,

@@ -21,7 +21,7 @@ from .extents import Extents
 
 _LONGEST = 16  # facts that are kept for cuts which may still be asked for
 
-Done = Callable[[BaseException | None], None]
+Ended = Callable[[BaseException | None], None]
 
 
 class CommitWriter:
@@ -34,7 +34,7 @@ class CommitWriter:
         self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
         self._numbers = itertools.count(1)
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Done] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
         self.last: bytes | None = None  # the facts of the last commit
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
@@ -48,11 +48,11 @@ class CommitWriter:
         self._facts[number] = step, facts, kept
         return number
 
-    def put(self, work: Commit, done: Done) -> None:
+    def put(self, work: Commit, done: Ended) -> None:
         """Queues a commit; ``done`` is called with its error, if any."""
         self._jobs.put((partial(self._commit, work), done))
 
-    def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Done) -> None:
+    def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Ended) -> None:
         """Queues a look whether weights that a commit has saved are still what was written: while
         they show, anybody may change them, and what the disk got may be neither old nor new."""
         self._jobs.put((partial(self._compare, work, memory, name), done))

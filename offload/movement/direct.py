@@ -15,7 +15,7 @@ from .unsignalled import Unsignalled
 
 
 class DirectAccess:
-    """``load`` gives an item's current bytes in memory, ``store`` makes edited ones current.
+    """``bring`` gives an item's current bytes in memory, ``store`` makes edited ones current.
 
     The bytes lie in the item's fixed home, or in the region it moves through: one item of a kind
     is in hand at a time, and nothing else may run in between.
@@ -27,7 +27,7 @@ class DirectAccess:
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
         self._transfers = Unsignalled("overspill-direct")
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Waits until nothing moves, and drops all cached copies."""
         self.finish()
         self._executor.protocol.wait(Until.QUIET)
@@ -56,7 +56,7 @@ class DirectAccess:
 
     # -- moving ---------------------------------------------------------------------------------
 
-    def load(self, item: Key) -> Place:
+    def bring(self, item: Key) -> Place:
         """Brings the current bytes of an item to its place (flat, on the device if home there)."""
         if not self._on_disk(item):
             place = self.place(item)

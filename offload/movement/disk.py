@@ -19,7 +19,7 @@ from .accelerators.pace import Pace
 
 __all__ = ["Disk", "Moved", "PacedDisk"]
 
-Memory = NDArray[np.uint8]
+Bytes = NDArray[np.uint8]
 
 
 class Moved(Protocol):
@@ -42,10 +42,10 @@ class Disk(Protocol):
     """Moves whole extents; ``IoEngine`` is one."""
 
     def read(
-        self, extent: Extent, buffer: Memory, *, urgent: bool = False, on_done: OnMoved
+        self, extent: Extent, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> object: ...
 
-    def write(self, extent: Extent, buffer: Memory, *, on_done: OnMoved) -> object: ...
+    def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Paced:
 class _Job:
     start: Callable[..., Ticket]
     extent: Extent
-    buffer: Memory
+    buffer: Bytes
     on_done: OnMoved
     submitted_ns: int
 
@@ -113,14 +113,14 @@ class PacedDisk:
         self._writes = _Direction("sim-write", write_bytes_s)
 
     def read(
-        self, extent: Extent, buffer: Memory, *, urgent: bool = False, on_done: OnMoved
+        self, extent: Extent, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> None:
         """Queues a read; an urgent one overtakes those that are not and have not begun."""
         self._reads.put(
             _Job(self._io.read, extent, buffer, on_done, time.perf_counter_ns()), urgent
         )
 
-    def write(self, extent: Extent, buffer: Memory, *, on_done: OnMoved) -> None:
+    def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> None:
         """Queues a write."""
         self._writes.put(_Job(self._io.write, extent, buffer, on_done, time.perf_counter_ns()))
 

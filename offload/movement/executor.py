@@ -13,7 +13,9 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from ..errors import BudgetError, OffloadError
 from ..facts.tier import Tier
@@ -24,6 +26,7 @@ from ..schedule.invariants import validate
 from ..schedule.layout import Layout
 from ..schedule.ledger import Ledger
 from ..schedule.messages import (
+    Accumulate,
     AtHome,
     Clear,
     Commit,
@@ -44,7 +47,6 @@ from ..schedule.messages import (
     Read,
     Refuse,
     Release,
-    Settle,
     Signal,
     Update,
     Work,
@@ -57,10 +59,10 @@ from .commit_writer import CommitWriter
 from .disk import Disk
 from .events import RangeEvents
 from .extents import Extents
-from .moves import Move, Mover
+from .moves import Mover, Transfer
 from .pools import Arenas
-from .update_worker import Task, UpdateWorker
-from .visits import Parts, Visits
+from .update_lane import UpdateLane, UpdateWork
+from .visits import RecordParts, Visits
 
 
 class _Waiter:
@@ -79,7 +81,7 @@ class _Waiter:
 
 _LANES: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
-    Clear: "update", Settle: "update", Update: "update", Commit: "write",
+    Clear: "update", Accumulate: "update", Update: "update", Commit: "write",
 }  # fmt: skip
 
 
@@ -104,8 +106,8 @@ class Executor:
         disk: Disk | None,
         extents: Extents,
         trace: Trace,
-        work_on: Callable[[Task], bool],
-        visit: Callable[[Update], tuple[Parts, Parts]],
+        work_on: Callable[[UpdateWork], bool],
+        visit: Callable[[Update], tuple[RecordParts, RecordParts]],
         ledger: Ledger,
         before_asking: Callable[[], Iterable[Freed]],
         *,
@@ -126,6 +128,7 @@ class Executor:
         self._lock = threading.Lock()  # of the machine, and of what the pump keeps
         self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(layout.units)  # granted and not released; the pump's
+        self._released: deque[None] = deque()  # one for each release on its way to the pump
         # By unit, whether gradients may be gathered where they are kept, and how often they were.
         self._at_home = [home.grads is layout.compute_tier for home in layout.homes]
         self._gathered = [0] * len(layout.units)
@@ -133,6 +136,7 @@ class Executor:
         self._drains = False
         self._error: BaseException | None = None
         self._raised = False
+        self._drained: Once | None = None  # of ``close``: nothing is under way any more
         self._closed = False
         self._owner = os.getpid()
         self._lane: str | None = None
@@ -140,7 +144,7 @@ class Executor:
         self._mover = Mover(
             layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
         )
-        self._worker = UpdateWorker(
+        self._worker = UpdateLane(
             layout, arenas, accelerator, self._events, trace, work_on,
             lambda unit: self._queue.put(Judged(unit, finite=False)), self._worked,
         )  # fmt: skip
@@ -156,16 +160,25 @@ class Executor:
     def tell(self, signal: Signal) -> None:
         """Puts a signal into the queue and goes on."""
         self.raise_failure()
-        self._queue.put(signal)
+        if isinstance(signal, Release):
+            self._put_release(signal)
+        else:
+            self._queue.put(signal)
 
     def release(self, unit: int, held: tuple[Held, ...] = ()) -> None:
         """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
-        self._queue.put(Release(unit, held))
+        self._put_release(Release(unit, held))
+
+    def _put_release(self, signal: Release) -> None:
+        # Counted and sent, or neither: C makes both calls, and no signal handler runs in between.
+        both = partial(self._released.append, None), partial(self._queue.put, signal)
+        tuple(map(partial.__call__, both))
 
     @property
-    def in_use(self) -> bool:
-        """Whether a unit was granted, or asked for, that is not released yet."""
-        return any(self._pins) or bool(self._asked)
+    def granted(self) -> int:
+        """How many units were granted, or asked for, that are not released yet."""
+        # What is told of, and not yet heard of by the pump, is over for those who ask.
+        return sum(self._pins) - len(self._released) + len(self._asked)
 
     def lost(self, uses: Sequence[int]) -> list[int]:
         """The units that were granted, once for every time, and are in nobody's use: an exception
@@ -173,8 +186,8 @@ class Executor:
 
         ``uses``: by unit, whether compute uses it.
         """
-        self._settle_asked()
-        if not self.in_use:
+        self._close_asked()
+        if not self.granted:
             return []
         self.catch_up()
         return [
@@ -203,7 +216,7 @@ class Executor:
                 # Kernels that read it through the graph may still run.
                 self.mark_device_use(freed.held.place, self.accelerator.record())
             self._queue.put(freed)
-        self._settle_asked()
+        self._close_asked()
         ticket = next(self._tickets)
         waiter = _Waiter(ticket, make(ticket))
         self._asked[ticket] = waiter
@@ -223,7 +236,7 @@ class Executor:
         assert waiter.grant is not None
         return waiter.grant
 
-    def _settle_asked(self) -> None:
+    def _close_asked(self) -> None:
         """Waits for the answers to requests that were interrupted: what they are granted later
         would stand in the way of what is asked for now."""
         if not self._asked:
@@ -254,7 +267,7 @@ class Executor:
     def _take_back(self, waiter: _Waiter) -> None:
         """Nobody is there to use what was granted."""
         if isinstance(waiter.signal, Need):
-            self._queue.put(Release(waiter.signal.unit))
+            self.release(waiter.signal.unit)
         elif isinstance(waiter.signal, GradRoom):
             self._queue.put(GradLost(waiter.signal.unit))
 
@@ -295,21 +308,26 @@ class Executor:
         while (told := self._queue.get()) is not None:
             if isinstance(told, Once):  # somebody waits for all that was put before
                 told.set()
-                continue
-            with self._lock:
-                if isinstance(told, _Waiter):
-                    self._waiters[told.ticket] = told
-                signal = told.signal if isinstance(told, _Waiter) else told
-                self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
-                self._started -= isinstance(signal, (Done, Failed))
-                try:
-                    self._take(signal)
-                except BaseException as error:
-                    if self._error is None:
-                        self._error = error
-                    self._drains = True
-                if self._error is not None:
-                    self._wake_all()
+            else:
+                with self._lock:
+                    self._hear(told)
+            if self._drained is not None and not self._started and self._queue.empty():
+                self._drained.set()
+
+    def _hear(self, told: Signal | _Waiter) -> None:
+        if isinstance(told, _Waiter):
+            self._waiters[told.ticket] = told
+        signal = told.signal if isinstance(told, _Waiter) else told
+        self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
+        self._started -= isinstance(signal, (Done, Failed))
+        try:
+            self._take(signal)
+        except BaseException as error:
+            if self._error is None:
+                self._error = error
+            self._drains = True
+        if self._error is not None:
+            self._wake_all()
 
     def _take(self, signal: Signal) -> None:
         if self._error is None:
@@ -317,6 +335,7 @@ class Executor:
             self.protocol.told(signal)
         if isinstance(signal, Release):
             self._pins[signal.unit] -= 1
+            self._released.popleft()
         elif isinstance(signal, GradReady):
             self._gathered[signal.unit] += 1
         if self._drains:
@@ -372,7 +391,7 @@ class Executor:
     def _start(self, work: Work) -> None:
         if isinstance(work, Update) and work.visit is not None:
             self._visits.start(work)
-        elif isinstance(work, (Clear, Settle, Update)):
+        elif isinstance(work, (Clear, Accumulate, Update)):
             self._worker.put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
@@ -380,7 +399,7 @@ class Executor:
         else:
             self._mover.start(work)
 
-    def _worked(self, task: Task, error: BaseException | None) -> None:
+    def _worked(self, task: UpdateWork, error: BaseException | None) -> None:
         """The update worker is through with a task."""
         try:
             if error is None and isinstance(task, Update) and task.visit is not None:
@@ -390,7 +409,7 @@ class Executor:
             error = raised
         self._finished(task, error)
 
-    def _moved(self, work: Move, error: BaseException | None) -> None:
+    def _moved(self, work: Transfer, error: BaseException | None) -> None:
         """The mover is through with a move."""
         if error is None and isinstance(work, Write) and self._may_be_changed(work):
             assert self._commits is not None
@@ -443,12 +462,9 @@ class Executor:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
         if self._closed or os.getpid() != self._owner:
             return
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with self._lock:
-                if self._queue.empty() and not self._started:
-                    break
-            time.sleep(0.0005)
+        self._drained = drained = Once()
+        self._queue.put(Once())  # so that the pump looks, if nothing else comes
+        drained.wait(timeout=60)
         self._closed = True
         self._worker.close()
         self._queue.put(None)

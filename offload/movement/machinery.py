@@ -17,7 +17,7 @@ from .accelerators.base import Accelerator
 from .direct import DirectAccess
 from .executor import Executor
 from .memory import Memory
-from .pools import Watch
+from .pools import MemoryWatch
 from .store import Store
 from .updates import Updater
 
@@ -35,14 +35,16 @@ class Machinery:
         accelerator: Accelerator,
         trace: Trace,
         before_asking: Callable[[], Iterable[Freed]],
+        owner: list[Machinery],
         found: OwnedStore | None = None,
     ) -> None:
         """
         Args:
             before_asking: called by whoever asks for something; gives what was let go meanwhile.
+            owner: gets this before it takes anything; whoever has it closes it.
 
         Raises:
-            BudgetError: a tier has no room; nothing stays behind, as with all other errors.
+            BudgetError: a tier has no room.
         """
         assert blueprint.plan.detail.layout is not None
         self.blueprint, self.accelerator, self.trace, self.found = (
@@ -51,15 +53,13 @@ class Machinery:
         self.config, self.parts = blueprint.config, blueprint.parts
         self.layout = blueprint.plan.detail.layout
         self.ledger = Ledger(
-            len(self.parts.parameters), len(self.parts.units), measures=blueprint.judges
-        )
+            len(self.parts.parameters), len(self.parts.units), measures=blueprint.judges,
+            on_trial=blueprint.update == "backward",
+        )  # fmt: skip
         self.closed = False
-        self._hide: list[Callable[[], Sequence[Watch]]] = []
-        try:
-            self._start(before_asking)
-        except BaseException:
-            self.close()
-            raise
+        self._hide: list[Callable[[], Sequence[MemoryWatch]]] = []
+        owner.append(self)
+        self._start(before_asking)
 
     def _start(self, before_asking: Callable[[], Iterable[Freed]]) -> None:
         config, layout = self.config, self.layout
@@ -96,7 +96,7 @@ class Machinery:
             "names": None if config.units is None else list(config.units),
         }  # fmt: skip
 
-    def when_still(self, hide: Callable[[], Sequence[Watch]]) -> None:
+    def when_still(self, hide: Callable[[], Sequence[MemoryWatch]]) -> None:
         """``hide`` is called at the end, when nothing moves any more, and gives watches of what may
         be looked at yet: that memory is freed later."""
         self._hide.append(hide)
@@ -104,7 +104,7 @@ class Machinery:
     def close(self) -> None:
         """Ends and frees all; what fails on the way keeps nothing after it from its end."""
         self.closed = True
-        watches: list[Watch] = []
+        watches: list[MemoryWatch] = []
 
         def hide() -> None:
             for each in self._hide:

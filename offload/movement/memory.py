@@ -13,7 +13,7 @@ from ..io_engine import Lease, allocate_host
 from ..planning.plan import Budgets
 from ..schedule.layout import Regions
 from .accelerators.base import Accelerator
-from .pools import Arenas, Budget, HeldMemory, Watch
+from .pools import Arenas, Budget, HeldMemory, MemoryWatch
 
 
 class Memory:
@@ -83,6 +83,6 @@ class Memory:
             if each.held_bytes
         }
 
-    def close(self, watches: Sequence[Watch] = ()) -> None:
+    def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Frees everything; what ``watches`` say is looked at yet, later."""
         self._held.close(watches)

@@ -13,7 +13,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .pools import Arenas
 
-Move = Read | Write | CopyIn | CopyOut
+Transfer = Read | Write | CopyIn | CopyOut
 
 
 class Mover:
@@ -28,7 +28,7 @@ class Mover:
         extents: Extents,
         events: RangeEvents,
         trace: Trace,
-        finished: Callable[[Move, BaseException | None], None],
+        finished: Callable[[Transfer, BaseException | None], None],
     ) -> None:
         self._arenas, self._accelerator, self._disk = arenas, accelerator, disk
         self._extents, self._events, self._trace, self._finished = (
@@ -36,7 +36,7 @@ class Mover:
         )  # fmt: skip
         self._layout = layout
 
-    def start(self, work: Move) -> None:
+    def start(self, work: Transfer) -> None:
         """Begins a move; its end comes on another thread."""
         if isinstance(work, Read):
             self._transfer(work, "read")

@@ -84,7 +84,7 @@ class Arenas:
         return memory.view(dtype)
 
 
-class Watch(Protocol):
+class MemoryWatch(Protocol):
     """Tells whether anybody still has a tensor over some memory."""
 
     @property
@@ -99,7 +99,7 @@ class HeldMemory:
     at it would end the process.
     """
 
-    _lingering: ClassVar[list[tuple[HeldMemory, Sequence[Watch]]]] = []
+    _lingering: ClassVar[list[tuple[HeldMemory, Sequence[MemoryWatch]]]] = []
 
     def __init__(self) -> None:
         self.sweep()
@@ -132,7 +132,7 @@ class HeldMemory:
             self._undo.append(lambda: free(arena))
             self.arenas = Arenas(self.arenas.host, arena)
 
-    def close(self, watches: Sequence[Watch] = ()) -> None:
+    def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Frees everything, in the opposite order; a second call does nothing.
 
         ``watches``: of whoever may still look at it.

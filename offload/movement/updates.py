@@ -20,11 +20,11 @@ from ..planning.plan import host_grad_dtype
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.ledger import Ledger
-from ..schedule.messages import Clear, Settle, Update
+from ..schedule.messages import Accumulate, Clear, Update
 from ..schedule.units import Chunk, Subgroup, Unit, align
 from ..schedule.visits import visit_in
 from .pools import Arenas
-from .visits import Parts
+from .visits import RecordParts
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,18 @@ class Updater:
 
     # -- work -----------------------------------------------------------------------------------
 
-    def work_on(self, task: Clear | Settle | Update) -> bool:
+    def work_on(self, task: Clear | Accumulate | Update) -> bool:
         """Runs one task; called on the update worker.  False: an update's values are not finite."""
         before = len(self.ledger.nonfinite)
         if isinstance(task, Clear):
             self.arenas.bytes_of(task.place).zero_()
-        elif isinstance(task, Settle):
-            self._settle(task)
+        elif isinstance(task, Accumulate):
+            self._accumulate(task)
         else:
             self._update(task)
         return len(self.ledger.nonfinite) == before
 
-    def _settle(self, task: Settle) -> None:
+    def _accumulate(self, task: Accumulate) -> None:
         unit = self.layout.units[task.unit]
         if task.source != task.place:
             with self._lock:
@@ -138,7 +138,7 @@ class Updater:
         if self.ledger.measures:
             self.measure(task.unit, task.place)
 
-    def _merge(self, task: Settle, number: int, chunk: Chunk, arrival: Arrived) -> None:
+    def _merge(self, task: Accumulate, number: int, chunk: Chunk, arrival: Arrived) -> None:
         source = self.arenas.typed(task.source, chunk.grad_offset, chunk.dtype, chunk.numel)
         target = self._grads(task.unit, task.place, number)
         for spec in chunk.params:
@@ -166,7 +166,7 @@ class Updater:
         numel = self.layout.units[unit].chunks[number].numel
         return self.arenas.typed(place, offset, dtype, numel)
 
-    def _parts(self, task: Update) -> Parts:
+    def _parts(self, task: Update) -> RecordParts:
         """Where state, weights and gradients of an update's subgroup live."""
         subgroup = self._subgroups[task.subgroup]
         chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
@@ -177,13 +177,13 @@ class Updater:
             )
 
         grad_size = self.grads.dtypes[task.unit][subgroup.chunk].itemsize
-        return Parts(
+        return RecordParts(
             task.state,
             part(task.weights, chunk.byte_offset, chunk.dtype.itemsize),
             part(task.grads, self.grads.offsets[task.unit][subgroup.chunk], grad_size),
         )
 
-    def visit(self, task: Update) -> tuple[Parts, Parts]:
+    def visit(self, task: Update) -> tuple[RecordParts, RecordParts]:
         """Where an update's parts live, and where they are while they visit the device."""
         assert task.visit is not None
         parts, visit = self._parts(task), visit_in(self.layout, self._subgroups[task.subgroup])
@@ -193,7 +193,7 @@ class Updater:
             Place(slot.tier, slot.offset + offset, part.nbytes)
             for offset, part in zip(offsets, parts, strict=True)
         )
-        return parts, Parts(*there)
+        return parts, RecordParts(*there)
 
     def _update(self, task: Update) -> None:
         subgroup = self._subgroups[task.subgroup]

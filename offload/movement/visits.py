@@ -15,7 +15,7 @@ from .events import RangeEvents
 from .pools import Arenas
 
 
-class Parts(NamedTuple):
+class RecordParts(NamedTuple):
     """Where all is that a record's update needs.  The first two change."""
 
     state: Place
@@ -42,7 +42,7 @@ class Visits:
         accelerator: Accelerator,
         events: RangeEvents,
         trace: Trace,
-        parts_of: Callable[[Update], tuple[Parts, Parts]],
+        parts_of: Callable[[Update], tuple[RecordParts, RecordParts]],
         name_of: Callable[[Update], str],
         arrived: Callable[[Update], None],
         finished: Callable[[Update, BaseException | None], None],

@@ -14,7 +14,7 @@ from .costs import Costs, Profile
 from .partition import Partition
 from .plan import Budgets, Needs, Preference, Shortfall
 from .planner import DEFAULT_DEPTH, make_layout
-from .steady import Simulated, simulate
+from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
 AS_USUAL = Preference()
@@ -32,7 +32,7 @@ WORTH = 0.99  # another choice must save this much: the simulator is no better t
 
 
 @dataclass(frozen=True)
-class Chosen:
+class PlannedLayout:
     """A layout, what falls short of it, and what a step moves and takes.
 
     ``step_s`` leaves compute out where neither tokens nor a profile are known.
@@ -48,7 +48,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """What a micro-step computes: ``tokens``, or what was measured in an example step."""
 
     tokens: int = 0
@@ -69,15 +69,15 @@ class Load:
         return self.tokens * sum(unit.activation_bytes for unit in parts.units)
 
 
-def choose_plan(
+def choose_layout(
     parts: Partition,
     budgets: Budgets,
     needs: Needs,
     depth: int | None,
     rates: Rates | None,
-    load: Load | None = None,
+    load: Workload | None = None,
     prefer: Preference | None = None,
-) -> Chosen:
+) -> PlannedLayout:
     """The layout of the least simulated time over a few prefetch depths and placements, or over
     those given.
 
@@ -86,13 +86,13 @@ def choose_plan(
     while choosing, so that the choice is the same before a run, where the load is known, and in
     it, where it is not.
     """
-    load = load or Load()
+    load = load or Workload()
     fixed = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
     if rates is None or (depth is not None and prefer is not None):
-        return foresee(parts, budgets, fixed, rates, load)
+        return plan_layout(parts, budgets, fixed, rates, load)
     usual, _, shortfalls = make_layout(parts, budgets, fixed)
     if shortfalls:
-        return foresee(parts, budgets, fixed, rates, load)
+        return plan_layout(parts, budgets, fixed, rates, load)
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
     seen: list[tuple[object, ...]] = []
@@ -121,35 +121,59 @@ def choose_plan(
         for share in VISITING_SHARES:
             if share * worth > LEAST_VISITING:
                 try_out(replace(best, prefer=replace(best.prefer, visiting=share * worth)))
-    return foresee(parts, budgets, best, rates, load)
+    return plan_layout(parts, budgets, best, rates, load)
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
     """Seconds of a step whose micro-steps compute for ``compute_s`` each."""
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
     costs = Costs.balanced(coarse, rates, compute_s)
-    return simulate(
-        coarse, costs, micro_steps=needs.accumulate, update=needs.update,
-        most_steps=CHOOSING_STEPS,
-    ).stats.step_s  # fmt: skip
+    return run_steps(coarse, costs, needs, CHOOSING_STEPS).step_s
 
 
-def foresee(
-    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Load
-) -> Chosen:
+def plan_layout(
+    parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Workload
+) -> PlannedLayout:
     """The layout as ``needs`` say, and a step of it."""
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
     if shortfalls:
-        return Chosen(layout, disk, shortfalls, {}, None, None, needs)
+        return PlannedLayout(layout, disk, shortfalls, {}, None, None, needs)
     coarse, known = coarsen(layout), rates or Rates()
     costs = load.costs(coarse, known)
     if costs is not None:
-        timed = _run(coarse, costs, needs)
-        return Chosen(layout, disk, (), timed.link_bytes, timed.stats.step_s, timed, needs)
-    balanced = _run(coarse, Costs.balanced(coarse, known), needs)
-    bare_s = _run(coarse, Costs.from_flops(coarse, known, 0), needs).stats.step_s
-    return Chosen(layout, disk, (), balanced.link_bytes, bare_s, balanced, needs)
+        timed = run_steps(coarse, costs, needs)
+        return PlannedLayout(layout, disk, (), timed.link_bytes, timed.step_s, timed.step, needs)
+    balanced = run_steps(coarse, Costs.balanced(coarse, known), needs)
+    bare_s = run_steps(coarse, Costs.from_flops(coarse, known, 0), needs).step_s
+    return PlannedLayout(layout, disk, (), balanced.link_bytes, bare_s, balanced.step, needs)
 
 
-def _run(layout: Layout, costs: Costs, needs: Needs) -> Simulated:
-    return simulate(layout, costs, micro_steps=needs.accumulate, update=needs.update)
+@dataclass(frozen=True)
+class Steps:
+    """What a step takes and moves on average, and one that is like most."""
+
+    step_s: float
+    link_bytes: Mapping[str, int]
+    step: Simulated
+
+
+def run_steps(layout: Layout, costs: Costs, needs: Needs, most_steps: int = MOST_STEPS) -> Steps:
+    """Simulates steps with commits as often as ``needs`` says.  A commit now and then is not waited
+    for: it costs its share of what one costs in every step."""
+
+    def run(commit: bool) -> Simulated:
+        return simulate(
+            layout, costs, micro_steps=needs.accumulate, update=needs.update, commit=commit,
+            most_steps=most_steps,
+        )  # fmt: skip
+
+    most = run(needs.commit_every == 1)
+    step_s, links = most.stats.step_s, most.link_bytes
+    if needs.commit_every > 1:
+        every = run(True)
+        step_s += (every.stats.step_s - step_s) / needs.commit_every
+        links = {
+            lane: nbytes + (every.link_bytes[lane] - nbytes) // needs.commit_every
+            for lane, nbytes in links.items()
+        }
+    return Steps(step_s, links, most)

@@ -304,3 +304,23 @@ def partition(
             )
         )
     return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))
+
+
+def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:
+    """The units that hold the parameters of these modules.
+
+    Raises:
+        ValueError: there is no such module, or it holds no parameters.
+    """
+    modules = dict(model.named_modules())
+    index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+    pinned: set[int] = set()
+    for name in names:
+        if name not in modules:
+            raise ValueError(f"resident: the model has no module {name!r}")
+        held = {parts.unit_of[index_of[id(p)]] for p in modules[name].parameters()
+                if id(p) in index_of}  # fmt: skip
+        if not held:
+            raise ValueError(f"resident: module {name!r} holds no parameters")
+        pinned |= held
+    return frozenset(pinned)

@@ -77,10 +77,16 @@ class Needs:
     fields_of: FieldsOf
     accumulate: int
     update: str  # "step", "backward" or "next_forward"
-    durable: bool
+    commit_every: int  # steps; 0: nothing is durable
     prefetch_depth: int | None = None
     prefer: Preference = Preference()
     numel: int | None = None  # elements of a record of state; ``None``: as fits the budgets
+    pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
+
+    @property
+    def durable(self) -> bool:
+        """Whether steps are committed."""
+        return self.commit_every > 0
 
     @property
     def update_in_backward(self) -> bool:

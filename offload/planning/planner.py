@@ -58,6 +58,7 @@ class _Planner:
         self.order = spread(self.units) if order is None else [self.units[i] for i in order]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.visit_slot = 0
+        self._fewer = ", or fewer in resident=" if needs.pinned else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
@@ -67,13 +68,18 @@ class _Planner:
         self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
-        self.resident = [u.encloses or u.weight_bytes == 0 for u in self.units]
+        self.resident = [self._stays(u) for u in self.units]
         self.weights = [
-            Tier.HOST if u.weight_bytes == 0 or (u.encloses and not self.has_device) else self.lower
+            Tier.HOST if self._stays(u) and (u.weight_bytes == 0 or not self.has_device)
+            else self.lower
             for u in self.units
-        ]
+        ]  # fmt: skip
         self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
         self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay where compute is, whatever else does."""
+        return unit.encloses or unit.weight_bytes == 0 or unit.index in self.needs.pinned
 
     def _first_grads(self, unit: Unit) -> Tier | None:
         return None if self.needs.transient_grads or not unit.trainable else self.lower
@@ -144,7 +150,7 @@ class _Planner:
                     f"unit {largest.name!r} with its gradient",
                     need,
                     self.budgets.device,
-                    "raise device_memory or name smaller units",
+                    "raise device_memory or name smaller units" + self._fewer,
                 )
             )
             return self._device_weights(0), gather
@@ -219,7 +225,7 @@ class _Planner:
             if self.lower is Tier.NVME:
                 largest = max(self.units, key=lambda u: u.weight_bytes + u.grad_bytes)
                 what = f"unit {largest.name!r} with its gradient and one subgroup's state"
-                remedy = "raise host_memory or name smaller units"
+                remedy = "raise host_memory or name smaller units" + self._fewer
             self.shortfalls.append(Shortfall(Tier.HOST, what, need, budget, remedy))
             return 0, 1
         room = budget - self._homes()

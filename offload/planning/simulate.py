@@ -21,6 +21,7 @@ from ..facts.trace import Trace
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
+    Accumulate,
     AtHome,
     Clear,
     Commit,
@@ -32,7 +33,6 @@ from ..schedule.messages import (
     Read,
     Refuse,
     Release,
-    Settle,
     Signal,
     Update,
     Work,
@@ -94,6 +94,7 @@ class Simulation:
         self.now_s = 0.0
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
+        self.moved = dict.fromkeys(LINKS, 0)  # bytes until now
         self._lanes = {name: _Lane(name) for name in (*LINKS, "update", "compute")}
         self._ends: list[tuple[float, int, int, _Lane]] = []
         self._numbers = itertools.count()
@@ -208,8 +209,8 @@ class Simulation:
             update = work if isinstance(work, Update) else work.update
             there = rates.device_update_params_s if update.on_device else None
             return self._params[update.subgroup] * _inverse(there or rates.update_params_s)
-        if isinstance(work, (Settle, Clear)):
-            moved = work.place.nbytes * (2 if isinstance(work, Settle) else 1)
+        if isinstance(work, (Accumulate, Clear)):
+            moved = work.place.nbytes * (2 if isinstance(work, Accumulate) else 1)
             return moved * _inverse(rates.dram_bytes_s)
         seconds = self._nbytes(work) * self._per_byte[lane.name]
         if isinstance(work, (CopyIn, CopyOut)):
@@ -238,7 +239,7 @@ class Simulation:
             return self._names[work.item.kind][work.item.number]
         if isinstance(work, (Clear, Commit)):
             return "clear" if isinstance(work, Clear) else "commit"
-        unit = work.unit if isinstance(work, (Settle, Update)) else work.item.number
+        unit = work.unit if isinstance(work, (Accumulate, Update)) else work.item.number
         return self.layout.units[unit].name
 
     def _end_next(self) -> None:
@@ -254,9 +255,11 @@ class Simulation:
             self._changed(lane)
             return
         self._lane = "update" if isinstance(work, _Leg) else lane.name
-        if not isinstance(work, (Settle, Clear)):
-            began, ended = _ns(lane.started_s), _ns(self.now_s)
-            self.trace.add(lane.name, self._name(work), began, ended, self._nbytes(work))
+        if not isinstance(work, (Accumulate, Clear)):
+            began, ended, nbytes = _ns(lane.started_s), _ns(self.now_s), self._nbytes(work)
+            self.trace.add(lane.name, self._name(work), began, ended, nbytes)
+            if lane.name in self.moved:
+                self.moved[lane.name] += nbytes
         self._start(lane)
         if lane.current is None:
             self._changed(lane)
@@ -326,8 +329,8 @@ class Simulation:
         """The gradients of one unit are gathered and handed over."""
         self._computing = self.layout.units[unit].name
         self._protocol.room(unit, merge=merge)
-        settled = not self.layout.has_device
-        self._protocol.gathered(unit, merge=merge, update=update, settled=settled)
+        in_place = not self.layout.has_device
+        self._protocol.gathered(unit, merge=merge, update=update, in_place=in_place)
         self._computing = ""
 
     def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
@@ -354,7 +357,7 @@ class Simulation:
     def _finish_step(self, update: str, commit: bool) -> None:
         """What ``optimizer.step()`` does."""
         if update != "backward":
-            self._protocol.settle()
+            self._protocol.await_gradients()
         self._protocol.land()
         trained = tuple(u.index for u in self.layout.units if u.trainable)
         self._protocol.step(trained, background=update != "step", commit=commit)

@@ -32,23 +32,27 @@ class Simulated:
 
 
 def simulate(
-    layout: Layout, costs: Costs, *, micro_steps: int, update: str, most_steps: int = MOST_STEPS
-) -> Simulated:
-    """Runs steps until they repeat, or ``most_steps`` of them.
+    layout: Layout, costs: Costs, *, micro_steps: int, update: str, commit: bool = False,
+    most_steps: int = MOST_STEPS,
+) -> Simulated:  # fmt: skip
+    """Runs steps until they repeat, or ``most_steps`` of them; ``commit``: each is committed.
 
     What one step leaves in memory decides what the next one reads, so that kinds of steps may take
     turns; some never repeat.
     """
     run = Simulation(layout, costs)
     lasted: list[float] = []
+    moved = [dict(run.moved)]
     count = 0
     while not count and len(lasted) < most_steps:
-        lasted.append(run.step(micro_steps, update))
+        lasted.append(run.step(micro_steps, update, commit=commit))
+        moved.append(dict(run.moved))
         count = _repeated(lasted[RECORDING_STEPS:])
-    marks = run.trace.steps[-(count or most_steps - WARM_STEPS) :]
+    count = count or most_steps - WARM_STEPS
+    marks = run.trace.steps[-count:]
     whole = StepMark(marks[0].index, marks[0].started_ns, marks[-1].finished_ns)
-    stats = step_stats(run.trace, whole, {}).per_step(len(marks))
-    links = {lane: stats.lanes[lane].bytes for lane in LINKS}
+    stats = step_stats(run.trace, whole, {}).per_step(count)
+    links = {lane: (moved[-1][lane] - moved[-1 - count][lane]) // count for lane in LINKS}
     return Simulated(stats, links, run.peak_bytes, run.trace)
 
 

@@ -11,6 +11,7 @@ from .arena import Place
 from .items import Copy, Item, Items, Move
 from .layout import Layout
 from .messages import (
+    Accumulate,
     AtHome,
     CopyOut,
     GradReady,
@@ -19,7 +20,6 @@ from .messages import (
     Instruction,
     Key,
     Kind,
-    Settle,
     Write,
 )
 from .order import NEVER
@@ -207,12 +207,12 @@ class Gradients:
         home = self.layout.homes[signal.unit]
         if home.grads is Tier.DEVICE or not self.layout.has_device:
             item.phase = Phase.ARRIVING  # gathered where they are kept: nothing to copy
-            if signal.settled:
-                self.settled(signal.unit)
+            if signal.in_place:
+                self.accumulated(signal.unit)
             else:
                 self.tell_home(signal.unit)
                 slot = self.slot(signal.unit)
-                self._emit(Settle(signal.unit, slot, slot))
+                self._emit(Accumulate(signal.unit, slot, slot))
         else:
             item.rested, item.phase = item.phase, Phase.ARRIVING
             self.arrivals.append(signal)
@@ -249,9 +249,9 @@ class Gradients:
         source = item.host if gathered.host is None else gathered.host
         if gathered.host is None:
             self._forget_gathered(item)
-        self._emit(Settle(unit, source.place, item.host.place))
+        self._emit(Accumulate(unit, source.place, item.host.place))
 
-    def settled(self, unit: int) -> None:
+    def accumulated(self, unit: int) -> None:
         """They are what the update is to read."""
         item = self.units[unit]
         self._forget_gathered(item)

@@ -40,7 +40,10 @@ class Ledger:
     ``nonfinite``: those whose updates gave such, until somebody was told.  ``count``: whole steps.
     """
 
-    def __init__(self, parameters: int, units: int, *, measures: bool = False) -> None:
+    def __init__(
+        self, parameters: int, units: int, *, measures: bool = False, on_trial: bool = False
+    ) -> None:
+        """``on_trial``: norms are taken in the first step, in case that somebody asks for them."""
         self.steps = [0] * parameters
         self.versions = [0] * units
         self.squares: dict[int, float] = {}
@@ -48,13 +51,17 @@ class Ledger:
         self.early: set[int] = set()
         self.spoiled: set[int] = set()
         self.nonfinite: list[int] = []
-        self.measures = measures
+        self.measures, self._on_trial = measures or on_trial, on_trial and not measures
         self.count = self.micro_steps = 0
         self.next: Prepared | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._listeners: list[Callable[[Prepared], None]] = []
 
     # -- gradients ------------------------------------------------------------------------------
+
+    def ask_norms(self) -> None:
+        """Somebody looks at norms: they are taken from now on."""
+        self.measures, self._on_trial = True, False
 
     def renew(self, parameter: int) -> None:
         """Another gradient takes the place of the one that was there: its norm and scale go."""
@@ -116,6 +123,8 @@ class Ledger:
             for index in parameters:
                 self.steps[index] += 1
         self.early.clear()
+        if self._on_trial:
+            self.measures = self._on_trial = False
         self.count += 1
         self.micro_steps = 0
         for listener in self._listeners:

@@ -80,7 +80,7 @@ class CopyOut:
 
 
 @dataclass(frozen=True)
-class Settle:
+class Accumulate:
     """Bring arrived gradients of ``unit`` into ``place``: add or convert from ``source``."""
 
     unit: int
@@ -149,7 +149,7 @@ class AtHome:
     free: bool
 
 
-Work = Read | Clear | Write | CopyIn | CopyOut | Settle | Update | Commit
+Work = Read | Clear | Write | CopyIn | CopyOut | Accumulate | Update | Commit
 Instruction = Work | Grant | Refuse | AtHome
 
 
@@ -199,13 +199,13 @@ class GradRoom:
 @dataclass(frozen=True)
 class GradReady:
     """The gradients of ``unit`` are gathered.  ``merge``: earlier ones of the step must be kept;
-    ``update``: nothing more comes, the update may run now; ``settled``: where they are kept, and
+    ``update``: nothing more comes, the update may run now; ``in_place``: where they are kept, and
     nothing is left to be done with them there."""
 
     unit: int
     merge: bool = False
     update: bool = False
-    settled: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Step:
 class Until(enum.Enum):
     """What somebody waits for."""
 
-    SETTLED = "settled"  # every gradient that is on its way has arrived
+    ARRIVED = "arrived"  # every gradient that is on its way has arrived
     LANDED = "landed"  # the last step's updates and their writes are over
     DURABLE = "durable"  # no commit is under way
     QUIET = "quiet"  # nothing moves; copies that are only cached are dropped then

@@ -95,17 +95,17 @@ class Protocol:
         (place,) = self._ask(lambda ticket: GradRoom(unit, ticket, merge)).places
         return place
 
-    def gathered(self, unit: int, *, merge: bool, update: bool, settled: bool) -> None:
+    def gathered(self, unit: int, *, merge: bool, update: bool, in_place: bool) -> None:
         """The gradients of a unit are where they were to be gathered; see ``GradReady``."""
         if update:
             self._behind.add(unit)
-        self._tell(GradReady(unit, merge, update, settled))
+        self._tell(GradReady(unit, merge, update, in_place))
 
     # -- the step -------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def await_gradients(self) -> None:
         """Waits until all gradients have arrived."""
-        self.wait(Until.SETTLED)
+        self.wait(Until.ARRIVED)
 
     def land(self) -> None:
         """Waits until the last step's updates are over.  Before the first update of the next: a

@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..facts.tier import Tier
-from .commits import Commits
+from .cuts import Cuts
 from .gradients import Gradients
 from .items import Items
 from .layout import Layout
 from .messages import (
+    Accumulate,
     Adopt,
     AtHome,
     Await,
@@ -46,7 +47,6 @@ from .messages import (
     Restored,
     Rollback,
     Seal,
-    Settle,
     Signal,
     Step,
     TakeBack,
@@ -55,7 +55,7 @@ from .messages import (
     Write,
 )
 from .order import Order, Use
-from .updates import UNITS_AHEAD, Updates
+from .updates import UNITS_AHEAD, DueUpdates
 from .weights import Weights
 
 
@@ -79,9 +79,9 @@ class Residency:
         self.items = Items(layout, self._emit)
         self.weights = Weights(layout, self._order, self.items)
         self.gradients = Gradients(layout, self.weights.updating, self.items, self._emit)
-        self.commits = Commits(layout, self.items, self._emit)
-        self.updates = Updates(
-            layout, self._order, self.items, self.weights, self.gradients, self.commits, self._emit
+        self.cuts = Cuts(layout, self.items, self._emit)
+        self.updates = DueUpdates(
+            layout, self._order, self.items, self.weights, self.gradients, self.cuts, self._emit
         )
         self._demands: deque[Need] = deque()
         self._step: Step | None = None
@@ -105,12 +105,12 @@ class Residency:
             Seal: self._seal,
             Cut: self._wish_cut,
             Judged: self._judge,
-            TakeBack: lambda _: self.commits.take_back(),
+            TakeBack: lambda _: self.cuts.take_back(),
             Rollback: self._roll_back,
-            Restored: lambda _: self.commits.rolled_back(),
+            Restored: lambda _: self.cuts.rolled_back(),
             Locate: self._locate,
             Edited: self._edited,
-            Adopt: lambda s: self.commits.adopt(s.item, s.role),
+            Adopt: lambda s: self.cuts.adopt(s.item, s.role),
             Done: lambda s: self._finish(s.work),
             Failed: self._fail,
         }
@@ -169,8 +169,8 @@ class Residency:
         if step is not None:
             self.updates.end_step()
             self.weights.drains = False
-            if step.commit and not self.commits.spoiled:
-                self.commits.begin(self._sealed)
+            if step.commit and not self.cuts.spoiled:
+                self.cuts.begin(self._sealed)
                 self._sealed = None
             if not step.background:
                 self._emit(Grant(step.ticket))
@@ -179,24 +179,24 @@ class Residency:
     # -- commits and edits ----------------------------------------------------------------------
 
     def _seal(self, signal: Seal) -> None:
-        if self.commits.pending and self.commits.sealed is None:
-            self.commits.sealed = signal.number
+        if self.cuts.pending and self.cuts.sealed is None:
+            self.cuts.sealed = signal.number
         else:
             self._sealed = signal.number
 
     def _wish_cut(self, signal: Cut) -> None:
-        if signal.always or self._step is not None or self.commits.newer():
+        if signal.always or self._step is not None or self.cuts.newer():
             self._cut = signal
 
     def _judge(self, signal: Judged) -> None:
         if signal.finite:
-            self.commits.spoiled.discard(signal.unit)
+            self.cuts.spoiled.discard(signal.unit)
         else:
-            self.commits.spoiled.add(signal.unit)
+            self.cuts.spoiled.add(signal.unit)
 
     def _roll_back(self, signal: Rollback) -> None:
         self._drop_caches()
-        self._emit(Grant(signal.ticket, items=tuple(self.commits.rollback())))
+        self._emit(Grant(signal.ticket, items=tuple(self.cuts.rollback())))
 
     def _locate(self, signal: Locate) -> None:
         key, roles = signal.item, self.items.of(signal.item).roles
@@ -211,7 +211,7 @@ class Residency:
     def _edited(self, signal: Edited) -> None:
         if signal.role is not None:
             self.items.of(signal.item).roles.newest = signal.role
-        self.commits.change(signal.item)
+        self.cuts.change(signal.item)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -227,13 +227,13 @@ class Residency:
             self.items.ended(work)
             if isinstance(work, Write):
                 if work.saves:
-                    self.commits.saved(work.item)
+                    self.cuts.saved(work.item)
                 elif work.item.kind is not Kind.GRADS:
                     self.updates.written()
-        elif isinstance(work, Settle):
-            self.gradients.settled(work.unit)
+        elif isinstance(work, Accumulate):
+            self.gradients.accumulated(work.unit)
         elif isinstance(work, Commit):
-            self.commits.committed()
+            self.cuts.committed()
         else:
             self.updates.update_done(work)
 
@@ -246,15 +246,15 @@ class Residency:
     # -- progress -------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        self.commits.advance()  # an update may wait for it
+        self.cuts.advance()  # an update may wait for it
         while self._demands and self._serve(self._demands[0]):
             self._demands.popleft()
         self.gradients.advance()
         self.updates.advance()
         if self._demands and not self.in_flight:
             self._last_resort(self._demands[0])
-        if self._waiting[Until.SETTLED] and not self.gradients.moving:
-            self._grant(Until.SETTLED)
+        if self._waiting[Until.ARRIVED] and not self.gradients.moving:
+            self._grant(Until.ARRIVED)
         lands = self._step or self._waiting[Until.LANDED]
         if lands and not self.updates.busy and self._may_land():
             self._end_step()
@@ -275,16 +275,16 @@ class Residency:
 
     def _may_land(self) -> bool:
         """One commit at a time: the next cut is made when the one before is durable."""
-        return self._step is None or not (self._step.commit and self.commits.pending)
+        return self._step is None or not (self._step.commit and self.cuts.pending)
 
     def _commit(self) -> None:
-        free = self._step is None and not self.updates.busy and not self.commits.pending
+        free = self._step is None and not self.updates.busy and not self.cuts.pending
         if self._cut is not None and free:
-            if not self.commits.spoiled:
-                self.commits.begin(self._cut.number)
+            if not self.cuts.spoiled:
+                self.cuts.begin(self._cut.number)
             self._cut = None
-        self.commits.advance()
-        if self._waiting[Until.DURABLE] and self._cut is None and not self.commits.pending:
+        self.cuts.advance()
+        if self._waiting[Until.DURABLE] and self._cut is None and not self.cuts.pending:
             self._grant(Until.DURABLE)
 
     def _quieten(self) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from ..facts.tier import Tier
 from .arena import Place
-from .commits import Commits
+from .cuts import Cuts
 from .gradients import Gradients
 from .items import Item, Items, Move
 from .layout import Layout
@@ -80,7 +80,7 @@ class _Visits:
         raise AssertionError("a visit moves within its update")
 
 
-class Updates:
+class DueUpdates:
     """First come, first served: the head of the queue always gets its room first."""
 
     def __init__(
@@ -90,11 +90,11 @@ class Updates:
         items: Items,
         weights: Weights,
         gradients: Gradients,
-        commits: Commits,
+        commits: Cuts,
         emit: Callable[[Instruction], None],
     ) -> None:
         self.layout, self.order, self._emit = layout, order, emit
-        self.weights, self.gradients, self._commits = weights, gradients, commits
+        self.weights, self.gradients, self._cuts = weights, gradients, commits
         self.records = Records(layout, items)
         self._visits = _Visits(layout, items)
         self.queue: deque[_Task] = deque()
@@ -207,20 +207,20 @@ class Updates:
         copy = copy or self.weights.units[unit].host
         assert copy is not None
         weights, grads = Key(Kind.WEIGHTS, unit), self.gradients.slot(unit)
-        if self._commits.blocks(weights):
+        if self._cuts.blocks(weights):
             return False
         while task.next < task.staged:
             number = task.subgroups[task.next].index
             record, place = Key(Kind.STATE, number), self.records.ready(number)
-            if self._commits.blocks(record) or place is None:
+            if self._cuts.blocks(record) or place is None:
                 return False
             visit = None
             if self._visits.goes(number):
                 visit = self._visits.begin(number)
                 if visit is None:
                     return False
-            self._commits.change(record)
-            self._commits.change(weights)
+            self._cuts.change(record)
+            self._cuts.change(weights)
             self._emit(Update(number, unit, copy.place, grads, place, visit))
             task.next += 1
         return task.next == len(task.subgroups)

@@ -1,4 +1,4 @@
-"""What is in a unit's weights and records, by parameter: filled, read and edited."""
+"""What is in a unit's weights and records, by parameter: loaded, read and edited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..movement.pools import Arenas
 from ..optim import Noise
 from ..optim.formats import join_master, split_master
 from ..optim.norm import sum_of_squares
-from ..optim.reference import read_moment, write_moment
+from ..optim.reference import load_moment, read_moment
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
@@ -20,7 +20,9 @@ from ..schedule.units import Chunk, ParamSpec, Subgroup
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
 MASTERS = ("master", "master_lo")
-Parts = Mapping[int, Collection[int]]  # by unit, parameters whose weights, or STATE, are edited
+EditedParts = Mapping[
+    int, Collection[int]
+]  # by unit, parameters whose weights, or STATE, are edited
 STATE = -1
 
 
@@ -46,7 +48,7 @@ class Contents:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def fill(
+    def load(
         self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
     ) -> bool:
         """Writes weights, masters and state of a unit's parameters; whether all that it wrote of
@@ -57,7 +59,7 @@ class Contents:
         nothing was there before.
         """
         item, finite = Key(Kind.WEIGHTS, unit), True
-        place = self._direct.place(item) if first else self._direct.load(item)
+        place = self._direct.place(item) if first else self._direct.bring(item)
         if first:
             self._arenas.bytes_of(place).zero_()
         for number, chunk in enumerate(self._layout.units[unit].chunks):
@@ -77,7 +79,7 @@ class Contents:
                     continue
                 weight = flat[spec.offset : spec.offset + spec.numel]
                 before = weight.cpu().clone() if keeps else None
-                new = self._fill_param(chunk, spec, values, weight, names, first=first)
+                new = self._load_param(chunk, spec, values, weight, names, first=first)
                 given = values.get("weight")  # in another dtype it is a master itself
                 if before is not None and given is not None and given.dtype == before.dtype:
                     masters = masters or self._gather(unit, number, chunk, masters=True)
@@ -86,11 +88,11 @@ class Contents:
                     finite &= all(is_finite(part) for part in (weight, *new.values()))
                     fields[spec.index] = new
             if fields:
-                self._fill_state(unit, number, fields, first=first)
+                self._load_state(unit, number, fields, first=first)
         self._direct.store(item, first=first)
         return finite
 
-    def _fill_param(
+    def _load_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, weight: torch.Tensor,
         names: set[str], *, first: bool,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
@@ -103,14 +105,14 @@ class Contents:
                 weight.copy_(flat_like(spec, value, chunk.dtype))
                 continue
             if name == "weight":
-                stored = self._fill_weight(chunk, spec, value, weight, names, first=first)
+                stored = self._load_weight(chunk, spec, value, weight, names, first=first)
             else:
                 stored = {name: flat_like(spec, value, torch.float32)}
             fields.update({k: part for k, part in stored.items() if not first or part.any()})
         return fields
 
     @staticmethod
-    def _fill_weight(
+    def _load_weight(
         chunk: Chunk, spec: ParamSpec, value: torch.Tensor, weight: torch.Tensor,
         names: set[str], *, first: bool,
     ) -> Values:  # fmt: skip
@@ -130,7 +132,7 @@ class Contents:
         weight.copy_(high)
         return {"master": master} if "master" in names else {"master_lo": low}
 
-    def _fill_state(
+    def _load_state(
         self, unit: int, number: int, fields: Mapping[int, Mapping[str, torch.Tensor]], *,
         first: bool,
     ) -> None:  # fmt: skip
@@ -147,19 +149,19 @@ class Contents:
                 if not self._direct.starts_clear(subgroup.index):
                     self._arenas.bytes_of(self._direct.place(item)).zero_()
                 continue
-            place = self._direct.place(item) if first else self._direct.load(item)
+            place = self._direct.place(item) if first else self._direct.bring(item)
             if first:
                 self._arenas.bytes_of(place).zero_()
             record = self._record(place, subgroup)
             for spec in specs:
-                self._fill_record(subgroup, record, spec, fields[spec.index])
+                self._load_record(subgroup, record, spec, fields[spec.index])
             for field in subgroup.fields:
                 target = self._arenas.typed(place, field.offset, field.dtype, field.numel)
                 target.copy_(record[field.name])
             self._direct.store(item, first=first)
 
     @staticmethod
-    def _fill_record(
+    def _load_record(
         subgroup: Subgroup,
         record: Mapping[str, torch.Tensor],
         spec: ParamSpec,
@@ -177,7 +179,7 @@ class Contents:
             if name in MASTERS:
                 stored[name].copy_(value)
             else:
-                write_moment(value, stored, name, Noise(start, moments.index(name), 0))
+                load_moment(value, stored, name, Noise(start, moments.index(name), 0))
 
     def _record(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
         """A copy of a record's fields, by name, on the CPU."""
@@ -190,64 +192,70 @@ class Contents:
 
     def is_finite(self, unit: int) -> bool:
         """Whether all weights, masters and moments are that are trained in a unit."""
-        place = self._direct.load(Key(Kind.WEIGHTS, unit))
-        for chunk in self._layout.units[unit].chunks:
-            if chunk.group is None:
-                continue
-            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
-            for spec in chunk.params:
-                if not is_finite(flat[spec.offset : spec.offset + spec.numel]):
-                    return False
-        moments = (value for _, values in self.state(unit) for value in values.values())
-        masters = (value for _, value in self.masters(unit))
-        return all(is_finite(value) for value in (*masters, *moments))
-
-    def state(self, unit: int) -> Iterator[tuple[ParamSpec, dict[str, torch.Tensor]]]:
-        """The moments of every trained parameter of a unit, fp32 whatever their format.
-
-        Masters are left out: ``masters`` gives them.
-        """
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
-            moments = self._gather(unit, number, chunk, masters=False)
-            for spec in chunk.params:
-                yield (
-                    spec,
-                    {
-                        name: flat[spec.offset : spec.offset + spec.numel]
-                        .clone()
-                        .as_strided(spec.shape, spec.stride)
-                        for name, flat in moments.items()
-                    },
-                )
+            flat = self._weights(unit, chunk)
+            values = [flat[p.offset : p.offset + p.numel] for p in chunk.params]
+            for of_one in self.stored(unit, number).values():
+                values += of_one.values()
+            if not all(map(is_finite, values)):
+                return False
+        return True
 
-    def masters(
-        self, unit: int, *, stored: bool = False
-    ) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """The exact fp32 value of every trained parameter of a unit; ``stored``: of those alone
-        whose weights are not that."""
-        place = self._direct.load(Key(Kind.WEIGHTS, unit))
+    def stored(self, unit: int, number: int) -> dict[int, dict[str, torch.Tensor]]:
+        """By parameter index, what is stored for a chunk that is trained: moments in fp32, and the
+        exact fp32 ``master`` of a weight that is not that itself."""
+        chunk = self._layout.units[unit].chunks[number]
+        flats = self._gather(unit, number, chunk, masters=False)
+        exact = self._exact(unit, number, chunk)
+        if exact is not None:
+            flats["master"] = exact
+        return {
+            spec.index: {
+                name: flat[spec.offset : spec.offset + spec.numel]
+                .clone()
+                .as_strided(spec.shape, spec.stride)
+                for name, flat in flats.items()
+            }
+            for spec in chunk.params
+        }
+
+    def has_master(self, unit: int, number: int) -> bool:
+        """Whether the weights of a chunk have masters beside them."""
+        records = [r for r in self._layout.subgroups[unit] if r.chunk == number]
+        return any(f.name in MASTERS for record in records for f in record.fields)
+
+    def masters(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """The exact fp32 value of every trained parameter of a unit."""
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
-            flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
-            weights = flat.cpu().clone()
-            fields = self._gather(unit, number, chunk, masters=True)
-            if stored and not fields:
-                continue
-            if "master_lo" in fields:
-                exact = join_master(weights, fields["master_lo"])
-            else:
-                exact = fields.get("master", weights.float())
+            exact = self._exact(unit, number, chunk)
+            if exact is None:
+                exact = self._weights(unit, chunk).float()
             for spec in chunk.params:
                 value = exact[spec.offset : spec.offset + spec.numel].clone()
                 yield spec, value.as_strided(spec.shape, spec.stride)
 
+    def _weights(self, unit: int, chunk: Chunk) -> torch.Tensor:
+        place = self._direct.bring(Key(Kind.WEIGHTS, unit))
+        flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+        return flat.cpu().clone()
+
+    def _exact(self, unit: int, number: int, chunk: Chunk) -> torch.Tensor | None:
+        """The masters of a chunk, flat; ``None`` where it has none beside its weights."""
+        if not self.has_master(unit, number):
+            return None
+        fields = self._gather(unit, number, chunk, masters=True)
+        if "master_lo" in fields:
+            return join_master(self._weights(unit, chunk), fields["master_lo"])
+        return fields["master"]
+
     def exact(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact value of every parameter of a unit: its master, else its weight."""
         yield from self.masters(unit)
-        place = self._direct.load(Key(Kind.WEIGHTS, unit))
+        place = self._direct.bring(Key(Kind.WEIGHTS, unit))
         for chunk in self._layout.units[unit].chunks:
             if chunk.group is None:
                 flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
@@ -266,7 +274,7 @@ class Contents:
             ]
             if subgroup.chunk != number or not names:
                 continue
-            record = self._record(self._direct.load(Key(Kind.STATE, subgroup.index)), subgroup)
+            record = self._record(self._direct.bring(Key(Kind.STATE, subgroup.index)), subgroup)
             for name in names:
                 dtype = record[name].dtype if masters else torch.float32
                 whole = gathered.setdefault(

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from .loading import DISTRIBUTED
+from .weight_files import DISTRIBUTED
 
 # Under which keys people keep the two; torch's own examples use "app", "model" and "optim".
 _WEIGHTS = ("", "model.", "app.model.")
@@ -96,7 +96,7 @@ class DistributedFolder:
         key = self._key(name)
         return None if key is None else tuple(self._known[key].size)
 
-    def load(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """One weight."""
         key = self._key(name)
         assert key is not None

@@ -14,7 +14,7 @@ from ..schedule.units import Unit
 from ..training.frames import Frames
 from ..training.landing import Landing
 from ..training.showing import Showing
-from .contents import Parts
+from .contents import EditedParts
 
 log = logging.getLogger("overspill")
 
@@ -32,7 +32,7 @@ def spoil(executor: Executor, unit: Unit) -> None:
 class Spoils(Protocol):
     """Who commits, and must not while an edit is half made."""
 
-    def editing(self, parts: Parts) -> AbstractContextManager[Callable[[int], None]]: ...
+    def editing(self, parts: EditedParts) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class Edits:
@@ -45,13 +45,13 @@ class Edits:
         showing: Showing,
         landing: Landing,
         direct: DirectAccess,
-        committing: Spoils | None,
+        commits: Spoils | None,
     ) -> None:
         self._executor, self._frames, self._showing = executor, frames, showing
-        self._landing, self._direct, self._committing = landing, direct, committing
+        self._landing, self._direct, self._commits = landing, direct, commits
 
     @contextmanager
-    def of(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+    def of(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
         """Inside, nothing moves, and weights and state may be edited: that belongs to the state
         after the last step.  Gives what is to be called with a unit that was given values that are
         not finite."""
@@ -60,9 +60,9 @@ class Edits:
         for unit in parts:
             self._showing.refuse_edit(unit)
         self._landing.land()
-        self._direct.settle()
-        if self._committing is None:
+        self._direct.quiesce()
+        if self._commits is None:
             yield lambda unit: None
         else:
-            with self._committing.editing(parts) as spoil:
+            with self._commits.editing(parts) as spoil:
                 yield spoil

@@ -30,12 +30,15 @@ class Homes:
 
     @classmethod
     def open(
-        cls, blueprint: Blueprint, accelerator: Accelerator, found: OwnedStore | None = None
-    ) -> Homes:
+        cls, blueprint: Blueprint, accelerator: Accelerator, owner: list[Machinery],
+        found: OwnedStore | None = None,
+    ) -> Homes:  # fmt: skip
         """Takes memory and disk; ``found``: a store of the very same layout, to go on in.
 
+        ``owner``: gets what is to be closed, before it takes anything.
+
         Raises:
-            BudgetError: a tier has no room; nothing stays behind, as with all other errors.
+            BudgetError: a tier has no room.
         """
         trainer, held_slots = Trainer(), HeldSlots()
 
@@ -45,6 +48,6 @@ class Homes:
 
         stubs = Stubs(blueprint.parts.units, accelerator.device)
         trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
-        machinery = Machinery(blueprint, accelerator, trace, before_asking, found)
+        machinery = Machinery(blueprint, accelerator, trace, before_asking, owner, found)
         contents = Contents(machinery.layout, machinery.memory.arenas, machinery.direct)
         return cls(machinery, contents, stubs, trainer, held_slots)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .loading import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
+from .hub_names import HubFiles, is_of_transformers
+from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
 
-def open_weights(path: Path) -> TensorFiles:
-    """What ``weights=`` names: safetensors, or a folder of ``torch.distributed.checkpoint``.
+def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
+    """What ``weights=`` names: safetensors, or a folder of ``torch.distributed.checkpoint``; by the
+    names that ``model`` has in memory, or, without one, by those in the files.
 
     Raises:
         ValueError: it is neither, or cannot be read.
@@ -23,7 +25,10 @@ def open_weights(path: Path) -> TensorFiles:
         from .distributed_checkpoint import DistributedFolder  # imports much of torch
 
         return DistributedFolder(path)
-    return WeightFiles(path)
+    files = WeightFiles(path)
+    if model is None or not is_of_transformers(model):
+        return files
+    return HubFiles(model, files)
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:

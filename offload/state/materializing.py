@@ -2,65 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 
 from ..errors import OffloadError
 from ..movement.machinery import Machinery
 from ..training.residences import Residences
 from ..training.showing import Showing
-from .weight_access import Weights
+from .weight_door import WeightDoor
+
+log = logging.getLogger("overspill")
 
 
 class Materializing:
-    """See ``overspill.materialized``."""
+    """See ``overspill.materialized``.  The engine makes one; each block is a ``Materialized``."""
 
     def __init__(
-        self, machinery: Machinery, residences: Residences, showing: Showing, weights: Weights
+        self, machinery: Machinery, residences: Residences, showing: Showing, weights: WeightDoor
     ) -> None:
         self._machinery, self._residences = machinery, residences
         self._showing, self._weights = showing, weights
         self.active = False
-        self._over = False  # yet the parameters may not show what they did before
 
     def require_ended(self) -> None:
         """
         Raises:
             OffloadError: the parameters are ordinary ones now.
         """
-        if self._over:
-            self._end()
+        self.end_if_over()
         if self.active:
             raise OffloadError("the model is materialized; leave the `with` block before training")
 
-    @contextmanager
-    def all(self, *, writeback: bool) -> Iterator[None]:
-        """Inside, every parameter has its weights; nothing else may be done with the model."""
-        weights, params = self._weights, self._machinery.parts.parameters
-        full = weights.read_all()
-        given = False
+    def end_if_over(self) -> None:
+        """Parameters show again what they did before the block, if an exception came in between."""
+        if self._residences.returning is not None:
+            self._residences.returning()
+
+    def begin(self) -> None:
+        """Every parameter has its weights."""
+        full = self._weights.read_all()
         try:
             self.active = True
             self._residences.give_away(full)
-            given = True
-            yield
-        finally:
-            self._over = True
-            edited = {index: p.data for index, p in enumerate(params)} if given else {}
-            self._end()
-            if writeback and not self._machinery.closed:
-                # Only what was edited: a bf16 weight written back would round its master.
-                changed = {
-                    index: value
-                    for index, value in edited.items()
-                    if not torch.equal(value, weights.read(index))
-                }
-                weights.write_all(changed)
+        except BaseException:
+            self._residences.returning = self._return
+            self._return()
+            raise
 
-    def _end(self) -> None:
+    def end(self) -> Mapping[int, torch.Tensor]:
+        """The block is over, for good or not; what the parameters had."""
+        self._residences.returning = self._return
+        params = self._machinery.parts.parameters
+        found = {index: p.data for index, p in enumerate(params)}
+        self._return()
+        return found
+
+    def _return(self) -> None:
         """Where an exception cuts this off, the next use does it again."""
         if not self._machinery.closed:
             self._residences.take_back(self._weights, self._showing.hidden)
-        self.active = self._over = False
+        self.active, self._residences.returning = False, None
+
+    def abandon(self) -> None:
+        """An exception came before the block could end: the next use ends it, and drops edits."""
+        if self.active and self._residences.returning is None:
+            log.warning("overspill: materialized was interrupted at its end; edits are dropped")
+            self._residences.returning = self._return
+
+    def write_back(self, found: Mapping[int, torch.Tensor]) -> None:
+        """What was edited is written to the weights, and nothing else: a bf16 weight written back
+        would round its master."""
+        if not self._machinery.closed:
+            changed = {
+                index: value
+                for index, value in found.items()
+                if not torch.equal(value, self._weights.read(index))
+            }
+            self._weights.write_all(changed)
+
+
+class Materialized:
+    """A block inside which every parameter has its weights, and nothing else may be done with the
+    model.  No generator: the collector would end that late."""
+
+    def __init__(
+        self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
+        *, writeback: bool,
+    ) -> None:  # fmt: skip
+        """``require`` raises where the model cannot be used."""
+        self._materializing, self._require = materializing, require
+        self._model, self._writeback, self._open = model, writeback, False
+
+    def __enter__(self) -> nn.Module:
+        self._require()
+        self._materializing.begin()
+        self._open = True
+        return self._model
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        found = self._materializing.end()
+        if self._writeback:
+            self._materializing.write_back(found)
+
+    def __del__(self) -> None:
+        if self._open:
+            self._materializing.abandon()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -15,18 +16,18 @@ from ..training.callers import callers
 from ..training.handles import all_or_none, remove_all
 from ..training.showing import Showing
 from ..training.trainer import Trainer
-from .contents import Parts
-from .weight_access import Weights
+from .contents import EditedParts
+from .weight_door import WeightDoor
 
 
 class HalfEdits(Protocol):
     """Who commits, and must not while a state dict is half loaded."""
 
-    def begin_edit(self, parts: Parts) -> None: ...
+    def begin_edit(self, parts: EditedParts) -> None: ...
 
-    def is_open(self, parts: Parts) -> bool: ...
+    def is_open(self, parts: EditedParts) -> bool: ...
 
-    def end_edit(self, parts: Parts) -> None: ...
+    def end_edit(self, parts: EditedParts) -> None: ...
 
 
 class StateHooks:
@@ -36,17 +37,19 @@ class StateHooks:
         self,
         model: nn.Module,
         machinery: Machinery,
-        weights: Weights,
+        weights: WeightDoor,
         showing: Showing,
         trainer: Trainer,
-        committing: HalfEdits | None,
+        commits: HalfEdits | None,
     ) -> None:
         self._machinery, self._parts = machinery, machinery.parts
         self._weights, self._showing = weights, showing
-        self._trainer, self._committing = trainer, committing
+        self._trainer, self._commits = trainer, commits
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
         self._memo: dict[int, tuple[int, torch.Tensor]] = {}  # (version of the unit, weight)
-        self._loading: tuple[nn.Module, Parts] | None = None  # what load_state_dict was called on
+        self._loading: tuple[nn.Module, EditedParts] | None = (
+            None  # what load_state_dict was called on
+        )
         self._handles: list[Any] = []
         # torch marks public hooks with an attribute, which bound methods cannot take.
         ours = {id(module) for module in model.modules()}
@@ -93,12 +96,13 @@ class StateHooks:
         if _is_outermost():
             self._require_open()
             self._trainer.require()  # before torch has read what shows
+            self._weights.tidy()
             self._memo.clear()
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         """torch has read parameters that are hidden; those that show are no copies yet."""
         self._require_open()
-        self._weights.settle()
+        self._weights.reconcile()
         for name, index in self._owned(module):
             found = state.get(prefix + name)
             if found is None or isinstance(found, nn.Parameter):  # keep_vars: as it is
@@ -115,8 +119,8 @@ class StateHooks:
     ) -> None:  # fmt: skip
         """All that is loaded is one edit: a part of it is not to be committed."""
         self._require_open()
-        committing, loading = self._committing, self._loading
-        if committing and loading and loading[0] is not module and committing.is_open(loading[1]):
+        commits, loading = self._commits, self._loading
+        if commits and loading and loading[0] is not module and commits.is_open(loading[1]):
             # A part of that module; or, after a load that was interrupted, something that does not
             # make it whole.  A rollback does.
             return
@@ -128,15 +132,15 @@ class StateHooks:
                 index = self._index[id(p)]
                 parts.setdefault(self._parts.unit_of[index], []).append(index)
         self._weights.require_writable(parts)
-        if committing is not None:
+        if commits is not None:
             self._loading = module, parts
-            committing.begin_edit(parts)
+            commits.begin_edit(parts)
 
     def _end(self, module: nn.Module, *_: Any) -> None:
         if self._loading is not None and self._loading[0] is module:
             self._require_open()
-            assert self._committing is not None
-            self._committing.end_edit(self._loading[1])
+            assert self._commits is not None
+            self._commits.end_edit(self._loading[1])
             self._loading = None
 
     def _load(
@@ -144,6 +148,8 @@ class StateHooks:
     ) -> None:  # fmt: skip
         self._require_open()
         self._showing.hide_all()  # torch then copies to no weight that shows
+        if not _runs(nn.Module.load_state_dict.__code__):
+            return  # the dict is the loader's own: torch copies each value to a hidden parameter
         for name, index in self._owned(module):
             value, p = state.get(prefix + name), self._parts.parameters[index]
             if _takes(value, p):
@@ -158,5 +164,9 @@ def _takes(value: Any, p: nn.Parameter) -> TypeGuard[torch.Tensor]:
 
 def _is_outermost() -> bool:
     """Whether one ``state_dict`` runs, of the whole or of a part, and not one inside another."""
-    asked = nn.Module.state_dict.__code__
-    return sum(frame.f_code is asked for frame in callers()) <= 1
+    return _runs(nn.Module.state_dict.__code__) <= 1
+
+
+def _runs(method: CodeType) -> int:
+    """How often a method is among the callers."""
+    return sum(frame.f_code is method for frame in callers())

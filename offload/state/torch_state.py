@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from ..schedule.units import ParamSpec
 from ..training.showing import Showing
 from .contents import STATE, Contents
 from .edits import Edits
-from .weight_access import Weights
+from .weight_door import WeightDoor
 
 Groups = Sequence[dict[str, Any]]
+Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
 Given = Mapping[int, Mapping[str, Any]]  # by the id of its parameter, a state
 
 
@@ -28,17 +30,17 @@ class OptimizerState:
         groups: Groups,
         machinery: Machinery,
         contents: Contents,
-        weights: Weights,
+        weights: WeightDoor,
         showing: Showing,
         edits: Edits,
-        settle: Callable[[], None],
+        quiesce: Callable[[], None],
     ) -> None:
-        """``settle`` waits for all updates, and until nothing moves."""
+        """``quiesce`` waits for all updates, and until nothing moves."""
         self._model, self._groups, self._contents = model, groups, contents
         self._parts, self._steps = machinery.parts, machinery.ledger.steps
         self._blueprint = machinery.blueprint
         self._weights, self._showing, self._edits = weights, showing, edits
-        self._settle = settle
+        self._quiesce = quiesce
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
 
     # -- one parameter --------------------------------------------------------------------------
@@ -55,11 +57,18 @@ class OptimizerState:
     def of(self, p: torch.Tensor) -> dict[str, Any]:
         """A copy of the state of a parameter that has one."""
         index = self._index[id(p)]
-        self._settle()
-        for spec, values in self._contents.state(self._parts.unit_of[index]):
-            if spec.index == index:
-                return {"step": self._step_of(index), **values}
-        return {}
+        self._quiesce()
+        found = dict(self._contents.stored(*self._chunk_of(index))[index])
+        found.pop("master", None)
+        return {"step": self._step_of(index), **found}
+
+    def _chunk_of(self, index: int) -> tuple[int, int]:
+        """The unit of a parameter, and the number of its chunk there."""
+        unit = self._parts.unit_of[index]
+        for number, chunk in enumerate(self._parts.units[unit].chunks):
+            if any(spec.index == index for spec in chunk.params):
+                return unit, number
+        raise AssertionError("every parameter is in a chunk of its unit")
 
     def _step_of(self, index: int) -> torch.Tensor:
         return torch.tensor(float(self._steps[index]), device="cpu")
@@ -69,27 +78,38 @@ class OptimizerState:
     def to_torch(self) -> dict[str, Any]:
         """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
         and the exact ``master`` of a weight that has one."""
-        order = {id(p): i for i, p in enumerate(p for g in self._groups for p in g["params"])}
+        return self.streamed(lambda name, shape, read: read())
+
+    def streamed(self, make: Make) -> dict[str, Any]:
+        """As ``to_torch``, but with what ``make`` gives, told a tensor's name, its shape and how to
+        read it, fp32: at any time until training goes on, best in this order."""
+        last: dict[tuple[int, int], dict[int, dict[str, torch.Tensor]]] = {}
+
+        def read(index: int, name: str) -> torch.Tensor:
+            chunk = self._chunk_of(index)
+            if chunk not in last:
+                last.clear()
+                self._quiesce()  # weights may have been read in between, which takes room
+                last[chunk] = self._contents.stored(*chunk)
+            return last[chunk][index][name]
+
         state: dict[int, dict[str, Any]] = {}
-        if any(self._steps):
-            self._settle()
-            for unit in self._parts.units:
-                found = self._contents.masters(unit.index, stored=True)
-                exact = {spec.index: {"master": value} for spec, value in found}
-                for spec, values in self._contents.state(unit.index):
-                    if self._steps[spec.index]:
-                        number = order[id(self._parts.parameters[spec.index])]
-                        state[number] = {
-                            "step": self._step_of(spec.index),
-                            **values,
-                            **exact.get(spec.index, {}),
-                        }
         start, kept = 0, []
-        for group in self._groups:
-            numbers = list(range(start, start + len(group["params"])))
-            start += len(numbers)
-            kept.append({**group, "params": numbers})
-        return {"state": dict(sorted(state.items())), "param_groups": kept}
+        for group, rule in zip(self._groups, self._blueprint.rules, strict=True):
+            for number, p in enumerate(group["params"], start):
+                index = self._index.get(id(p))
+                if index is None or not self._steps[index]:
+                    continue
+                names = list(rule.moments)
+                if self._contents.has_master(*self._chunk_of(index)):
+                    names.append("master")
+                state[number] = {"step": self._step_of(index)} | {
+                    name: make(f"{number}.{name}", tuple(p.shape), partial(read, index, name))
+                    for name in names
+                }
+            kept.append({**group, "params": list(range(start, start + len(group["params"])))})
+            start += len(group["params"])
+        return {"state": state, "param_groups": kept}
 
     def from_torch(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what ``to_torch`` or torch's own ``state_dict`` gave.
@@ -112,7 +132,7 @@ class OptimizerState:
         self._check_shapes(given)
         for rule, group, loaded in zip(self._blueprint.rules, groups, loaded_groups, strict=True):
             rule.scalars({**group, **loaded}, 1)
-        self._weights.settle()
+        self._weights.reconcile()
         self._fill(given, loaded_groups)
 
     def _given(self, given: Given, index: int) -> Mapping[str, Any]:
@@ -130,7 +150,7 @@ class OptimizerState:
         with self._edits.of(parts) as spoil:
             for unit in trained:
                 values = self._values(given)
-                if not self._contents.fill(unit.index, values, first=False):
+                if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
                     self._showing.changed(unit.index, parts[unit.index])
@@ -161,7 +181,7 @@ class OptimizerState:
                     )
 
     def _values(self, all_given: Given) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
-        """What parameters are filled with: what was given, else how the rule starts."""
+        """What parameters are loaded with: what was given, else how the rule starts."""
 
         def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
             given = self._given(all_given, spec.index)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import OffloadError
-from ..state.loading import empty_init
+from ..state.initial import empty_init
 from .skeletons import skeleton
 
 BYTES = 256  # vocabulary of models that read plain bytes

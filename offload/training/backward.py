@@ -21,6 +21,7 @@ class Backward:
         self._tasks: set[int] = set()
         self._begun: list[Callable[[], None]] = []
         self._over: list[Callable[[], None]] = []
+        self._left: list[Callable[[int], None]] = []
 
     def when_begun(self, told: Callable[[], None]) -> None:
         """``told`` is called when the first graph task has begun: what was changed by then in
@@ -30,6 +31,10 @@ class Backward:
     def when_over(self, told: Callable[[], None]) -> None:
         """``told`` is called when the last open graph task has ended."""
         self._over.append(told)
+
+    def when_left(self, told: Callable[[int], None]) -> None:
+        """``told`` is called with each unit that backward has let go to go on with another."""
+        self._left.append(told)
 
     def opened(self) -> None:
         """A graph task is running: makes sure to hear of its end."""
@@ -59,8 +64,7 @@ class Backward:
     def recomputes(self, unit: int) -> None:
         """A checkpoint is about to run the forward of ``unit`` again: the others are let go, else
         more of them would be open than a forward or a backward needs."""
-        for other in [each for each in self._units if each != unit]:
-            self.leave(other)
+        self._let_go(but=unit)
 
     def leave(self, unit: int) -> None:
         """All gradients of ``unit`` are there: its weights are of no more use."""
@@ -68,12 +72,15 @@ class Backward:
             self._units.remove(unit)
             self._residences.leave(unit)
 
-    def _let_go(self) -> None:
-        while self._units:
-            self._residences.leave(self._units.pop())
+    def _let_go(self, but: int | None = None) -> None:
+        for unit in [each for each in self._units if each != but]:
+            self.leave(unit)
+            for told in self._left:
+                told(unit)
 
     def _finish(self) -> None:
-        self._let_go()
+        while self._units:
+            self._residences.leave(self._units.pop())
         _tell(self._over)
 
     def abandon(self) -> None:

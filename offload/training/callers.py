@@ -51,7 +51,7 @@ _AMID = tuple(
         "movement",
         "training",
         "state",
-        "durable.committing",
+        "durable.commits",
         "durable.meta",
     )
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..config import OffloadConfig
@@ -22,6 +24,26 @@ class Seals(Protocol):
     def seal(self) -> None: ...
 
 
+Runs = AbstractContextManager[bool]  # a lock, which is held as long as a block runs
+
+
+class Declared:
+    """A block.  C lets its lock go, so that no interrupt leaves it declared for good, and no
+    collected frame ends it late."""
+
+    def __init__(self, check: Callable[[], None], runs: Runs) -> None:
+        """``check`` raises where the block cannot be entered."""
+        self._check, self._runs = check, runs
+
+    def __enter__(self) -> None:
+        self._check()
+        self._runs.__enter__()
+
+    @property
+    def __exit__(self) -> Callable[..., bool | None]:
+        return self._runs.__exit__
+
+
 class Early:
     """The decisions of ``update="backward"``; in the other modes nothing is early."""
 
@@ -36,12 +58,12 @@ class Early:
         saved: SavedTensors,
         showing: Showing,
         landing: Landing,
-        committing: Seals | None,
+        commits: Seals | None,
     ) -> None:
         self._config, self._update, self._groups = config, update, groups
         self._ledger, self._updater = ledger, updater
         self._residences, self._saved, self._showing = residences, saved, showing
-        self._landing, self._committing = landing, committing
+        self._landing, self._commits = landing, commits
         self._partly_frozen = {
             u.index
             for u in residences.parts.units
@@ -49,17 +71,14 @@ class Early:
             and residences.accelerator.has_device_memory
             and any(chunk.group is None for chunk in u.chunks)
         }
-        self._final: bool | None = None
+        self._declared: list[tuple[weakref.ref[Any], bool]] = []  # the innermost last
         self._told_of_dropped = False
         self._consumed: set[int] = set()  # parameters whose gradient an update has used up
 
     def may_update(self, unit: int, over: bool) -> bool:
         """Whether a unit may be updated now, its gradients being gathered; ``over``: no backward
         runs any more, so that a graph that is still there is in nobody's way."""
-        final = self._final
-        if final is None:
-            final = self._ledger.micro_steps == self._config.accumulate - 1
-        if self._update != "backward" or not final:
+        if self._update != "backward" or not self._final():
             return False
         if unit in self._partly_frozen and not over:
             return False  # backward may come to the frozen part later, and all is copied in
@@ -68,8 +87,8 @@ class Early:
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
         """Backward is about to have a unit updated, whose ``params`` have a gradient."""
-        if self._committing is not None:
-            self._committing.seal()
+        if self._commits is not None:
+            self._commits.seal()
         self._landing.land()
         if not self._ledger.early:
             self._updater.begin_step(self._groups)
@@ -85,9 +104,13 @@ class Early:
         """All gradients are dropped."""
         self._consumed.clear()
 
+    def consumed(self, params: Collection[int]) -> bool:
+        """Whether backward has used up the gradient of one of the parameters."""
+        return not self._consumed.isdisjoint(params)
+
     def refuse_consumed(self, params: Collection[int]) -> None:
         """Raises when backward has used up the gradient of one of the parameters."""
-        if not self._consumed.isdisjoint(params):
+        if self.consumed(params):
             raise OffloadError(
                 "update='backward' has applied this gradient already; for several backward() per "
                 "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
@@ -123,22 +146,28 @@ class Early:
                 "use update='next_forward'"
             )
 
-    @contextmanager
-    def declared(self, final: bool) -> Iterator[None]:
+    def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""
-        if not final and self._update == "backward" and self._config.accumulate == 1:
-            raise OffloadError(
-                "update='backward' keeps no gradients between micro-steps unless it is told to; "
-                "pass accumulate=N, at least 2, to wrap"
-            )
-        with self.all_final(final):
-            yield
 
-    @contextmanager
-    def all_final(self, final: bool = True) -> Iterator[None]:
+        def check() -> None:
+            if not final and self._update == "backward" and self._config.accumulate == 1:
+                raise OffloadError(
+                    "update='backward' keeps no gradients between micro-steps unless it is told "
+                    "to; pass accumulate=N, at least 2, to wrap"
+                )
+
+        return Declared(check, self.all_final(final))
+
+    def all_final(self, final: bool = True) -> Runs:
         """As ``declared``, for the engine's own use."""
-        before, self._final = self._final, final
-        try:
-            yield
-        finally:
-            self._final = before
+        runs = threading.Lock()
+        self._declared = [each for each in self._declared if each[0]() is not None]
+        self._declared.append((weakref.ref(runs), final))
+        return runs
+
+    def _final(self) -> bool:
+        """Whether this backward is the last one of the step: as declared, else by its number."""
+        for runs, final in reversed(self._declared):
+            if (lock := runs()) is not None and lock.locked():
+                return bool(final)
+        return self._ledger.micro_steps == self._config.accumulate - 1

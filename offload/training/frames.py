@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,14 +15,18 @@ from .residences import Residences
 from .saved import SavedTensors
 from .trainer import Trainer
 
+T = TypeVar("T")
+
 
 class _Frame:
     """One unit whose forward runs in this thread."""
 
-    __slots__ = ("autocast_cache", "outer", "unit")
+    __slots__ = ("autocast_cache", "away", "began", "unit")
 
-    def __init__(self, unit: int, outer: tuple[Any, Any] | None, autocast_cache: bool) -> None:
-        self.unit, self.outer, self.autocast_cache = unit, outer, autocast_cache
+    def __init__(self, unit: int, autocast_cache: bool, *, away: bool) -> None:
+        self.unit, self.autocast_cache = unit, autocast_cache
+        self.away = away  # who runs does not close it: others have, or will
+        self.began = torch_private.graph_clock()
 
 
 class _Stack(threading.local):
@@ -41,22 +46,67 @@ class Frames:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trainer, self._mine = trainer, _Stack()
 
-    def push(self, unit: int) -> None:
-        """The unit, which is open, runs from now on."""
-        stack = self._mine.frames
-        outer = stack[-1].outer if stack else torch_private.top_saved_tensor_hooks()
-        frame = _Frame(unit, outer, torch.is_autocast_cache_enabled())
+    def push(self, unit: int, *, away: bool = False) -> None:
+        """The unit, which is open, runs from now on, until ``pop``; ``away``: it is not that which
+        lets it go."""
+        outer = self._saved.around(torch_private.top_saved_tensor_hooks())
+        frame = _Frame(unit, torch.is_autocast_cache_enabled(), away=away)
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
         torch.set_autocast_cache_enabled(False)
-        stack.append(frame)
+        self._mine.frames.append(frame)
 
-    def pop(self, unit: int) -> bool:
-        """Whether the unit was the innermost that runs; it does so no more."""
+    def may_run(self) -> bool:
+        """Whether ``run`` can be used: what others do with saved tensors it cannot know of, but for
+        checkpoints, which drop them."""
+        top = torch_private.top_saved_tensor_hooks()
+        known = top is None or self._saved.is_packing(top) or torch_private.of_checkpoint(top)
+        return known and torch_private.saved_tensor_hooks_allowed()
+
+    def run(self, unit: int, function: Callable[[], T]) -> T:
+        """What ``function`` gives, which computes with weights of the unit, which is open, but is
+        not a part of its forward."""
+        top = torch_private.top_saved_tensor_hooks()
+        if top is None or self._saved.is_packing(top):
+            self.push(unit, away=True)  # whoever reads it has opened it, and closes it
+            try:
+                return function()
+            finally:
+                self._pop()
+        # A checkpoint counts what is saved, here and when it computes again, where the unit may
+        # be open for backward and nobody is asked.
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return function()
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    def pop(self, unit: int) -> int | None:
+        """The unit runs no more, and is let go; the graph's clock when it began.  ``None``: it was
+        not the innermost that runs."""
         stack = self._mine.frames
-        found = bool(stack) and stack[-1].unit == unit
-        if found:
-            self._pop()
-        return found
+        if not stack or stack[-1].unit != unit:
+            return None
+        frame = self._pop()
+        self._leave(frame)
+        return frame.began
+
+    def _leave(self, frame: _Frame) -> None:
+        if not frame.away:
+            self._residences.leave(frame.unit)
+
+    def put_away(self) -> bool:
+        """Lets the units go that run in this thread, for one that is read amid them and has no room
+        beside them: until they end they are read as that one is.  ``False``: there is none, or what
+        runs there reads parameters without asking."""
+        here = [frame for frame in self._mine.frames if not frame.away]
+        found = self._residences.parts.found
+        if any(torch_private.is_scripted(found[frame.unit].module) for frame in here):
+            return False
+        for frame in here:
+            frame.away = True
+            self._residences.leave(frame.unit)
+        return bool(here)
 
     def _pop(self) -> _Frame:
         frame = self._mine.frames.pop()
@@ -64,14 +114,23 @@ class Frames:
         torch.set_autocast_cache_enabled(frame.autocast_cache)
         return frame
 
+    def backward_reads(self, unit: int) -> None:
+        """Backward computes with a unit outside of its module: it stays open until it comes to
+        another one."""
+        self._backward.enter(unit)
+
     # -- after an exception ---------------------------------------------------------------------
 
-    def tidy(self) -> None:
+    def tidy(self, *, reading: bool = False) -> None:
         """Closes what an interrupted forward, backward or read has left open, if none runs in this
-        thread: whoever reads weights between forwards needs the room."""
-        if not self._mine.frames and not self._residences.in_use:
+        thread: whoever reads weights between forwards needs the room.  ``reading``: what is kept
+        open for readers stays."""
+        kept = not reading and self._residences.kept is not None
+        if not (self._mine.frames or kept or self._residences.in_use):
             return
         self._trainer.require()
+        if kept:
+            self._residences.let_go()
         if not torch_private.in_backward() and not torch_private.in_module():
             self._clear()
 
@@ -84,8 +143,8 @@ class Frames:
     def _left_behind(self, module: nn.Module) -> bool:
         """Whether an exception has left open what is open when ``module`` is called: nothing that
         runs around it has opened it."""
-        if torch_private.in_backward():
-            return False
+        if torch_private.in_backward() or not self._trainer.alone():
+            return False  # several threads may run parts of one forward: what is open is another's
         around = torch_private.modules_around(module)
         found = self._residences.parts.found
         mine = [found[frame.unit].module for frame in self._mine.frames]
@@ -97,6 +156,7 @@ class Frames:
             self._leave_all()
         else:
             self._clear()
+            self._trainer.begins()
 
     def _clear(self) -> None:
         self._leave_all()
@@ -105,6 +165,6 @@ class Frames:
 
     def _leave_all(self) -> None:
         while self._mine.frames:
-            self._residences.leave(self._pop().unit)
+            self._leave(self._pop())
         while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
             torch_private.pop_saved_tensor_hooks()

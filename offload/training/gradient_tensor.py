@@ -132,8 +132,8 @@ def _is_plain_sum(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-Outcome = tuple[bool, Any]
-_NOT_DONE: Outcome = (False, None)
+Answer = tuple[bool, Any]
+_NOT_DONE: Answer = (False, None)
 
 
 def _wrappers(value: Any) -> list[OffloadedGradient] | None:
@@ -142,7 +142,7 @@ def _wrappers(value: Any) -> list[OffloadedGradient] | None:
     return values if values and all(isinstance(v, OffloadedGradient) for v in values) else None
 
 
-def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     """L2 norms, in fp32 where gradients are narrower."""
     grads = _wrappers(args[0])
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
@@ -158,7 +158,7 @@ def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
     return True, found if isinstance(args[0], (list, tuple)) else found[0]
 
 
-def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     """In place, by a number or a tensor of one."""
     grads, factor = _wrappers(args[0]), args[1]
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
@@ -169,7 +169,7 @@ def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
     return True, args[0] if isinstance(args[0], OffloadedGradient) else None
 
 
-def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     """GradScaler's: says whether any gradient is not finite, and multiplies all."""
     grads, found, factor = _wrappers(args[0]), args[1], args[2]
     if grads is None:
@@ -181,7 +181,7 @@ def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
     return True, None
 
 
-def _zero(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+def _zero(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     grads = _wrappers(args[0])
     if grads is None:
         return _NOT_DONE
@@ -190,7 +190,7 @@ def _zero(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
     return True, args[0] if isinstance(args[0], OffloadedGradient) else None
 
 
-_KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Outcome]] = MappingProxyType(
+_KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Answer]] = MappingProxyType(
     {
         "aten::_foreach_norm": _norm,
         "aten::linalg_vector_norm": _norm,

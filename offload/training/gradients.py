@@ -70,6 +70,12 @@ class GradientCollector:
             tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
             for unit in parts.units
         ]
+        # Backward still comes to their frozen weights when all that is trained has its gradient.
+        self._partly_frozen = {
+            unit.index
+            for unit in parts.units
+            if residences.streamed[unit.index] and any(chunk.group is None for chunk in unit.chunks)
+        }
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()
         self.taken: dict[int, int] = {}  # how often a fresh gradient came
@@ -109,11 +115,20 @@ class GradientCollector:
         if not isinstance(grad, OffloadedGradient):
             self._take(index, p, grad)
         unit = self.parts.unit_of[index]
-        pending = self.pending.get(unit)
-        if pending is not None and len(pending.fresh) + len(pending.added) == len(
-            self.trained[unit]
-        ):
+        if self._complete(unit) and unit not in self._partly_frozen:
             self._backward.leave(unit)
+            self.deliver(unit, over=False)
+
+    def _complete(self, unit: int) -> bool:
+        """Whether a gradient has appeared for all that is trained of a unit."""
+        pending = self.pending.get(unit)
+        return pending is not None and len(pending.fresh) + len(pending.added) == len(
+            self.trained[unit]
+        )
+
+    def left(self, unit: int) -> None:
+        """Backward has gone on from a unit to another."""
+        if unit in self._partly_frozen and self._complete(unit):
             self.deliver(unit, over=False)
 
     def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
@@ -248,11 +263,11 @@ class GradientCollector:
             if update:
                 self._early.begin_early(unit, (*pending.fresh, *pending.added))
             del self.pending[unit]
-            on_slot, settled = self._hand_over(unit, pending, merge)
+            on_slot, in_place = self._hand_over(unit, pending, merge)
             if not on_slot and (merge or self.executor.layout.converts[unit]):
                 self._updater.arrived(unit, Arrived(tuple(pending.fresh), tuple(pending.added)))
             self._told[unit] += 1
-            self.executor.protocol.gathered(unit, merge=merge, update=update, settled=settled)
+            self.executor.protocol.gathered(unit, merge=merge, update=update, in_place=in_place)
         except BaseException:
             # Nobody can tell how far it came.
             self.torn.update(self.trained[unit])
@@ -290,13 +305,13 @@ class GradientCollector:
         made = [*pending.fresh.values(), *pending.added.values()]
         self.accelerator.join(pending.streams, made)
         self._gather(unit, pending, place, on_slot)
-        settled = on_slot and (not self._ledger.measures or place.tier is Tier.HOST)
-        if settled and self._ledger.measures:
+        in_place = on_slot and (not self._ledger.measures or place.tier is Tier.HOST)
+        if in_place and self._ledger.measures:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.mark_device_use(place, self.accelerator.record())
         self._residences.compute_over(unit)
-        return on_slot, settled
+        return on_slot, in_place
 
     def refuse_torn(self, params: Collection[int]) -> None:
         """Raises when one of the gradients was lost to an exception."""

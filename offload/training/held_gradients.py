@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..config import OffloadConfig
+from ..errors import OffloadError
 from ..movement.accelerators.base import Accelerator
 from ..movement.direct import DirectAccess
 from ..movement.pools import Arenas
@@ -68,7 +69,7 @@ class HeldGradients:
 
     def add(self, number: int, grad: torch.Tensor) -> None:
         """Autograd adds to a gradient of an earlier backward."""
-        self.settle()
+        self.reconcile()
         self._refuse_lost([number])
         if number in self._ledger.scales:
             self.write(number, self.read(number))
@@ -90,7 +91,7 @@ class HeldGradients:
             loan.accept()
 
     def read(self, number: int) -> torch.Tensor:
-        self.settle()
+        self.reconcile()
         return self._read(number)
 
     def _read(self, number: int) -> torch.Tensor:
@@ -124,9 +125,9 @@ class HeldGradients:
         unit = self._parts.unit_of[number]
         self._refuse_lost([number])
         self._collector.deliver_now()
-        self._collector.executor.protocol.settle()
-        self._direct.settle()
-        place = self._direct.load(Key(Kind.GRADS, unit))
+        self._collector.executor.protocol.await_gradients()
+        self._direct.quiesce()
+        place = self._direct.bring(Key(Kind.GRADS, unit))
         grads = self._updater.grads
         for chunk_number, chunk in enumerate(self._parts.units[unit].chunks):
             for spec in chunk.params:
@@ -142,7 +143,7 @@ class HeldGradients:
 
     def borrow(self, number: int) -> torch.Tensor:
         """A copy as of ``read``; but if somebody has a view of one, that one."""
-        self.settle()
+        self.reconcile()
         loan = self._loans.get(number)
         return self._read(number) if loan is None else loan.tensor.detach()
 
@@ -152,7 +153,7 @@ class HeldGradients:
             taken = self._collector.taken.get(number, 0)
             self._loans[number] = _Loan(copy.detach(), taken)
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """What was written to views of gradients is written to the gradients; views of gradients
         that others have taken the place of, or that nobody has any more, are forgotten."""
         for number, loan in list(self._loans.items()):
@@ -168,7 +169,7 @@ class HeldGradients:
 
     def renew(self) -> None:
         """Views become what the gradients are after another backward."""
-        self.settle()
+        self.reconcile()
         for number, loan in self._loans.items():
             loan.tensor.copy_(self._read(number))
             loan.accept()
@@ -176,15 +177,21 @@ class HeldGradients:
     # -- norms and scales -----------------------------------------------------------------------
 
     def norms(self, numbers: Sequence[int]) -> list[float]:
-        """The L2 norm of each gradient, as it is now.
+        """The L2 norm of each gradient, as it is now; also of one that ``update="backward"`` has
+        applied, as trainers ask for their log.
 
         The first call reads the gradients; from then on norms are taken as gradients arrive.
         """
-        self.settle()
-        self._refuse_lost(numbers)
-        self._ledger.measures = True
+        self.reconcile()
+        self._collector.refuse_torn(numbers)
+        self._ledger.ask_norms()
         self._collector.deliver_now()
-        self._collector.executor.protocol.settle()
+        self._collector.executor.protocol.await_gradients()
+        if self._early.consumed([n for n in numbers if n not in self._ledger.squares]):
+            raise OffloadError(
+                "update='backward' has applied these gradients, and nobody had asked for norms in "
+                "the first step; they are taken from now on: ask after the next backward()"
+            )
         found: list[float] = []
         for number in numbers:
             if number in self._collector.zeroed:
@@ -198,8 +205,10 @@ class HeldGradients:
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
         """Multiplies gradients by ``factor`` when the update reads them."""
-        self.settle()
-        self._refuse_lost(numbers)
+        self.reconcile()
+        if factor != 1.0:  # clipping to a norm that is larger changes nothing
+            self._early.refuse_consumed(numbers)
+        self._collector.refuse_torn(numbers)
         self._collector.deliver_now()
         for number in numbers:
             if (loan := self._loans.get(number)) is not None:

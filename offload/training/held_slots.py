@@ -33,8 +33,9 @@ class HeldSlots:
 
     def look(self, held: Held) -> None:
         """Forgets a slot that nobody has, if the machine does not know of it."""
-        if self._held[held].expired and held not in self._told:
-            del self._held[held]
+        watch = self._held.get(held)
+        if watch is not None and watch.expired and held not in self._told:
+            self._held.pop(held, None)
 
     def untold(self, units: Container[int]) -> tuple[Held, ...]:
         """Slots of these units that the machine has not been told of."""

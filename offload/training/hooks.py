@@ -21,8 +21,10 @@ from .frames import Frames
 from .handles import all_or_none, remove_all
 from .residences import Residences
 
+Hook = Callable[[nn.Module, Any], None]
 
-class Moments(Protocol):
+
+class Occasions(Protocol):
     """Who is told where the user's loop comes by."""
 
     def require(self) -> None:
@@ -49,7 +51,7 @@ class ModuleHooks:
         backward: Backward,
         frames: Frames,
         trace: Trace,
-        loop: Moments,
+        loop: Occasions,
     ) -> None:
         """Installs the hooks."""
         self._residences, self._backward, self._frames = residences, backward, frames
@@ -102,14 +104,17 @@ class ModuleHooks:
             mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
                     if id(p) in index_of}  # fmt: skip
             readers.setdefault(module, set()).update(mine)
+        inside = [
+            set() if found.direct_only else set(found.module.modules()) - {found.module}
+            for found in parts.found
+        ]
         for module, units in readers.items():
             resident = tuple(sorted(u for u in units if self._residences.fixed[u]))
             if resident:
-                self._handles.append(
-                    module.register_forward_pre_hook(
-                        _reader(me, id(module), resident), prepend=True
-                    )
-                )
+                hook = _reader(me, id(module), resident)
+                inner = all(module in inside[unit] for unit in resident)
+                hook = _uncompiled(hook) if inner else torch_private.not_compiled(hook)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
         """Modules inside of a unit may run on streams of their own: whoever reads weights there is
@@ -122,7 +127,7 @@ class ModuleHooks:
                     if id(p) in index_of}  # fmt: skip
             moving = tuple(sorted(u for u in mine if self._residences.streamed[u]))
             if moving and id(module) not in roots:
-                hook = _stream_reader(me, id(module), moving)
+                hook = _uncompiled(_stream_reader(me, id(module), moving))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     # -- units ----------------------------------------------------------------------------------
@@ -138,13 +143,14 @@ class ModuleHooks:
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""
-        if not self._frames.pop(unit):
+        began = self._frames.pop(unit)
+        if began is None:
             return
         if output is not None and torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):
-                t.register_hook(lambda _grad: backward.enter(unit))
-        self._residences.leave(unit)
+                if torch_private.made_since(t, began):  # and not handed through
+                    t.register_hook(lambda _grad: backward.enter(unit))
         self._residences.refuse_edits()
 
     # -- the root -------------------------------------------------------------------------------
@@ -177,8 +183,21 @@ class ModuleHooks:
         remove_all(self._handles)
 
 
-def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Callable[..., None]:
-    @torch_private.not_compiled
+def _uncompiled(hook: Hook) -> Hook:
+    """For modules inside of a unit: what is compiled with them begins with the unit, which has been
+    shown, and runs on the unit's stream; there the hook would only part the graph.  Where such a
+    module alone is compiled its hidden parameters are not passed by: they read their weights."""
+    hook = torch_private.not_compiled(hook)
+
+    @torch_private.not_a_graph
+    def before(called: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(called, args)
+
+    return before
+
+
+def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hook:
     def before(called: nn.Module, _args: Any) -> None:
         hooks = me()
         if hooks is not None and id(called) == own:
@@ -188,12 +207,8 @@ def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Cal
     return before
 
 
-def _stream_reader(
-    me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]
-) -> Callable[..., None]:
+def _stream_reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hook:
     def before(called: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():  # what is compiled runs on the stream of its unit
-            return
         hooks = me()
         if hooks is not None and id(called) == own:
             hooks.use_here(units)

@@ -8,8 +8,9 @@ points into the slot any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +22,10 @@ from ..planning.partition import Partition
 from ..schedule.arena import Place
 from ..schedule.units import Unit
 from . import torch_private
+from .edit_watch import EditWatch
 from .held_slots import HeldSlots
-from .parameters import Managed, WeightAccess, managed
+from .managed import Managed, WeightAccess, managed
+from .parameters import manage
 from .stubs import Stubs
 
 
@@ -39,6 +42,15 @@ class Residence:
     views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
     streams: set[Hashable] = field(default_factory=set)
     waited: set[Hashable] = field(default_factory=set)
+
+
+class View(NamedTuple):
+    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 def view_in(
@@ -89,6 +101,7 @@ class Residences:
         self.streamed = [executor.protocol.streams(unit) for unit in range(count)]
         self.uses = [0] * count  # of a unit as a whole
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
+        self.kept: int | None = None  # open for who reads it from outside, hidden; in nobody's use
         self.current: list[Residence | None] = [None] * count
         self.by_storage: dict[int, Residence] = {}
         self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
@@ -99,14 +112,9 @@ class Residences:
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
-        self._unit_place = {
-            id(parts.parameters[spec.index]): (unit.index, place)
-            for unit in parts.units
-            for place, (_, spec) in enumerate(unit.params)
-        }
-        self._seen: list[tuple[int, ...]] = [()] * count  # versions of parameters when they showed
-        self._hid: list[tuple[int, ...]] = [()] * count  # and when they went to their stubs
-        self._edited: list[str] = []
+        self._edits = EditWatch(parts, self._params)
+        # Takes back what was given away, where an exception came before it was.
+        self.returning: Callable[[], None] | None = None
 
     def install(self, access: WeightAccess) -> None:
         """Takes the parameters over; all are hidden."""
@@ -122,12 +130,8 @@ class Residences:
             self._to_stubs(unit.index)
 
     def _manage(self, unit: Unit, access: WeightAccess) -> None:
-        found: list[Managed] = []
-        for p, (_, spec) in zip(self._params[unit.index], unit.params, strict=True):
-            known = managed(p) or Managed(p, spec, access)
-            known.given = False
-            found.append(known)
-        self._managed[unit.index] = tuple(found)
+        pairs = zip(self._params[unit.index], unit.params, strict=True)
+        self._managed[unit.index] = tuple(manage(p, spec, access) for p, (_, spec) in pairs)
 
     def give_away(self, values: Sequence[torch.Tensor]) -> None:
         """All parameters are ordinary ones again, with these weights, by their index.  It may be
@@ -179,27 +183,24 @@ class Residences:
         params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=False)
         for p, known, stub in params:
             known.hide(p, stub)
-        self._hid[unit] = self._versions(unit)
-
-    def _versions(self, unit: int) -> tuple[int, ...]:
-        return tuple(map(torch_private.version_of, self._params[unit]))
+        self._edits.hidden(unit)
 
     def _to_views(self, unit: int) -> None:
-        self.note_late_edits(unit)
+        self._edits.end_of_hiding(unit)
         residence = self.current[unit]
         assert residence is not None
         params = zip(self._params[unit], self._managed[unit], residence.views, strict=False)
         for p, known, view in params:
             known.show(p, view)
-        self._seen[unit] = self._versions(unit)
+        self._edits.shown(unit)
 
     def suspend(self, unit: int) -> None:
-        """Nobody may see a resident unit's weights before ``resume``."""
-        self._note_edits(unit)
+        """Nobody may see the weights of a unit that is there before ``resume``."""
+        self._edits.look_while_shown(unit)
         self._to_stubs(unit)
 
     def resume(self, unit: int) -> None:
-        """A resident unit's update is over."""
+        """They may be seen again."""
         self._to_views(unit)
 
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
@@ -207,18 +208,10 @@ class Residences:
         saved these parameters themselves must not be run backward any more."""
         if not self.fixed[unit]:
             return  # no graph has saved more than a handle
-        seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
-        self._seen[unit] = self._hid[unit] = ()  # an exception in between is no edit
         groups = self.parts.groups
-        specs = [spec for _, spec in self.parts.units[unit].params]
-        torch_private.outdate(
-            p for p, spec in zip(self._params[unit], specs, strict=True)
-            if (groups[spec.index] is not None if changed is None else spec.index in changed)
-        )  # fmt: skip
-        if seen:
-            self._seen[unit] = self._versions(unit)
-        if hid:
-            self._hid[unit] = self._versions(unit)
+        self._edits.outdate(
+            unit, lambda i: groups[i] is not None if changed is None else i in changed
+        )
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """The unit's own parameters."""
@@ -230,53 +223,20 @@ class Residences:
         assert residence is not None
         return residence.views[self._place_in_unit[index]]
 
-    def streamed_place(self, p: torch.Tensor) -> tuple[int, int] | None:
-        """The unit of a parameter that moves, and the parameter's place in it."""
-        found = self._unit_place.get(id(p))
-        return found if found is not None and self.streamed[found[0]] else None
-
-    # -- edits by others ------------------------------------------------------------------------
-
-    def _note_edits(self, unit: int) -> None:
-        """Notes which parameters of a unit were changed in place while they showed."""
-        specs = list(self.parts.units[unit].params)
-        for p, (_, spec), seen in zip(self._params[unit], specs, self._seen[unit], strict=False):
-            if torch_private.version_of(p) != seen:
-                self._edited.append(spec.name)
-        self._seen[unit] = ()
-
-    def note_late_edits(self, unit: int) -> None:
-        """Notes which parameters were changed while they did not show, by a tensor over them that
-        was made when they did: it shares their version."""
-        before, self._hid[unit] = self._hid[unit], ()
-        if before and before != (now := self._versions(unit)):
-            names = (spec.name for _, spec in self.parts.units[unit].params)
-            found = zip(names, before, now, strict=True)
-            self._edited += [name for name, then, here in found if then != here]
-
     def refuse_edits(self) -> None:
-        """Raises if weights were changed in place where that can be neither kept nor made whole."""
-        if self._edited:
-            names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
-            raise OffloadError(
-                f"the weights of {names} were changed in place while they were in use (in "
-                "forward), or later by a tensor over them that was made then (p.detach(), p[...]), "
-                "which would be lost or half saved; change them outside of forward, by tensors "
-                "that are made there"
-            )
+        """See ``EditWatch.refuse``."""
+        self._edits.refuse()
 
     def check_shown(self, hidden: Container[int]) -> None:
         """Raises if a parameter that never moves was changed, or given other data, since it showed;
         ``hidden``: units that do not show now."""
         for unit, residence in enumerate(self.current):
-            if self._hid[unit]:
-                self.note_late_edits(unit)
-                self._hid[unit] = self._versions(unit)
+            self._edits.look_while_hidden(unit)
             if self.fixed[unit] and residence is not None and unit not in hidden:
                 self._check(unit, residence.views)
-                self._note_edits(unit)
-                self._seen[unit] = self._versions(unit)
-        self.refuse_edits()
+                self._edits.look_while_shown(unit)
+                self._edits.shown(unit)
+        self._edits.refuse()
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -288,12 +248,16 @@ class Residences:
         if not self.streamed[unit]:
             return
         if self.uses[unit] == 0:
-            self._open(unit)
+            if self.kept == unit:
+                self._take_up(unit)
+            else:
+                self._open(unit)
         self.uses[unit] += 1
         self.use_here(self.groups[unit])
 
     @torch_private.without_grad
     def _open(self, unit: int) -> None:
+        self.let_go()  # its room is not counted on
         places, opened = self._need(unit), list[int]()
         try:
             for member, place in zip(self.groups[unit], places, strict=True):
@@ -377,16 +341,48 @@ class Residences:
                     "inside `with overspill.materialized(model, writeback=True)`"
                 )
 
-    def leave(self, unit: int) -> None:
-        """The counterpart of ``enter``: the last use sends the parameters back to their stubs."""
+    def leave(self, unit: int, *, keep: bool = False) -> None:
+        """The counterpart of ``enter``: the last use sends the parameters back to their stubs.
+
+        ``keep``: what is read once from outside is read again, in chunks or parameter by parameter,
+        so the unit stays open until another one is opened or ``let_go`` is called.
+        """
         if not self.streamed[unit]:
             return
         self.uses[unit] -= 1
         if self.uses[unit] == 0:
-            for member in self.groups[unit]:
-                if not self.fixed[member]:
-                    self._hide(member)
-            self._release(unit)
+            if keep:
+                self._keep(unit)
+            else:
+                self._close(unit)
+
+    def _close(self, unit: int) -> None:
+        for member in self._moving(unit):
+            self._hide(member)
+        self._release(unit)
+
+    def _moving(self, unit: int) -> list[int]:
+        return [member for member in self.groups[unit] if not self.fixed[member]]
+
+    def _keep(self, unit: int) -> None:
+        self.let_go()
+        for member in self._moving(unit):
+            if self.open[member] == 1:
+                self.suspend(member)
+        self.kept = unit
+
+    @torch_private.without_grad
+    def _take_up(self, unit: int) -> None:
+        self.kept = None
+        for member in self._moving(unit):
+            if self.open[member] == 1:
+                self.resume(member)
+
+    def let_go(self) -> None:
+        """What is kept open for readers is so no more."""
+        unit, self.kept = self.kept, None
+        if unit is not None:
+            self._close(unit)
 
     def _release(self, unit: int) -> None:
         """Compute lets go of what it was granted."""
@@ -398,13 +394,15 @@ class Residences:
         """One use of a unit's weights is over; the last sends its parameters to their stubs."""
         if self.open[unit] != 1:
             self.open[unit] = max(0, self.open[unit] - 1)
+            if self.open[unit] == 1 and self.kept is not None and unit in self.groups[self.kept]:
+                self.suspend(unit)  # what is left is for readers alone
             return
         residence, place = self.current[unit], self.places[unit]
         if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)
             self.executor.mark_device_use(place, self.accelerator.record())
-        self._note_edits(unit)
+        self._edits.look_while_shown(unit)
         self._to_stubs(unit)
         if residence is not None:
             watch = torch_private.StorageWatch(residence.storage)
@@ -417,11 +415,16 @@ class Residences:
 
     @property
     def in_use(self) -> bool:
-        """Whether compute has, or was granted, a unit."""
-        return any(self.uses) or any(self.open) or self.executor.in_use
+        """Whether compute has, or was granted, a unit; not what is kept for readers."""
+        kept = () if self.kept is None else self._moving(self.kept)
+        left = any(self.uses) or sum(self.open) > len(kept) or self.returning is not None
+        return left or self.executor.granted > (self.kept is not None)
 
     def reset(self) -> None:
         """No forward and no backward runs: closes what an exception has left open."""
+        if self.returning is not None:
+            self.returning()
+        self.let_go()
         for unit, uses in enumerate(self.uses):
             for _ in range(uses):
                 self.leave(unit)
@@ -432,9 +435,19 @@ class Residences:
         for unit in self.executor.lost(self.uses):
             self._release(unit)
 
-    def view(self, unit: int, offset: int, dtype: torch.dtype, shape: Sequence[int],
-             stride: Sequence[int]) -> torch.Tensor:  # fmt: skip
-        """A tensor over an open unit's slot; ``offset`` in elements of ``dtype`` from its start."""
+    def view(self, unit: int, view: View) -> torch.Tensor:
+        """A tensor over an open unit's slot."""
         residence = self.current[unit]
         assert residence is not None
-        return view_in(residence.storage, 0, dtype, offset, shape, stride)
+        return view_in(residence.storage, 0, view.dtype, view.offset, view.shape, view.stride)
+
+    def whereabouts(self, p: Any) -> tuple[int, View] | None:
+        """The unit of a parameter, and where it lies in its slot; ``None`` if it is another
+        engine's."""
+        known, mine = managed(p), self.parts.parameters
+        if known is None or known.index >= len(mine) or mine[known.index] is not p:
+            return None
+        unit = self.parts.unit_of[known.index]
+        chunk, spec = list(self.parts.units[unit].params)[self._place_in_unit[known.index]]
+        offset = chunk.byte_offset // chunk.dtype.itemsize + spec.offset
+        return unit, View(offset, chunk.dtype, tuple(spec.shape), tuple(spec.stride))

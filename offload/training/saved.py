@@ -8,23 +8,17 @@ import torch
 
 from . import torch_private
 from .backward import Backward
-from .residences import Residences
-
-_VIEWS = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "AliasBackward0"})
+from .managed import Elsewhere
+from .residences import Residences, View
 
 
 class WeightHandle:
     """A saved weight: enough to make the same view again, and the version it must still have."""
 
-    __slots__ = ("_counts", "cast", "dtype", "offset", "shape", "stride", "unit", "version")
+    __slots__ = ("_counts", "unit", "version", "view")
 
-    def __init__(
-        self, unit: int, version: int, t: torch.Tensor, offset: int, cast: torch.dtype | None,
-        counts: list[int],
-    ) -> None:  # fmt: skip
-        self.unit, self.version, self.offset, self.cast = unit, version, offset, cast
-        self.shape, self.stride = tuple(t.shape), tuple(t.stride())
-        self.dtype = t.dtype
+    def __init__(self, unit: int, version: int, view: View, counts: list[int]) -> None:
+        self.unit, self.version, self.view = unit, version, view
         counts[unit] += 1
         self._counts = counts  # last: one that was interrupted here takes nothing back
 
@@ -32,13 +26,6 @@ class WeightHandle:
         counts = getattr(self, "_counts", None)
         if counts is not None:
             counts[self.unit] -= 1
-
-
-class CastHandle(WeightHandle):
-    """A saved low-precision cast of parameter ``param`` (autocast): made again when wanted."""
-
-    __slots__ = ("param",)
-    param: int
 
 
 class _Plain:
@@ -65,14 +52,14 @@ Hooks = tuple[torch_private.Pack, torch_private.Unpack]
 class _Packing:
     """Called for every tensor that autograd saves."""
 
-    __slots__ = ("_outer", "saved")
+    __slots__ = ("outer", "saved")
 
     def __init__(self, saved: SavedTensors, outer: Hooks | None) -> None:
-        self.saved, self._outer = saved, outer
+        self.saved, self.outer = saved, outer
 
     @torch_private.not_compiled  # torch 2.11 would compile it for whatever a compiled part saves
     def __call__(self, t: torch.Tensor) -> Any:
-        return self.saved.pack(t, self._outer)
+        return self.saved.pack(t, self.outer)
 
 
 class SavedTensors:
@@ -95,43 +82,29 @@ class SavedTensors:
         """Whether a pair of hooks is this engine's."""
         return pair is not None and isinstance(pair[0], _Packing) and pair[0].saved is self
 
+    def around(self, pair: Hooks | None) -> Hooks | None:
+        """The pair that encloses this engine's, where that is the innermost; else the innermost."""
+        if pair is None or not isinstance(pair[0], _Packing) or pair[0].saved is not self:
+            return pair
+        return pair[0].outer  # never this engine's
+
     def pack(self, t: torch.Tensor, outer: Hooks | None) -> Any:
         """What to keep instead of ``t``."""
+        # An argument of a Function, which may have read it somehow.
+        found = self._residences.whereabouts(t) if isinstance(t, Elsewhere) else None
+        if found is not None:
+            return self._handle(*found)
         residence = self._residences.by_storage.get(torch_private.storage_key(t))
         if residence is not None:
-            unit = residence.unit
             self._residences.used_here(residence)
-            return WeightHandle(
-                unit, self._versions[unit], t, int(t.storage_offset()), None, self.live
-            )
-        if t.grad_fn is not None and torch.is_autocast_enabled(t.device.type):
-            source = self._cast_of(t)
-            if source is not None:
-                unit, param = source
-                handle = CastHandle(
-                    unit, self._versions[unit], t, int(t.storage_offset()), t.dtype, self.live
-                )
-                handle.param = param
-                return handle
+            view = View(int(t.storage_offset()), t.dtype, tuple(t.shape), tuple(t.stride()))
+            return self._handle(residence.unit, view)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
         return _Plain(t)
 
-    def _cast_of(self, t: torch.Tensor) -> tuple[int, int] | None:
-        """(unit, parameter's place in it) of which ``t`` is a cast or a transpose of a cast."""
-        node: Any = t.grad_fn
-        for _ in range(4):
-            if node is None:
-                return None
-            name = node.name()
-            if name == "ToCopyBackward0":
-                source = node.next_functions[0][0]
-                variable = getattr(source, "variable", None)
-                return None if variable is None else self._residences.streamed_place(variable)
-            if name not in _VIEWS:
-                return None
-            node = node.next_functions[0][0]
-        return None
+    def _handle(self, unit: int, view: View) -> WeightHandle:
+        return WeightHandle(unit, self._versions[unit], view, self.live)
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again; fetches the unit when it is not there."""
@@ -163,8 +136,10 @@ class SavedTensors:
         else:
             self._residences.enter(unit)
         try:
-            # A graph of the backward itself, or a reader outside of it, may keep the tensor.
-            return self._tensor(handle, copy=torch.is_grad_enabled() or not inside)
+            # Whoever keeps the tensor, or gives it out as a gradient, gets one of its own: a graph
+            # of the backward itself, a reader outside of it, a Function written in Python.
+            own = torch.is_grad_enabled() or not inside or not torch_private.for_node_of_torch()
+            return self._tensor(handle, copy=own)
         finally:
             if not inside:
                 self._residences.leave(unit)
@@ -174,11 +149,5 @@ class SavedTensors:
         residence = self._residences.current[handle.unit]
         assert residence is not None
         self._residences.used_here(residence)
-        if isinstance(handle, CastHandle):
-            assert handle.cast is not None
-            cast = residence.views[handle.param].to(handle.cast)
-            return cast.as_strided(handle.shape, handle.stride, handle.offset)
-        view = self._residences.view(
-            handle.unit, handle.offset, handle.dtype, handle.shape, handle.stride
-        )
-        return view.clone() if copy else view
+        t = self._residences.view(handle.unit, handle.view)
+        return t.clone() if copy else t

@@ -3,8 +3,7 @@ seen."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from ..errors import OffloadError
 from ..movement.executor import Executor
@@ -95,14 +94,17 @@ class Showing:
                     "hook reads them); use update='next_forward'"
                 )
 
-    @contextmanager
-    def reading(self, unit: int) -> Iterator[None]:
-        """Inside, the weights of a unit show and are current, for whoever reads them."""
+    # No block: what ends one may be run by the collector, when all was tidied up long ago.
+
+    def begin_reading(self, unit: int) -> list[int]:
+        """From now on the weights of a unit show and are current, for whoever reads them; gives
+        what ``end_reading`` is to be told."""
         hidden = [m for m in self._residences.groups[unit] if m in self._late]
         self.show(unit)
         self._residences.enter(unit)
-        try:
-            yield
-        finally:
-            self._residences.leave(unit)
-            self._hide(hidden)
+        return hidden
+
+    def end_reading(self, unit: int, hidden: list[int]) -> None:
+        """They show no more, if they did not before."""
+        self._residences.leave(unit, keep=not in_backward())  # there one unit is open at a time
+        self._hide(hidden)

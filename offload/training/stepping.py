@@ -47,7 +47,7 @@ class Stepping:
         landing: Landing,
         early: Early,
         collector: GradientCollector,
-        committing: CommitsSteps | None,
+        commits: CommitsSteps | None,
         renew: Callable[[], None],
         random_states: Callable[[], Mapping[str, Any]],
     ) -> None:
@@ -57,7 +57,7 @@ class Stepping:
         self._judges, self._background = blueprint.judges, blueprint.update != "step"
         self._ledger, self._updater, self._residences = ledger, updater, residences
         self._backward, self._showing, self._landing = backward, showing, landing
-        self._early, self._collector, self._committing = early, collector, committing
+        self._early, self._collector, self._commits = early, collector, commits
         self._renew, self._random_states = renew, random_states
         self._protocol = residences.executor.protocol
 
@@ -72,8 +72,8 @@ class Stepping:
         nothing has changed but which resident weights show.
         """
         self._backward.abandon()
-        if self._committing is not None:
-            self._committing.seal()
+        if self._commits is not None:
+            self._commits.seal()
         with self._early.all_final():
             self._collector.take_user_grads()
         self._refuse_changed_groups()
@@ -104,17 +104,17 @@ class Stepping:
             self._landing.land()
 
     def _take(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
-        ledger, committing = self._ledger, self._committing
+        ledger, commits = self._ledger, self._commits
         if not ledger.early:
             self._updater.begin_step(self._groups)
         later = [unit for unit in units if unit not in ledger.early]
         for unit in later:
             self._residences.compute_over(unit)
         self._showing.end_graphs(later)
-        commits = committing is not None and committing.wanted(ledger.count + 1)
-        random = {} if committing is None else self._random_states()
-        ledger.next = Prepared(units, scale, commits, random)
-        self._protocol.step(tuple(units), background=self._background, commit=commits)
+        commit = commits is not None and commits.wanted(ledger.count + 1)
+        random = {} if commits is None else self._random_states()
+        ledger.next = Prepared(units, scale, commit, random)
+        self._protocol.step(tuple(units), background=self._background, commit=commit)
 
     def _refuse_changed_groups(self) -> None:
         changed = self._updater.changed_since_begin(self._groups) if self._ledger.early else None
@@ -126,8 +126,8 @@ class Stepping:
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``."""
-        assert self._committing is not None
-        extra = self._committing.rollback(self._give_up)
+        assert self._commits is not None
+        extra = self._commits.rollback(self._give_up)
         self._renew()
         return extra
 
@@ -152,7 +152,7 @@ class Stepping:
         """
         if not self._judges:
             return 1.0
-        self._protocol.settle()
+        self._protocol.await_gradients()
         indices = [i for present in units.values() for i in present]
         total = self._ledger.total_norm(indices)
         if not math.isfinite(total):

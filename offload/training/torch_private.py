@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -63,6 +65,16 @@ def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     return None if pair is None else (pair[0], pair[1])
 
 
+def of_checkpoint(pair: tuple[Pack, Unpack]) -> bool:
+    """Whether a pair of hooks is that of ``torch.utils.checkpoint``."""
+    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether hooks may be pushed here."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
 def current_graph_task() -> int:
     """Number of the backward pass that this thread runs, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -73,12 +85,42 @@ def in_backward() -> bool:
     return current_graph_task() >= 0
 
 
+def for_node_of_torch() -> bool:
+    """Whether who unpacks a saved tensor is a node of torch's own, which only computes with it; a
+    Function written in Python may hand it out as a gradient, or keep it.
+
+    To be called by what the hook calls.
+    """
+    try:
+        frame = sys._getframe(3)  # without this, the engine's unpacking and the hook
+    except ValueError:
+        return True  # a thread of autograd's own
+    return frame.f_code is _engine_run_backward.__code__
+
+
+def graph_clock() -> int:
+    """The number that the next node of this thread's graph will have."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def made_since(t: torch.Tensor, clock: int) -> bool:
+    """Whether a tensor is the result of a node made since the clock was so."""
+    return t.grad_fn is not None and int(t.grad_fn._sequence_nr()) >= clock
+
+
 def in_module() -> bool:
     """Whether a module's forward, or compiled code, is among this thread's callers."""
     return any(
         "_call_impl" in frame.f_code.co_name or _is_compiled(frame)  # or what dynamo makes of it
         for frame in callers()
     )
+
+
+def in_computation() -> bool:
+    """Whether a module's forward, a Function's, or a backward pass is among this thread's
+    callers."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return in_backward() or in_module() or any(frame.f_code is apply for frame in callers())
 
 
 def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
@@ -96,6 +138,11 @@ def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
 
 def _is_compiled(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo")
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Whether a part of a module runs in TorchScript, which asks no tensor's class."""
+    return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -260,6 +307,15 @@ def profiler_active() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def not_a_graph(function: F) -> F:
+    """``torch.compile`` makes no graph of ``function`` itself; what it calls may become graphs, and
+    it may become a part of one that it is called from."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
+    return function
+
+
 def not_compiled(function: F) -> F:
     """``torch.compile`` runs ``function``, and all that it calls, as it is, without tracing."""
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # what torch.compiler.disable uses
@@ -272,7 +328,14 @@ def not_compiled(function: F) -> F:
         finally:
             set_eval_frame(before)
 
+    # Where torch's own code calls it it is a frame of its own, where compiled code does a call.
+    not_a_graph(as_it_is)
     as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # What ``fullgraph=True`` then raises ends with this.
+    as_it_is._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "overspill moves weights where modules begin and end, so no graph of several is whole; "
+        "leave fullgraph=True out, or give it to single blocks (block.compile(fullgraph=True))"
+    )
     return as_it_is  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
+        self._at_work: set[threading.Thread] = set()
         self._closer: threading.Thread | None = None
 
     def claim(self) -> None:
@@ -20,6 +21,16 @@ class Trainer:
         pass, in which modules are called again where a checkpoint recomputes."""
         if not in_backward():
             self._thread = threading.current_thread()
+            self._at_work.add(self._thread)
+
+    def begins(self) -> None:
+        """A forward of the whole model begins."""
+        self._at_work.clear()
+
+    def alone(self) -> bool:
+        """Whether no other thread has claimed since: it may run a part of the same forward."""
+        me = threading.current_thread()
+        return not any(t is not me and t.is_alive() for t in list(self._at_work))
 
     def closes(self) -> None:
         """The calling thread ends all, whoever trains."""

@@ -10,7 +10,7 @@ import pytest
 from overspill.io_engine import IoEngine
 from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE
-from overspill.io_engine.simulated import Faults, faulty_disk
+from tests.faults import Faults, faulty_disk
 from tests.io_parts import MIB, Open
 
 

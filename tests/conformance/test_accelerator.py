@@ -140,12 +140,21 @@ def test_page_lock_is_undone_by_close(any_accelerator: Accelerator) -> None:
     host = torch.zeros(4 * MIB, dtype=torch.uint8, device="cpu")
     any_accelerator.page_lock(host.data_ptr(), host.numel())
     any_accelerator.close()
-    host.fill_(1)
+    again = make(any_accelerator.name)  # a vendor refuses what is locked already
+    try:
+        again.page_lock(host.data_ptr(), host.numel())
+        assert host.fill_(1).sum() == host.numel()
+    finally:
+        again.close()
 
 
-def test_close_again_does_nothing(any_accelerator: Accelerator) -> None:
-    any_accelerator.close()
-    any_accelerator.close()
+@pytest.mark.parametrize("kind", ["cpu", *WITH_MEMORY])
+def test_close_ends_all_threads_and_again_does_nothing(kind: str) -> None:
+    before = set(threading.enumerate())
+    accelerator = make(kind)
+    accelerator.close()
+    accelerator.close()
+    assert set(threading.enumerate()) == before
 
 
 def test_the_cpu_refuses_memory_and_copies() -> None:

@@ -139,6 +139,7 @@ def test_edges_reach_through_other_streams(bench: Bench) -> None:
     out = bench.copy_out(0, 4 * KIB, copied)
     bench.sim.wait(out)
     bench.used(0, 4 * KIB)
+    assert copied.done() and out.done(), "whoever waited for the second has waited for the first"
 
 
 def test_what_the_host_has_seen_orders_what_it_starts(bench: Bench) -> None:
@@ -147,9 +148,11 @@ def test_what_the_host_has_seen_orders_what_it_starts(bench: Bench) -> None:
     out = bench.copy_out(0, 4 * KIB, bench.sim.record())
     while not out.done():
         time.sleep(0.0005)
+    bench.host.fill_(3)
     bench.copy_in(0, 4 * KIB)
     bench.sim.synchronize()
     bench.used(0, 4 * KIB)
+    assert bench.arena[: 4 * KIB].eq(3).all()
 
 
 def test_what_another_thread_has_seen_orders_nothing(bench: Bench) -> None:
@@ -189,9 +192,12 @@ def test_on_done_may_start_the_next_copy(bench: Bench) -> None:
 
 
 def test_copies_out_and_reads_do_not_hinder_each_other(bench: Bench) -> None:
+    bench.host.fill_(3)
     copied = bench.copy_in(0, 8 * KIB)
     bench.copy_out(0, 8 * KIB, copied)
-    bench.copy_out(0, 4 * KIB, copied)
+    last = bench.copy_out(0, 4 * KIB, copied)
+    last.synchronize()
+    assert bench.host.eq(3).all() and bench.arena[: 8 * KIB].eq(3).all()
 
 
 def test_a_refused_access_leaves_no_trace(bench: Bench) -> None:

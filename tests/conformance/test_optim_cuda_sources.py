@@ -100,7 +100,7 @@ def test_rules_use_the_kernels_on_a_gpu(
         found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job))
         ctypes.c_int32.from_address(flag).value = found
 
-    monkeypatch.setattr(kernels, "serves", lambda _: False)
+    monkeypatch.setattr(kernels, "serves", lambda kernel, _: False)
     monkeypatch.setattr(device, "serves", lambda kernel, _: kernel == "adam")
     monkeypatch.setattr(device, "_launch", launch)
     oracle, mine = (make_job("adamw", 5000, torch.bfloat16, "split", moments) for _ in range(2))

@@ -48,7 +48,7 @@ class Mutant:
 
 
 MOVES, VISITS = "movement/moves.py", "movement/visits.py"
-EXECUTOR, WORKER = "movement/executor.py", "movement/update_worker.py"
+EXECUTOR, WORKER = "movement/executor.py", "movement/update_lane.py"
 GRADIENTS, RESIDENCES = "training/gradients.py", "training/residences.py"
 STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import overspill
-from overspill.decide import decide
 from overspill.planning.plan import Preference
+from overspill.plans import make_blueprint
 from tests.parity.test_properties import drawn_model, drawn_options, fitting, trained
 
 
@@ -27,7 +27,9 @@ def check(native: ModuleType, seed: int, steps: int, folder: Path) -> None:
     prefer = rng.choice([None, Preference(visiting=rng.choice([0.3, 1.0]))])
     native.set_delays(seed, rng.choice([0, 5, 30]), 1000)
     try:
-        with mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)):
+        with mock.patch(
+            "overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)
+        ):
             got = trained(model, options, steps)
     except overspill.BudgetError:  # the preference needs more than what fits without it
         got = trained(model, options, steps)

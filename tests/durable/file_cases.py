@@ -165,7 +165,7 @@ def cases(folder: Path, watch: Watch) -> None:
     optimizer.close()
     found = manifest.read_manifest(c)
     assert found is not None
-    commits = [each for each in found.log.records if each.kind == manifest.Kind.COMMIT]
+    commits = [each for each in found.log.records if each.kind == manifest.RecordKind.COMMIT]
     with (c / manifest.MANIFEST_NAME).open("r+b") as log:
         log.seek(commits[-2].offset)
         log.write(b"\x01" * 64)

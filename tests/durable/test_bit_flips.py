@@ -13,7 +13,7 @@ from torch import nn
 import overspill
 from overspill.durable.inspect import inspect_store
 from overspill.io_engine.committed import find_store
-from overspill.io_engine.manifest import MANIFEST_NAME, Kind
+from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind
 from overspill.io_engine.reading import StoreReader
 from overspill.io_engine.store import STORE_NAME
 from tests.devices import CPU, normal
@@ -64,7 +64,7 @@ def loaded(folder: Path) -> dict[str, list[tuple[int, int]]]:
         for piece in item.extents[role].pieces
     ]  # fmt: skip
     seal = store.manifests[0].log.records[-1]
-    assert seal.kind == Kind.SEAL
+    assert seal.kind == RecordKind.SEAL
     return {STORE_NAME: data, MANIFEST_NAME: [(0, seal.offset)]}
 
 

@@ -23,11 +23,11 @@ from torch import nn
 import overspill
 import overspill.movement.store
 from overspill.io_engine import IoEngine
-from overspill.io_engine.manifest import MANIFEST_NAME, Kind, read_manifest
+from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
 from overspill.io_engine.native import NATIVE
-from overspill.io_engine.simulated import Faults, faulty_disk
 from overspill.io_engine.store import STORE_NAME
 from tests.devices import CPU, normal
+from tests.faults import Faults, faulty_disk
 
 WIDTH, STEPS = 64, 6
 MODES: list[dict[str, Any]] = [
@@ -208,7 +208,7 @@ def test_a_record_whose_flush_failed_is_written_again(
         fail(tmp_path, MODES[0])
     at = (tmp_path / MANIFEST_NAME).stat().st_size
     record = read_manifest(tmp_path).log.records[-1]  # type: ignore[union-attr]
-    assert record.kind == Kind.COMMIT and record.end == at
+    assert record.kind == RecordKind.COMMIT and record.end == at
     calls: list[tuple[str, str, int]] = []
     with monkeypatch.context() as patch:
         write, flush = os.pwrite, os.fdatasync

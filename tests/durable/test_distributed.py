@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import overspill
 from overspill.state.distributed_checkpoint import DistributedFolder
-from overspill.state.loading import WeightFiles
+from overspill.state.weight_files import WeightFiles
 from tests.devices import CPU
 from tests.models import TinyLM, train
 
@@ -124,17 +124,17 @@ def test_an_import_holds_a_few_tensors(
     alive, most = [0], [0]
 
     def counted(real: Any) -> Any:
-        def load(self: Any, name: str) -> torch.Tensor:
+        def read(self: Any, name: str) -> torch.Tensor:
             tensor: torch.Tensor = real(self, name)
             alive[0] += 1
             most[0] = max(most[0], alive[0])
             weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - 1))
             return tensor
 
-        return load
+        return read
 
     monkeypatch.setattr(DistributedFolder, "tensor", counted(DistributedFolder.tensor))
-    monkeypatch.setattr(WeightFiles, "load", counted(WeightFiles.load))
+    monkeypatch.setattr(WeightFiles, "read", counted(WeightFiles.read))
     with overspill.empty_init():
         other = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False)
                                       for _ in range(layers)))  # fmt: skip

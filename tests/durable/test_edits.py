@@ -20,7 +20,7 @@ import overspill
 from overspill.errors import OffloadError
 from overspill.movement.direct import DirectAccess
 from overspill.state.contents import Contents
-from overspill.state.weight_access import Weights
+from overspill.state.weight_door import WeightDoor
 from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
 
@@ -114,7 +114,7 @@ def test_an_edit_of_another_part_does_not_end_one(
         optimizer.commit()
         state = optimizer.state_dict()
         edit = lambda: optimizer.load_state_dict(state)  # noqa: E731
-        interrupt(monkeypatch, Contents, "fill", 3, edit)
+        interrupt(monkeypatch, Contents, "load", 3, edit)
         model.load_state_dict(weights(model))
         with pytest.raises(OffloadError, match="was interrupted"):
             optimizer.commit()
@@ -130,7 +130,7 @@ def test_a_state_dict_is_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
         optimizer.commit()
         wanted = weights(model)
         other = {name: torch.ones_like(value) for name, value in wanted.items()}
-        interrupt(monkeypatch, Contents, "fill", 4, lambda: model.load_state_dict(other))
+        interrupt(monkeypatch, Contents, "load", 4, lambda: model.load_state_dict(other))
         with pytest.raises(OffloadError, match="was interrupted"):
             optimizer.commit()
     again, optimizer = resumed(tmp_path)
@@ -141,10 +141,10 @@ def test_a_state_dict_is_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
         again[0].load_state_dict({"0.weight": torch.zeros(96, 96)}, strict=False)
         optimizer.commit()
         # A load that was interrupted is no frame for what comes after a rollback.
-        interrupt(monkeypatch, Contents, "fill", 4, lambda: again.load_state_dict(other))
+        interrupt(monkeypatch, Contents, "load", 4, lambda: again.load_state_dict(other))
         optimizer.rollback()
         part = {name: torch.ones_like(value) for name, value in again[1].state_dict().items()}
-        interrupt(monkeypatch, Weights, "write", 2, lambda: again[1].load_state_dict(part))
+        interrupt(monkeypatch, WeightDoor, "write", 2, lambda: again[1].load_state_dict(part))
         with pytest.raises(OffloadError, match="was interrupted"):
             optimizer.commit()
         again[1].load_state_dict(part)

@@ -22,7 +22,7 @@ from overspill.errors import OffloadError
 from overspill.io_engine import store
 from overspill.io_engine.native import crc32
 from overspill.optim.formats import join_halves, split_master
-from overspill.state.loading import WeightFiles
+from overspill.state.weight_files import WeightFiles
 from tests.devices import about_files
 
 pytestmark = about_files
@@ -58,7 +58,7 @@ def test_shards_and_torch_file_load(tmp_path: Path) -> None:
     values, tree = export_small(tmp_path / "out")
     files = WeightFiles(tmp_path / "out")
     for number, value in enumerate(values):
-        assert torch.equal(files.load(f"w{number}"), value)
+        assert torch.equal(files.read(f"w{number}"), value)
     assert len(list((tmp_path / "out").glob("model-*-of-00002.safetensors"))) == 2
     for mapped in (False, True):
         found = torch.load(tmp_path / "out" / OPTIMIZER, weights_only=True, mmap=mapped)
@@ -78,7 +78,7 @@ def test_a_file_system_that_cannot_allocate_ahead(
     monkeypatch.setattr(store, "_libc", Unable())
     values, _ = export_small(tmp_path / "out")
     assert verify_export(tmp_path / "out", lambda nbytes: None) == []
-    assert torch.equal(WeightFiles(tmp_path / "out").load("w0"), values[0])
+    assert torch.equal(WeightFiles(tmp_path / "out").read("w0"), values[0])
 
 
 def test_a_full_disk_is_told_before_anything_is_written(

@@ -198,8 +198,12 @@ def test_another_generator_of_numpy_is_left_alone(tmp_path: Path) -> None:
         model = build()
         with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
             train(model, optimizer, 2)
-        model, optimizer = resumed(tmp_path)
+        np.random.random(5)
+        kept = np.random.get_bit_generator().state
+        _, optimizer = resumed(tmp_path)
         optimizer.close()
+        now = np.random.get_bit_generator().state
+        assert now["bit_generator"] == "PCG64" and now == kept
     finally:
         np.random.set_bit_generator(before)
 
@@ -225,15 +229,22 @@ def test_a_loader_that_leaves_a_weight_out_is_no_half_edit(tmp_path: Path) -> No
     model = build()
     with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
         train(model, optimizer, 1)
-        state = {**weights(model), "5.weight": torch.zeros(3, 3)}
+        before = {name: value.clone() for name, value in weights(model).items()}
+        state = {name: value + 1 for name, value in before.items()}
+        state["5.weight"] = torch.zeros(3, 3)  # of another shape
 
         def load(module: nn.Module, prefix: str = "") -> None:
             module._load_from_state_dict(state, prefix, {}, False, [], [], [])
             for name, child in module.named_children():
                 load(child, f"{prefix}{name}.")
 
+        given = dict(state)
         load(model)
+        assert all(state[name] is value for name, value in given.items()), "it is the loader's own"
         optimizer.commit()
+    again, optimizer = resumed(tmp_path)
+    with optimizer:
+        assert_same(weights(again), {**state, "5.weight": before["5.weight"]})
 
 
 def test_steps_that_change_their_count_alone_are_committed_at_the_end(tmp_path: Path) -> None:

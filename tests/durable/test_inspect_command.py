@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import overspill
 from overspill.cli.app import app
-from overspill.io_engine.manifest import MANIFEST_NAME, Kind, read_manifest
+from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
 from overspill.io_engine.store import STORE_NAME
 from tests.devices import CPU
 from tests.resumed import adamw, assert_same, build, options, train, weights
@@ -28,7 +28,7 @@ def damage_last_commit(store: Path) -> None:
     """Behind it stands its seal, so it was whole once."""
     found = read_manifest(store)
     assert found is not None
-    last = [record for record in found.log.records if record.kind == Kind.COMMIT][-1]
+    last = [record for record in found.log.records if record.kind == RecordKind.COMMIT][-1]
     data = bytearray((store / MANIFEST_NAME).read_bytes())
     data[last.offset + 100] ^= 1
     (store / MANIFEST_NAME).write_bytes(data)

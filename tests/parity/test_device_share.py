@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import overspill
-from overspill.decide import decide
 from overspill.facts.tier import Tier
 from overspill.planning.bounds import device_update_share
-from overspill.planning.choose import choose_plan
+from overspill.planning.choose import choose_layout
 from overspill.planning.plan import Budgets, Preference
 from overspill.planning.planner import make_layout
+from overspill.plans import make_blueprint
 from tests.devices import SIM, about_sim
 from tests.models import TinyLM, adamw, train, weights
 from tests.patience import in_the_end
@@ -30,7 +30,7 @@ def run(
     torch.manual_seed(0)
     model = TinyLM(depth=16)
     with (
-        mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+        mock.patch("overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)),
         overspill.wrap(model, adamw(model), device=device, update=update, **options) as optimizer,
     ):
         plan = optimizer.plan
@@ -97,21 +97,21 @@ def test_the_plan_updates_there_where_that_pays() -> None:
         budgets = Budgets(int(0.95 * parts.weight_bytes), 10**9, None)
         needs = replace(needs, update="next_forward")
         slow = replace(RATES, update_params_s=2e5, device_update_params_s=2e7)
-        chosen = choose_plan(parts, budgets, needs, None, slow)
+        chosen = choose_layout(parts, budgets, needs, None, slow)
         assert chosen.needs.prefer.device > 0
         share = device_update_share(chosen.layout)
-        plain = choose_plan(parts, budgets, needs, None, slow, prefer=Preference())
+        plain = choose_layout(parts, budgets, needs, None, slow, prefer=Preference())
         assert chosen.step_s is not None and plain.step_s is not None
         assert share > 0.05 and chosen.step_s < (1 - share / 2) * plain.step_s
         link = replace(RATES, h2d_bytes_s=1e6, d2h_bytes_s=1e9, update_params_s=1e9)
-        assert choose_plan(parts, budgets, needs, None, link).needs.prefer.device < 1
+        assert choose_layout(parts, budgets, needs, None, link).needs.prefer.device < 1
 
 
 def test_commits_and_updates_in_backward_stay_on_the_host() -> None:
     """Commits are written from host memory: the share is not tried there."""
     parts, _, needs = draw(0)
     budgets = Budgets(int(0.95 * parts.weight_bytes), 10**9, 10**9)
-    for ruled_out in (replace(needs, durable=True), replace(needs, update="backward")):
+    for ruled_out in (replace(needs, commit_every=1), replace(needs, update="backward")):
         wished = replace(ruled_out, prefer=Preference(device=1.0))
         layout, _, shortfalls = make_layout(parts, budgets, wished)
         assert not shortfalls and device_update_share(layout) == 0
@@ -128,16 +128,16 @@ def test_the_plan_sends_state_there_where_that_pays() -> None:
     slow = replace(
         RATES, h2d_bytes_s=1e8, d2h_bytes_s=1e8, update_params_s=1e6, device_update_params_s=1e9
     )
-    chosen = choose_plan(parts, budgets, needs, None, slow)
+    chosen = choose_layout(parts, budgets, needs, None, slow)
     visiting = chosen.needs.prefer.visiting
     assert visiting > 0.5 and device_update_share(chosen.layout) > 0.5
-    without = choose_plan(
+    without = choose_layout(
         parts, budgets, needs, None, slow, prefer=replace(chosen.needs.prefer, visiting=0.0)
     )
     assert chosen.step_s is not None and without.step_s is not None
     assert chosen.step_s < 0.7 * without.step_s
     link = replace(RATES, h2d_bytes_s=1e6, d2h_bytes_s=1e6, update_params_s=1e9)
-    assert choose_plan(parts, budgets, needs, None, link).needs.prefer.visiting == 0
+    assert choose_layout(parts, budgets, needs, None, link).needs.prefer.visiting == 0
 
 
 @about_sim
@@ -156,7 +156,9 @@ def test_a_run_is_faster_by_what_the_plan_says() -> None:
             model = TinyLM(depth=16)
             prefer = Preference(visiting=share)
             with (
-                mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)),
+                mock.patch(
+                    "overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)
+                ),
                 overspill.wrap(model, adamw(model), device=SIM, update="step", **options) as ours,
             ):
                 train(model, ours, 6)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import overspill
-from tests.devices import CPU, plainly
+from overspill.errors import OffloadError
+from tests.devices import CPU, SIM, plainly
 from tests.models import adamw, batch, weights
 from tests.parity.twins import NVME, make
 
@@ -117,3 +119,57 @@ def test_resident_weights_are_not_read_while_they_are_updated() -> None:
             o.zero_grad()
         assert torch.equal(model.embed.weight, plain.embed.weight)
         assert torch.equal(model.state_dict()["embed.weight"], plain.embed.weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [NVME, {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}],
+    ids=["streamed", "device"],
+)
+def test_the_norm_of_gradients_that_backward_has_applied(
+    options: dict[str, Any], accumulate: int, tmp_path: Path
+) -> None:
+    """Trainers ask for it only to log it, with a limit that nothing reaches."""
+    model, plain = make(), make()
+    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, update="backward", accumulate=accumulate,
+        rates=overspill.Rates(), **options,
+    ) as ours:  # fmt: skip
+        for step in range(3):
+            norms = []
+            for m, o in ((plain, theirs), (model, ours)):
+                for micro in range(accumulate):
+                    (m(*batch(accumulate * step + micro)) / accumulate).backward()
+                limit = float("inf") if step else 1e9
+                norms.append(torch.nn.utils.clip_grad_norm_(m.parameters(), limit).item())
+                o.step()
+                o.zero_grad()
+            assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        for name, value in weights(model).items():
+            assert torch.equal(value, weights(plain)[name]), name
+        model(*batch(0)).backward()
+        if accumulate == 1:
+            with pytest.raises(OffloadError, match="applied this gradient already"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def test_norms_that_nobody_asked_for_in_the_first_step_are_not_taken(tmp_path: Path) -> None:
+    model = make()
+    with overspill.wrap(
+        model, adamw(model), nvme=tmp_path, update="backward", rates=overspill.Rates(), **NVME
+    ) as ours:
+        ledger = ours._engine.machinery.ledger
+        model(*batch(0)).backward()
+        assert ledger.measures
+        ours.step()
+        ours.zero_grad()
+        model(*batch(1)).backward()
+        assert not ledger.measures
+        with pytest.raises(OffloadError, match="ask after the next backward"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        ours.step()
+        ours.zero_grad()
+        model(*batch(2)).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")) > 0

@@ -93,6 +93,6 @@ def test_what_is_at_hand_is_not_asked_for(
             optimizer.step()
             optimizer.zero_grad()
     kinds = [type(signal) for signal in asked]
-    settled = [s for s in asked if isinstance(s, Await) and s.until is Until.SETTLED]
+    settled = [s for s in asked if isinstance(s, Await) and s.until is Until.ARRIVED]
     assert GradRoom not in kinds and len(settled) == kinds.count(Step) == 1
     assert (Need in kinds) == (update == "next_forward")

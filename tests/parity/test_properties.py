@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.decide import decide
 from overspill.movement.accelerators.sim import SimAccelerator
 from overspill.movement.updates import Updater
 from overspill.planning.plan import Preference
+from overspill.plans import make_blueprint
 from tests.devices import CPU, DEVICE, SIM, about_sim
 from tests.models import TinyLM, adamw, batch
 
@@ -131,7 +131,7 @@ def check(seed: int, steps: int, folder: Path) -> None:
     model = drawn_model(seed)
     options = fitting(model, rng, drawn_options(rng, folder))
     prefer = rng.choice([None, Preference(visiting=rng.choice([0.3, 1.0]))])
-    with mock.patch("overspill.wrapping.decide", partial(decide, prefer=prefer)):
+    with mock.patch("overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)):
         got = trained(model, options, steps)
     for name, value in expected.items():
         assert torch.equal(value, got[name]), f"seed {seed}: {name} differs under {options}"

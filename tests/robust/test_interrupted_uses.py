@@ -16,6 +16,7 @@ from torch import nn
 
 import overspill
 from overspill.schedule.messages import Freed
+from overspill.training.edit_watch import EditWatch
 from overspill.training.residences import Residences
 from tests.devices import CPU, SIM, normal
 from tests.robust.test_interrupted_anywhere import PACKAGE, Interrupted, Tripwire, same, state
@@ -42,15 +43,23 @@ def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("place", TIGHT)
-@pytest.mark.parametrize("at", ["_to_views", "_note_edits", "_residence", "_hide"])
+@pytest.mark.parametrize(
+    ("of", "at"),
+    [
+        (Residences, "_to_views"),
+        (EditWatch, "look_while_shown"),
+        (Residences, "_residence"),
+        (Residences, "_hide"),
+    ],
+)
 def test_a_unit_that_is_half_shown_or_half_hidden(
-    at: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: type, at: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are read, so that slots go round; what is then read and edited is the unit's own."""
+    real: Callable[..., Any] = getattr(of, at)
     model, optimizer = wrapped(tmp_path, place)
-    real: Callable[..., Any] = getattr(Residences, at)
 
-    def interrupted(self: Residences, unit: int) -> Any:
+    def interrupted(self: Residences | EditWatch, unit: int) -> Any:
         if unit != 1:
             return real(self, unit)
         monkeypatch.undo()
@@ -60,7 +69,7 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
 
     with optimizer, torch.no_grad():
         expected, params = state(model), dict(model.named_parameters())
-        monkeypatch.setattr(Residences, at, interrupted)
+        monkeypatch.setattr(of, at, interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, WIDTH))
         for number in (4, 3, 2):
@@ -236,3 +245,69 @@ def test_no_mode_of_torch_is_left_behind(tmp_path: Path) -> None:
             assert not torch.is_autocast_enabled("cpu"), at
         assert reached or seen == at - 1
     assert at > 5
+
+
+@pytest.mark.parametrize("place", TIGHT)
+@pytest.mark.parametrize("then", ["forward", "state_dict", "close"])
+def test_edits_of_a_block_that_was_interrupted_are_dropped(
+    then: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is used next sees the weights, and the last step is kept."""
+    model, optimizer = wrapped(tmp_path, place)
+    model(normal(0, 4, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = state(model)
+    with torch.no_grad():
+        loss = model(normal(1, 4, WIDTH)).sum().item()
+    residences = type(optimizer._engine._residences)
+    real = residences.take_back
+
+    def interrupted(*given: Any) -> None:
+        monkeypatch.setattr(residences, "take_back", real)
+        raise KeyboardInterrupt
+
+    kept: list[BaseException] = []  # as a notebook keeps the last one
+    try:
+        with overspill.materialized(model):
+            for p in model.parameters():
+                p.data.fill_(3.0)
+            monkeypatch.setattr(residences, "take_back", interrupted)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    assert kept
+    if then == "forward":
+        with torch.no_grad():
+            assert model(normal(1, 4, WIDTH)).sum().item() == loss
+    if then != "close":
+        assert same(expected, state(model))
+    optimizer.close()
+    kept.clear()
+    again = build()
+    optimizer, _ = overspill.resume(
+        again, tmp_path, torch.optim.SGD(again.parameters(), lr=0.1), **TIGHT[place]
+    )
+    with optimizer:
+        assert optimizer.step_count == 1 and same(expected, state(again))
+
+
+def test_what_is_declared_ends_with_its_block(tmp_path: Path) -> None:
+    """However it ends, and whether or not anybody keeps the exception."""
+    _, optimizer = wrapped(tmp_path, next(iter(TIGHT)), update="backward", accumulate=2)
+    early = optimizer._engine._loop._early
+    with optimizer:
+        assert not early._final()
+        declared = optimizer.accumulate(final=True)
+        assert not early._final(), "it has not begun"
+        try:
+            with declared:
+                assert early._final()
+                with optimizer.accumulate(final=False):
+                    assert not early._final()
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            kept = error
+        assert not early._final() and kept.__traceback__ is not None
+        with optimizer.accumulate(final=True):
+            assert early._final()
+        assert len(early._declared) <= 3, "those that ended are forgotten"

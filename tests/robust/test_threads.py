@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import overspill
 from overspill.errors import OffloadError
 from overspill.movement.unsignalled import Unsignalled
-from tests.devices import CPU, forget_races
+from tests.devices import CPU, SIM, forget_races, normal, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES
 from tests.patience import WAIT_S
@@ -109,9 +110,15 @@ def test_after_a_thread_has_ended_any_other_goes_on(use: str, tmp_path: Path) ->
         thread.start()
         thread.join()
         if use == "unwrap":
-            overspill.unwrap(model)
+            kept = overspill.unwrap(model).state_dict()
         else:
             USES[use](model, optimizer)
+            kept = weights(model)
+        torch.manual_seed(0)
+        plain = TinyLM()
+        train(plain, adamw(plain), 1)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(kept[name].to(value.device), value)
 
 
 @pytest.mark.timeout(120)
@@ -236,3 +243,56 @@ def test_work_is_over_when_its_caller_was_interrupted() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         runner.close()
+
+
+class Branches(torch.nn.Module):
+    """Runs one chain of layers in a thread of a pool, and the other beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (
+            torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(6)
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(chain: Any, x: torch.Tensor) -> torch.Tensor:
+            for layer in chain:
+                x = layer(x)
+            return x
+
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(run, self.other, x)
+            return run(self.one, x) + beside.result()
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": CPU, "host_memory": "64KiB"},
+        {"device": SIM, "device_memory": "48KiB", "host_memory": "4MiB"},
+    ],
+)
+def test_modules_of_one_forward_may_run_in_threads(
+    options: dict[str, Any], update: Any, tmp_path: Path
+) -> None:
+    model, plain = Branches(), Branches()
+    theirs = plainly(overspill.optim.SGD, plain.parameters(), lr=0.1)
+    with overspill.wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nvme=tmp_path, update=update,
+        rates=overspill.Rates(), **options,
+    ) as optimizer:  # fmt: skip
+        device = optimizer._engine.machinery.accelerator.device
+        plain.to(device)
+        for number in range(6):
+            x = normal(number, 4, 32).to(device)
+            for m, o in ((plain, theirs), (model, optimizer)):
+                m(x).square().sum().backward()
+                o.step()
+                o.zero_grad()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name

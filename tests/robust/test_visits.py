@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import overspill
-from overspill.decide import decide
 from overspill.errors import OffloadError
 from overspill.facts.trace import Trace
 from overspill.movement.accelerators.base import CopyDone
@@ -20,8 +19,9 @@ from overspill.movement.accelerators.sim import SimAccelerator
 from overspill.movement.events import RangeEvents
 from overspill.movement.pools import Arenas
 from overspill.movement.updates import Updater
-from overspill.movement.visits import Parts, Visits
+from overspill.movement.visits import RecordParts, Visits
 from overspill.planning.plan import Preference
+from overspill.plans import make_blueprint
 from overspill.schedule.arena import Place
 from overspill.schedule.messages import Update
 from tests.devices import SIM, about_sim
@@ -34,9 +34,9 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
     """A wrapped model all of whose state visits a device whose copies ``disturb`` may break."""
     torch.manual_seed(0)
     model = TinyLM(width=128, depth=6)
-    choose = partial(decide, prefer=Preference(visiting=1.0))
+    choose = partial(make_blueprint, prefer=Preference(visiting=1.0))
     with (
-        mock.patch("overspill.wrapping.decide", choose),
+        mock.patch("overspill.wrapping.make_blueprint", choose),
         mock.patch(
             "overspill.wrapping.make_accelerator",
             lambda device, rates: SimAccelerator(rates, disturb=disturb),
@@ -105,8 +105,8 @@ class Instant:
 @pytest.mark.parametrize("leg", ["start", "back"])
 def test_what_follows_waits_for_every_copy(leg: str) -> None:
     """The next leg begins once, when the events of all copies are known, however soon they end."""
-    parts = Parts(*(Place(overspill.Tier.HOST, 4096 * i, 4096) for i in range(3)))
-    there = Parts(*(Place(overspill.Tier.DEVICE, 4096 * i, 4096) for i in range(3)))
+    parts = RecordParts(*(Place(overspill.Tier.HOST, 4096 * i, 4096) for i in range(3)))
+    there = RecordParts(*(Place(overspill.Tier.DEVICE, 4096 * i, 4096) for i in range(3)))
     slot = Place(overspill.Tier.DEVICE, 0, 3 * 4096)
     update = Update(0, 0, parts.weights, parts.grads, parts.state, slot)
     arenas = Arenas(*(torch.zeros(3 * 4096, dtype=torch.uint8) for _ in range(2)))

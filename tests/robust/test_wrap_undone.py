@@ -18,8 +18,8 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.state.contents import Contents
-from overspill.state.filling import Taken
 from overspill.state.model_state import StateHooks
+from overspill.state.taken import Taken
 from overspill.training import torch_private
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import batch
@@ -100,14 +100,14 @@ def after(calls: int, error: type[BaseException], method: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("where", ["fill", "free", "hooks", "end"])
+@pytest.mark.parametrize("where", ["load", "free", "hooks", "end"])
 def test_the_model_is_given_back(
     where: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = made()
     with monkeypatch.context() as patched:
-        if where == "fill":
-            patched.setattr(Contents, "fill", after(3, Full, Contents.fill))
+        if where == "load":
+            patched.setattr(Contents, "load", after(3, Full, Contents.load))
         elif where == "free":
             patched.setattr(Taken, "free", after(3, KeyboardInterrupt, Taken.free))
         elif where == "hooks":
@@ -131,7 +131,7 @@ def test_an_interrupt_anywhere_leaves_the_model_whole(tmp_path: Path) -> None:
         def called(frame: Any, event: str, _: object) -> None:
             nonlocal seen
             if event == "call" and frame.f_globals.get("__name__", "").startswith("overspill."):
-                seen += bool(seen or frame.f_code.co_name == "fill")
+                seen += bool(seen or frame.f_code.co_name == "load")
                 if seen == at > 0:
                     sys.setprofile(None)
                     raise KeyboardInterrupt
@@ -188,7 +188,7 @@ def test_weights_of_files_are_not_given_back(
     save_file(values, folder / "model.safetensors")
     with overspill.empty_init():
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
-    monkeypatch.setattr(Contents, "fill", after(2, Full, Contents.fill))
+    monkeypatch.setattr(Contents, "load", after(2, Full, Contents.load))
     with caplog.at_level(logging.ERROR, "overspill"), pytest.raises(Full):
         optimizer = torch.optim.AdamW(model.parameters())
         overspill.wrap(model, optimizer, device=CPU, weights=folder)
@@ -275,3 +275,41 @@ def test_an_unwrap_whose_last_commit_fails_is_one(tmp_path: Path) -> None:
         overspill.unwrap(model)
     assert type(model.embed.weight) is nn.Parameter
     overspill.wrap(model, torch.optim.SGD(model.parameters()), device=CPU).close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", ["contents", "taken", "cleared"])
+def test_an_interrupt_between_the_parts_of_a_wrap_leaves_nothing(
+    where: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anybody has what has started threads, and after all is done but to hand it out."""
+    model, optimizer = made()
+
+    class Cleared(type(optimizer.state)):  # type: ignore[misc]
+        def clear(self) -> None:
+            super().clear()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if where == "contents":
+            patched.setattr(Contents, "__init__", after(0, KeyboardInterrupt, Contents.__init__))
+        elif where == "taken":
+            patched.setattr(Taken, "__init__", after(0, KeyboardInterrupt, Taken.__init__))
+        else:
+            optimizer.state = Cleared(optimizer.state.default_factory, optimizer.state)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            overspill.wrap(model, optimizer, nvme=tmp_path, **PLACES[place])
+    kept = optimizer.state
+    optimizer.state = type(made()[1].state)(dict, kept)
+    is_as_it_was(model, optimizer)
+
+
+def test_a_wrap_that_is_refused_leaves_the_one_before_alone(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with overspill.wrap(model, optimizer, device=CPU) as first:
+        step(model, first, 5)
+        with pytest.raises(OffloadError, match="wrapped already"):
+            overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU)
+        other, its = made()
+        step(other, its, 5)
+        assert step(model, first, 6) == step(other, its, 6)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from overspill.io_engine import Extent, IoEngine, IoError, Lease, OffloadError, Ticket
-from overspill.io_engine.simulated import Faults, faulty_disk
+from tests.faults import Faults, faulty_disk
 
 BLOCK_BYTES = 4096
 MOST_BYTES = 6 * BLOCK_BYTES

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core.h"
+#include "faulty.h"
 
 namespace {
 
@@ -125,7 +126,10 @@ std::uint64_t stress(const std::string& directory, const std::string& backend, d
   faults.delay = 0.2;
   std::uint64_t right = 0;
   {
-    Core core(fds, backend, kBlock, 4, faults);
+    const SubmitterMaker wrong = [faults](std::shared_ptr<Lane> lane, std::uint32_t depth) {
+      return make_faulty(std::move(lane), depth, faults);
+    };
+    Core core(fds, backend == "faulty" ? wrong : submitter_maker(backend), kBlock, 4);
     std::vector<std::unique_ptr<Client>> clients;
     for (int k = 0; k < kClients; ++k) clients.push_back(std::make_unique<Client>(core, k, seed));
     std::atomic<bool> stop{false};

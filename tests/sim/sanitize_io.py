@@ -28,7 +28,8 @@ def build(sanitizer: str, folder: Path) -> Path:
         [
             *os.environ.get("CXX", "g++").split(), "-std=c++17", "-O1", "-g", "-pthread",
             f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all",
-            f"-I{ROOT / 'csrc/io'}", *sources, str(ROOT / "tests/sim/io_stress.cpp"),
+            f"-I{ROOT / 'csrc/io'}", f"-I{ROOT / 'tests/faults'}", *sources,
+            str(ROOT / "tests/faults/faulty.cpp"), str(ROOT / "tests/sim/io_stress.cpp"),
             "-o", str(program),
         ],
         check=True,

@@ -11,7 +11,7 @@ import torch
 import overspill
 from overspill.facts.rates import Rates
 from overspill.planning.bounds import least_seconds
-from overspill.planning.choose import Load, balanced_s, choose_plan
+from overspill.planning.choose import Workload, balanced_s, choose_layout
 from overspill.planning.partition import Partition, partition
 from overspill.planning.plan import Budgets, Needs, Preference
 from overspill.planning.planner import DEFAULT_DEPTH, make_layout
@@ -29,7 +29,7 @@ def draw(seed: int) -> tuple[Partition, Budgets, Needs]:
     names = ("low", "exp_avg", "exp_avg_sq")
     update = rng.choice(["step", "next_forward", "backward"])
     needs = Needs(
-        lambda chunk: [Field(name, torch.float32) for name in names], 1, update, False
+        lambda chunk: [Field(name, torch.float32) for name in names], 1, update, 0
     )  # fmt: skip
     held = parts.weight_bytes * 8
     device = None if seed % 2 else int(parts.weight_bytes * rng.uniform(0.4, 0.9))
@@ -42,7 +42,7 @@ def test_the_placement_with_the_least_time_is_chosen() -> None:
     better = 0
     for seed in range(10):
         parts, budgets, needs = draw(seed)
-        best = choose_plan(parts, budgets, needs, None, RATES)
+        best = choose_layout(parts, budgets, needs, None, RATES)
         assert not best.shortfalls
         rng, order = random.Random(seed), list(range(len(parts.units)))
         placements = [
@@ -73,13 +73,13 @@ def test_the_placement_with_the_least_time_is_chosen() -> None:
         assert mine <= usual_s, seed
         assert mine <= min(others) * 1.06, seed
         better += mine < usual_s * 0.98
-        known = choose_plan(parts, budgets, needs, None, RATES, Load(64))
+        known = choose_layout(parts, budgets, needs, None, RATES, Workload(64))
         assert known.layout.homes == best.layout.homes
     assert better >= 4, better
 
 
 def needs_with(needs: Needs, depth: int, prefer: Preference) -> Needs:
-    return Needs(needs.fields_of, 1, needs.update, False, depth, prefer)
+    return Needs(needs.fields_of, 1, needs.update, 0, depth, prefer)
 
 
 def test_every_way_to_update_is_foretold(tmp_path: object) -> None:

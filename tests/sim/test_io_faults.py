@@ -20,7 +20,7 @@ import pytest
 
 from overspill.io_engine import CorruptionError, IoEngine, IoError, Lease, allocate_host
 from overspill.io_engine.native import NATIVE
-from overspill.io_engine.simulated import Faults, faulty_disk
+from tests.faults import Faults, faulty_disk
 from tests.patience import WAIT_S
 from tests.sim.io_scenario import ARENA_BYTES, Scenario, faults_of
 

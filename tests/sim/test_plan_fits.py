@@ -32,12 +32,12 @@ def draw(seed: int) -> tuple[Partition, Budgets, Needs]:
     accumulate = rng.choice([1, 1, 3])
     needs = Needs(
         lambda chunk: [Field("exp_avg", torch.float32)], accumulate, update,
-        rng.random() < 0.5, rng.randint(0, 6),
+        int(rng.random() < 0.5), rng.randint(0, 6),
     )  # fmt: skip
     device = None if rng.random() < 0.4 else rng.randint(1, 30) * 100_000
     nvme = None if rng.random() < 0.2 else rng.choice([10**6, 10**7, 10**9])
     if nvme is None:  # there is nowhere to be durable
-        needs = replace(needs, durable=False)
+        needs = replace(needs, commit_every=0)
     return parts, Budgets(device, rng.randint(1, 40) * 100_000, nvme), needs
 
 

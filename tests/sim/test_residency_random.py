@@ -13,6 +13,7 @@ from overspill.planning.plan import Budgets, Needs, Preference
 from overspill.planning.planner import make_layout
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
+    Accumulate,
     AtHome,
     Await,
     Clear,
@@ -31,7 +32,6 @@ from overspill.schedule.messages import (
     Read,
     Refuse,
     Release,
-    Settle,
     Signal,
     Step,
     TakeBack,
@@ -97,7 +97,7 @@ class Chaos:
                 free.append(work)
             else:
                 kind = type(work)
-                ordered = (Settle, Clear)
+                ordered = (Accumulate, Clear)
                 name = "update" if kind in ordered else kind.__name__
                 if isinstance(work, Update) and work.visit is not None:
                     name = "visit"
@@ -213,8 +213,8 @@ class Chaos:
                 self.send(GradLost(unit))
                 merge = False
                 self.protocol.room(unit, merge=merge)
-        settled = at_home and self.rng.random() < 0.5
-        self.protocol.gathered(unit, merge=merge, update=update, settled=settled)
+        in_place = at_home and self.rng.random() < 0.5
+        self.protocol.gathered(unit, merge=merge, update=update, in_place=in_place)
 
 
 def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
@@ -227,7 +227,7 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     whole = Preference(
         device=other.choice([0.0, 0.0, 0.5, 1.0]), visiting=other.choice([0.0, 0.0, 0.3, 1.0])
     )
-    needs = Needs(fields, accumulate, mode, rng.random() < 0.5, rng.randint(0, 8), whole)
+    needs = Needs(fields, accumulate, mode, int(rng.random() < 0.5), rng.randint(0, 8), whole)
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
     layout, _, shortfalls = make_layout(parts, budgets, needs)
@@ -243,7 +243,7 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
         if chaos.pending:
             chaos.finish_one()
     assert not chaos.pending, "moves went on without anyone who wants them"
-    assert not chaos.machine.commits.pending, "a commit that is sealed was not carried out"
+    assert not chaos.machine.cuts.pending, "a commit that is sealed was not carried out"
     if commits is not None:
         commits.append(chaos.shadow.commits)
     return chaos.signals
@@ -273,7 +273,7 @@ def play(chaos: Chaos, steps: int, accumulate: int, *, backward: bool) -> None:
                         protocol.land()
                     chaos.gather(unit, merge=micro > 0, update=early)
         if rng.random() < 0.7:
-            protocol.settle()
+            protocol.await_gradients()
         protocol.land()
         chaos.step(tuple(trained), background=background, commit=often)
         if layout.durable and rng.random() < 0.2:
@@ -306,7 +306,7 @@ def test_many_more() -> None:
 
 def streamed_machine(count: int, device: int | None = None) -> tuple[Residency, list[int]]:
     """A machine with at least ``count`` units that are not resident, and those units."""
-    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, "step", True, 3)
+    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, "step", 1, 3)
     for seed in range(100):
         parts = random_parts(random.Random(seed))
         for budget in (1_000_000, 2_000_000, 4_000_000):

@@ -9,6 +9,7 @@ from overspill.schedule.arena import Place
 from overspill.schedule.invariants import validate
 from overspill.schedule.layout import Layout, Regions, UnitHome
 from overspill.schedule.messages import (
+    Accumulate,
     AtHome,
     Await,
     CopyIn,
@@ -23,7 +24,6 @@ from overspill.schedule.messages import (
     Read,
     Refuse,
     Release,
-    Settle,
     Signal,
     Step,
     Until,
@@ -95,7 +95,7 @@ class Script:
     def _is(work: Work, kind: type, item: Key | int) -> bool:
         if not isinstance(work, kind):
             return False
-        return (work.unit if isinstance(work, (Settle, Update)) else work.item) == item  # type: ignore[union-attr]
+        return (work.unit if isinstance(work, (Accumulate, Update)) else work.item) == item  # type: ignore[union-attr]
 
     def end(self, kind: type, item: Key | int) -> None:
         """The one such work that is under way ends."""
@@ -134,7 +134,7 @@ def test_an_update_that_others_were_let_before_is_used_no_sooner_than_now() -> N
     script = Script(layout((1, 2, 1, 1), host_weights=2))
     for unit in range(4):
         script.gather(unit, unit)
-        script.end(Settle, unit)
+        script.end(Accumulate, unit)
     script.send(Step((0, 1, 2, 3), 10, background=True))
     script.send(Need(3, 11))
     script.end_all()
@@ -182,7 +182,7 @@ def test_gradients_are_fetched_in_the_order_of_their_updates() -> None:
     assert not script.moving(Read, Key(GRADS, 1)), "one is free, but the first in line goes first"
     script.end(Read, Key(GRADS, 2))
     script.end(CopyOut, Key(Kind.GATHERED, 2))
-    script.end(Settle, 2)
+    script.end(Accumulate, 2)
     script.end(Write, Key(GRADS, 2))
     assert script.moving(CopyOut, Key(Kind.GATHERED, 0))
     script.send(Await(Until.LANDED, 13))

@@ -23,7 +23,7 @@ MODES = ("step", "backward", "next_forward")
 def layout_of(update: str, host: int, nvme: int | None, device: int | None = None) -> Layout:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
     parts = partition(model, dict.fromkeys(model.parameters(), 0))
-    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, update, False, 3)
+    needs = Needs(lambda chunk: [Field("exp_avg", torch.float32)], 1, update, 0, 3)
     layout, _, shortfalls = make_layout(parts, Budgets(device, host, nvme), needs)
     assert not shortfalls, shortfalls
     return layout

@@ -7,13 +7,24 @@ from dataclasses import replace
 
 import pytest
 
+from overspill.planning.choose import run_steps
 from overspill.planning.costs import Costs
 from overspill.planning.planner import make_layout
 from overspill.planning.simulate import Simulation
-from overspill.schedule.commits import saved_bytes
+from overspill.schedule.layout import Layout
 from tests.sim.test_choice import RATES, draw
 
 STEPS, WARM = 6, 3
+
+
+def saved_bytes(layout: Layout) -> int:
+    """Bytes of a commit beside what steps write anyway: what is trained and lives in memory."""
+    total = 0
+    for unit, home in zip(layout.units, layout.homes, strict=True):
+        if unit.trainable:
+            places = (home.host_place, *home.state_places)
+            total += sum(place.nbytes for place in places if place is not None)
+    return total
 
 
 def written(run: Simulation, update: str, *, commit: bool) -> float:
@@ -30,7 +41,7 @@ def test_a_step_that_is_committed_writes_what_lives_in_memory_too(update: str) -
     saved = 0
     for seed in range(6):
         parts, budgets, needs = draw(seed)
-        wanted = replace(needs, update=update, durable=True)
+        wanted = replace(needs, update=update, commit_every=1)
         layout, _, shortfalls = make_layout(parts, budgets, wanted)
         if shortfalls:
             continue
@@ -43,3 +54,29 @@ def test_a_step_that_is_committed_writes_what_lives_in_memory_too(update: str) -
         commits = [s for s in with_commits.trace.spans() if s.name == "commit"]
         assert len(commits) >= STEPS - 2, "one a step, but for those that have not landed"
     assert saved > 2
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+def test_a_plan_knows_what_commits_cost(update: str) -> None:
+    """Where the disk is slow, commits cost time; one in four steps costs a quarter of it."""
+    slow = replace(RATES, disk_write_bytes_s=RATES.disk_write_bytes_s / 20)
+    dearer = 0
+    for seed in range(6):
+        parts, budgets, needs = draw(seed)
+        wanted = replace(needs, update=update, commit_every=1)
+        layout, _, shortfalls = make_layout(parts, budgets, wanted)
+        if shortfalls:
+            continue
+        costs = Costs.balanced(layout, RATES)
+        costs = replace(costs, rates=slow)
+        never, fourth, each = (
+            run_steps(layout, costs, replace(wanted, commit_every=every)) for every in (0, 4, 1)
+        )
+        more = saved_bytes(layout)
+        assert each.link_bytes["write"] - never.link_bytes["write"] == pytest.approx(more, rel=0.1)
+        assert fourth.link_bytes["write"] - never.link_bytes["write"] == pytest.approx(
+            more / 4, rel=0.1
+        )
+        assert fourth.step_s - never.step_s == pytest.approx((each.step_s - never.step_s) / 4)
+        dearer += each.step_s > 1.1 * never.step_s
+    assert dearer >= 3

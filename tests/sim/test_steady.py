@@ -33,5 +33,6 @@ def test_figures_are_those_of_many_steps_on_average(update: str) -> None:
         for lane in LINKS:
             moved = sum(s.nbytes for s in spans if s.lane == lane) / 12
             assert found.link_bytes[lane] == pytest.approx(moved, rel=0.05), (seed, lane)
-            assert found.link_bytes[lane] == found.stats.lanes[lane].bytes
+            spanned = found.stats.lanes[lane].bytes
+            assert found.link_bytes[lane] == pytest.approx(spanned, rel=0.05, abs=1)
     assert turns or update != "step", "some of these alternate"

@@ -67,8 +67,8 @@ def test_nobody_reaches_through_the_engine() -> None:
 
 def test_who_reaches_through_it_is_found() -> None:
     source = Source("made_up.py")
-    source.__dict__["text"] = "self._engine.weights.settle(); engine.step(); engine.plan"
-    assert reached_through(source) == {"weights.settle"}
+    source.__dict__["text"] = "self._engine.weights.reconcile(); engine.step(); engine.plan"
+    assert reached_through(source) == {"weights.reconcile"}
 
 
 def test_the_engine_is_made_at_once() -> None:

@@ -40,7 +40,7 @@ def opened(tmp_path: Path) -> tuple[IoEngine, NativeBackend]:
     made: list[NativeBackend] = []
 
     def start(fds: Sequence[int], tuning: Tuning) -> NativeBackend:
-        made.append(NativeBackend(fds, Tuning("uring", tuning.block_bytes, 8)))
+        made.append(NativeBackend.start(fds, Tuning("uring", tuning.block_bytes, 8)))
         return made[-1]
 
     engine = IoEngine(tmp_path, 8 * MIB, backend=start, block_bytes=64 << 10)

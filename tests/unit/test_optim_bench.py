@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from overspill.cli.app import app
 from overspill.optim import kernels
-from overspill.optim.bench import CASES, Case, Update, update_costs
+from overspill.optim.bench import CASES, Case, MeasuredUpdate, update_costs
 
 ADAMW = {case.moments: case for case in CASES if case.rule == "adamw" and case.master == "split"}
 
@@ -20,10 +20,10 @@ def test_bytes_are_those_of_the_formats() -> None:
     numel = 512
     expected = {"fp32": (26, 12), "bf16": (18, 8), "int8": (14 + 16 / 256, 6 + 8 / 256)}
     for moments, (moved, held) in expected.items():
-        update = Update(ADAMW[moments], numel)
+        update = MeasuredUpdate(ADAMW[moments], numel)
         assert (update.moved_bytes, update.held_bytes) == (moved, held)
-    assert Update(Case("sgd", torch.float32, None, "fp32"), numel).moved_bytes == 12
-    whole = Update(Case("adamw", torch.bfloat16, "fp32", "fp32"), numel)
+    assert MeasuredUpdate(Case("sgd", torch.float32, None, "fp32"), numel).moved_bytes == 12
+    whole = MeasuredUpdate(Case("adamw", torch.bfloat16, "fp32", "fp32"), numel)
     assert (whole.moved_bytes, whole.held_bytes) == (28, 14)
 
 

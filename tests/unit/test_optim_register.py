@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import overspill
-from overspill.optim import Field, StepScalars, register, registry
+from overspill.optim import ElementwiseRule, Field, StepScalars, register, registry
+from overspill.optim.formats import UNSIGNED_MOMENTS
 from overspill.optim.registry import rules_for
 
 
@@ -110,3 +111,71 @@ def test_what_is_not_registered_is_refused_with_what_is() -> None:
         register(Sign, lambda group: SignRule())
     with pytest.raises(TypeError, match="takes a class of torch optimizers"):
         register(SignRule, lambda group: SignRule())  # type: ignore[arg-type]
+
+
+class Smooth(torch.optim.Optimizer):
+    """A formula and its numbers are all that an elementwise rule of one's own must say."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, keep: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "keep": keep, "maximize": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad is not None
+                mean = self.state[p].setdefault("mean_sq", torch.zeros_like(p))
+                smooth(p.grad.clone(), p, [mean], (1.0, group["keep"], group["lr"]))
+
+
+def smooth(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    _, keep, lr = c
+    m[0].mul_(keep).add_(g * g)
+    w.sub_((g * lr) / (m[0] + 1.0))
+
+
+class SmoothRule(ElementwiseRule):
+    name = "smooth"
+
+    def __init__(self) -> None:
+        super().__init__("smooth", ("mean_sq",), smooth)
+
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> tuple[float, ...]:
+        return grad_scale, group["keep"], group["lr"]
+
+
+@pytest.fixture
+def smooth_registered() -> Iterator[None]:
+    register(Smooth, lambda group: SmoothRule(), unsigned=("mean_sq",))
+    yield
+    del registry.MAKERS[Smooth]
+    UNSIGNED_MOMENTS.discard("mean_sq")
+
+
+@pytest.mark.usefixtures("smooth_registered")
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_a_formula_is_enough(moments: Any, tmp_path: Path) -> None:
+    """Streamed, in any format of moments; bit for bit where nothing is rounded."""
+    plain, model = net(), net()
+    theirs = Smooth(plain.parameters())
+    options = {"nvme": tmp_path, "host_memory": "64KiB", "rates": overspill.Rates()}
+    with overspill.wrap(
+        model, Smooth(model.parameters()), device="cpu", moments=moments, **options
+    ) as optimizer:
+        for number in range(4):
+            step(plain, theirs, number)
+            step(model, optimizer, number)
+        for name, value in model.state_dict().items():
+            wanted = plain.state_dict()[name]
+            if moments == "fp32":
+                assert torch.equal(value, wanted), name
+            else:
+                torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_moment_of_another_rule_keeps_its_sign() -> None:
+    with pytest.raises(ValueError, match="'exp_avg' has a sign"):
+        register(Smooth, lambda group: SmoothRule(), unsigned=("exp_avg",))
+    assert Smooth not in registry.MAKERS

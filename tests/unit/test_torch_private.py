@@ -186,3 +186,44 @@ def test_modules_around_a_call() -> None:
     assert found[0] == []
     assert found[1] == [outer[0], outer]
     assert private.modules_around(inner) is None  # it is not being called
+
+
+def test_the_clock_of_the_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = x * 2
+    clock = private.graph_clock()
+    after = before + 1
+    assert private.made_since(after, clock) and not private.made_since(before, clock)
+    assert not private.made_since(x, clock), "no node has made a leaf"
+
+
+def test_who_unpacks_a_saved_tensor() -> None:
+    """A node of torch's own, in whichever thread; or a Function written in Python."""
+    found: list[bool] = []
+
+    def asks() -> None:
+        found.append(private.for_node_of_torch())
+
+    def unpack(t: torch.Tensor) -> torch.Tensor:
+        asks()
+        return t
+
+    class Written(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            (x,) = ctx.saved_tensors
+            return grad * x
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        own, written = (x * x).sum(), Written.apply(x).sum()  # type: ignore[no-untyped-call]
+    own.backward()
+    assert found and all(found)
+    found.clear()
+    written.backward()
+    assert found == [False]

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
-from ..schedule.messages import Clear, Settle, Update
+from ..schedule.messages import Accumulate, Clear, Update
 from .accelerators.base import Accelerator
 from .accelerators.pace import Pace
 from .events import RangeEvents
 from .pools import Arenas
 
-Task = Clear | Settle | Update
+UpdateWork = Clear | Accumulate | Update
 
 
-class UpdateWorker:
+class UpdateLane:
     """Does one task after the other, and reports its end to ``finished``.
 
     Args:
@@ -34,9 +34,9 @@ class UpdateWorker:
         accelerator: Accelerator,
         events: RangeEvents,
         trace: Trace,
-        work_on: Callable[[Task], bool],
+        work_on: Callable[[UpdateWork], bool],
         spoiled: Callable[[int], None],
-        finished: Callable[[Task, BaseException | None], None],
+        finished: Callable[[UpdateWork, BaseException | None], None],
     ) -> None:
         self._arenas, self._accelerator, self._events = arenas, accelerator, events
         self._trace, self._work_on = trace, work_on
@@ -49,11 +49,11 @@ class UpdateWorker:
         subgroups = [s for group in layout.subgroups for s in group]
         self._unit_of = [s.unit for s in subgroups]
         self._params = [s.count for s in subgroups]
-        self._tasks: queue.SimpleQueue[tuple[Task, int] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[UpdateWork, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="overspill-update", daemon=True)
         self._thread.start()
 
-    def put(self, task: Task) -> None:
+    def put(self, task: UpdateWork) -> None:
         """Queues a task."""
         self._tasks.put((task, time.perf_counter_ns()))
 
@@ -72,7 +72,7 @@ class UpdateWorker:
             else:
                 self._finished(task, None)
 
-    def _do(self, task: Task, queued_ns: int) -> None:
+    def _do(self, task: UpdateWork, queued_ns: int) -> None:
         started = time.perf_counter_ns()
         name = self._names[
             self._unit_of[task.item.number] if isinstance(task, Clear) else task.unit
@@ -86,7 +86,7 @@ class UpdateWorker:
             self._pace.hold(self._params[task.subgroup] * share, queued_ns)
             self._trace.add("update", name, started, time.perf_counter_ns(), task.state.nbytes)
 
-    def _in_order(self, task: Task) -> bool:
+    def _in_order(self, task: UpdateWork) -> bool:
         """Does a task; one that touches device memory is ordered with copies and compute."""
         if isinstance(task, Update):
             touched = [task.visit] if task.visit else [task.weights, task.grads, task.state]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from ..errors import OffloadError
+from ..errors import BudgetError, OffloadError
 from ..schedule.ledger import Ledger
 from ..schedule.units import ParamSpec
-from ..training import parameters, torch_private
+from ..training import torch_private
 from ..training.callers import callers
 from ..training.frames import Frames
+from ..training.managed import Elsewhere
 from ..training.residences import Residences
 from ..training.showing import Showing
 from ..training.trainer import Trainer
 from .contents import Contents, Values
 from .edits import Edits
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -34,9 +38,9 @@ class _Loan:
         return self.watched.tensor
 
 
-class Weights:
-    """See ``parameters.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
-    and changes them, as in plain PyTorch: ``settle`` makes both true."""
+class WeightDoor:
+    """See ``managed.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
+    and changes them, as in plain PyTorch: ``reconcile`` makes both true."""
 
     def __init__(
         self, residences: Residences, showing: Showing, contents: Contents, ledger: Ledger,
@@ -53,6 +57,10 @@ class Weights:
         unit = self._parts.units[self._parts.unit_of[index]]
         return next(spec.name for _, spec in unit.params if spec.index == index)
 
+    def tidy(self) -> None:
+        """Closes what an exception has left open, so that nothing is seen that is no weight."""
+        self._frames.tidy()
+
     # -- reading --------------------------------------------------------------------------------
 
     def read(self, index: int) -> torch.Tensor:
@@ -62,13 +70,15 @@ class Weights:
 
     def read_all(self) -> list[torch.Tensor]:
         """Copies of all current weights, by parameter index."""
-        return [self.read(index) for index in range(len(self._parts.parameters))]
+        values = [self.read(index) for index in range(len(self._parts.parameters))]
+        self._residences.let_go()
+        return values
 
     def _begin(self) -> None:
         self._executor.raise_failure()
-        if not any(frame.f_code is Weights._read.__code__ for frame in callers()):
-            self._frames.tidy()  # no signal handler amid another read
-        self.settle()
+        if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):  # who asks now aside
+            self._frames.tidy(reading=True)  # no signal handler amid another read
+        self.reconcile()
 
     def _read(self, index: int) -> torch.Tensor:
         self._executor.raise_failure()  # after a failed update memory may hold two steps
@@ -77,8 +87,54 @@ class Weights:
 
     @torch_private.without_grad
     def _copy(self, index: int) -> torch.Tensor:
-        with self._showing.reading(self._parts.unit_of[index]):
+        unit = self._parts.unit_of[index]
+        hidden = self._begin_reading(unit)
+        try:
             return self._residences.weight(index).clone()
+        finally:
+            self._showing.end_reading(unit, hidden)
+
+    def together(self, indices: Collection[int]) -> bool:
+        """Whether the parameters are of one unit."""
+        return len({self._parts.unit_of[index] for index in indices}) == 1
+
+    def compute(self, indices: Collection[int], run: Callable[[], T]) -> T:
+        """See ``managed.WeightAccess``."""
+        if not self._frames.may_run():
+            return NotImplemented  # type: ignore[no-any-return]
+        unit = self._parts.unit_of[next(iter(indices))]
+        hidden = self._begin_computing(unit)
+        try:
+            return self._frames.run(unit, run)
+        finally:
+            self._showing.end_reading(unit, hidden)
+
+    def address(self, index: int) -> int:
+        """See ``managed.WeightAccess``."""
+        unit = self._parts.unit_of[index]
+        hidden = self._begin_computing(unit)
+        try:
+            return self._residences.weight(index).data_ptr()
+        finally:
+            self._showing.end_reading(unit, hidden)
+
+    def _begin_computing(self, unit: int) -> list[int]:
+        self._begin()
+        self._trainer.require()
+        return self._begin_reading(unit, computing=True)
+
+    def _begin_reading(self, unit: int, *, computing: bool = False) -> list[int]:
+        for again in (True, False):
+            try:
+                if computing and torch_private.in_backward():
+                    # It goes on with this unit, as with those that it saved.
+                    self._showing.show(unit)
+                    self._frames.backward_reads(unit)
+                return self._showing.begin_reading(unit)
+            except BudgetError:
+                if not (again and self._frames.put_away()):
+                    raise
+        raise AssertionError("the second try returns or raises")
 
     def borrow(self, index: int) -> torch.Tensor:
         """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
@@ -95,9 +151,9 @@ class Weights:
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
         """What torch has put into a state dict, as a copy: what is done to it is not done to the
         weights."""
-        if isinstance(found, parameters.Hidden):
+        if isinstance(found, Elsewhere):
             return self.read(index)
-        self.settle()
+        self.reconcile()
         loan = self._loans.get(index)
         if (
             loan is not None
@@ -113,7 +169,7 @@ class Weights:
     def _now(self, index: int) -> int:
         return self._ledger.versions[self._parts.unit_of[index]]
 
-    def settle(self, units: Container[int] | None = None) -> None:
+    def reconcile(self, units: Container[int] | None = None) -> None:
         """What was changed in copies that were lent is changed in the weights; what the weights are
         by now, the copies are; copies that nobody has any more are forgotten.  ``units``: of these
         alone.
@@ -207,10 +263,22 @@ class Weights:
         Raises:
             OffloadError: a unit among them runs, or this step's backward has updated it already.
         """
-        self.settle()
+        self.reconcile()
         others = {i: value for i, value in values.items() if not self._is_lent(i, value)}
         if others:  # those that are lent are written now
             self._write(others)
+
+    def load_all(self, read: Callable[[int], torch.Tensor]) -> None:
+        """Writes all weights, unit by unit, as ``read`` gives them by parameter index.
+
+        Raises:
+            OffloadError: the model runs, or this step's backward has updated a unit already.
+        """
+        self.reconcile()
+        parts = {unit.index: [spec.index for _, spec in unit.params] for unit in self._parts.units}
+        self.require_writable(parts)
+        self._fill(parts, lambda spec: {"weight": read(spec.index).detach()})
+        self.renew()
 
     def replace(self, index: int, value: torch.Tensor) -> None:
         """As ``p.data = value``: what others have tensors over is theirs from now on, and keeps its
@@ -251,7 +319,7 @@ class Weights:
         self.require_writable(units)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        self._fill(parts, given)
+        self._fill(parts, _given(given))
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue
@@ -260,14 +328,19 @@ class Weights:
             self._same(index, loan)
 
     @torch_private.without_grad
-    def _fill(self, parts: Mapping[int, list[int]], given: Mapping[int, torch.Tensor]) -> None:
+    def _fill(
+        self, parts: Mapping[int, list[int]], value_of: Callable[[ParamSpec], Values | None]
+    ) -> None:
         with self._edits.of(parts) as spoil:
             for unit, indices in parts.items():
-                if not self._contents.fill(unit, _given(given), first=False):
+                if not self._contents.load(unit, value_of, first=False):
                     spoil(unit)
                 self._showing.changed(unit, indices)
 
 
+_AMID_READING = tuple(
+    f.__code__ for f in (WeightDoor._read, WeightDoor.compute, WeightDoor.address)
+)
 _overwrite = torch_private.without_grad(torch.Tensor.copy_)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from .checks import check_devices, check_model, check_moments
 from .config import OffloadConfig
-from .engine import engine_of
-from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.tier import Tier
 from .measure.calibration import Calibration, Task, calibrate
@@ -21,25 +19,20 @@ from .movement.accelerators.choose import Accelerator, make_accelerator
 from .optim import Master, Rule
 from .optim.bench import case_of
 from .optim.formats import granule_of
-from .optim.optimizer import moments_of
 from .optim.registry import rules_for
 from .planning.blueprint import Blueprint
 from .planning.bounds import (
-    Bound,
     device_update_share,
     device_update_worth,
     step_bound,
     trained_params,
 )
 from .planning.budgets import machine_budgets, resolve_budgets
-from .planning.choose import Chosen, Load, choose_plan, foresee
-from .planning.partition import Partition, partition
+from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
+from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.subgroups import StateField
-from .schedule.commits import saved_bytes
 from .schedule.units import Chunk
-from .training import torch_private
-from .training.parameters import managed
 from .training.profiling import profile_step
 
 
@@ -60,89 +53,7 @@ def _fields_of(
     return fields
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if engine_of(model) is not None:
-        raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
-    for name, module in model.named_modules():
-        if engine_of(module) is not None:
-            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
-        kind = type(module).__name__
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
-        if getattr(module, "max_norm", None) is not None:
-            raise OffloadError(
-                f"module {name!r} changes its weight in forward (max_norm), which would be lost; "
-                "set max_norm=None, and renormalise between step() and the next forward"
-            )
-    for name, p in model.named_parameters():
-        _check_parameter(name, p)
-    _refuse_overlaps(model)
-    own = {id(p) for p in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) not in own:
-                raise ValueError(
-                    f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
-                    "not in the model; build the optimizer from model.parameters()"
-                )
-
-
-def _check_parameter(name: str, p: nn.Parameter) -> None:
-    if managed(p) is not None:
-        raise OffloadError(
-            f"parameter {name!r} belongs to another wrapped model; unwrap that one first"
-        )
-    if torch_private.is_wrapper(p):
-        kinds = f"{type(p).__name__} of {type(p.data).__name__}"
-        raise OffloadError(
-            f"parameter {name!r} is no plain tensor ({kinds}): models that are sharded (FSDP2, "
-            "DTensor) or quantised are not supported; wrap the plain model, on one device"
-        )
-
-
-def _refuse_overlaps(model: nn.Module) -> None:
-    """Raises if two parameters lie over the same memory: they would be parted without a word."""
-    spans: dict[int, list[tuple[int, int, str]]] = {}
-    for name, p in model.named_parameters():
-        if p.is_meta or not p.numel():
-            continue
-        start = int(p.storage_offset()) * p.element_size()
-        last = sum((n - 1) * int(step) for n, step in zip(p.shape, p.stride(), strict=True))
-        span = (start, start + (last + 1) * p.element_size(), name)
-        spans.setdefault(torch_private.storage_key(p), []).append(span)
-    for found in spans.values():
-        found.sort()
-        for (_, end, one), (start, _, other) in pairwise(found):
-            if start < end:
-                raise OffloadError(
-                    f"parameters {one!r} and {other!r} lie over the same memory (tied by .data); "
-                    "tie them as one parameter: module.weight = other.weight"
-                )
-
-
-def _check_devices(model: nn.Module, accelerator: Accelerator) -> None:
-    device = accelerator.device
-    allowed = {"cpu", "meta", device.type}
-    there = "" if device.type == "cpu" else f" or to {device}"
-    for name, p in model.named_parameters():
-        if p.device.type not in allowed:
-            raise ValueError(
-                f"parameter {name!r} is on {p.device}; move the model to the CPU{there} before wrap"
-            )
-
-
-def _check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
-    own = moments_of(optimizer)
-    if own not in ("fp32", config.moments):
-        raise ValueError(
-            f"the optimizer stores its moments as {own!r}, but wrap was told {config.moments!r}; "
-            f"pass moments={own!r} to wrap, or leave it out of the optimizer"
-        )
-
-
-def decide(
+def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
@@ -153,13 +64,13 @@ def decide(
     Args:
         tokens, example: what a micro-step computes, see ``plan``.
         prefer: this placement instead of the best one.
-        every_update: also foresee the other ways to update.
+        every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
     """
     rules = rules_for(optimizer)
-    _check_model(model, optimizer)
-    _check_devices(model, accelerator)
-    _check_moments(optimizer, config)
+    check_model(model, optimizer)
+    check_devices(model, accelerator)
+    check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     granule = max(granule_of(r.state_fields(torch.float32, None, config.moments)) for r in rules)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
@@ -170,8 +81,11 @@ def decide(
     else:
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
-    durable = config.durable and config.nvme is not None
-    needs = Needs(_fields_of(rules, config), config.accumulate, update, durable, numel=numel)
+    commit_every = config.commit_every if config.durable and config.nvme is not None else 0
+    needs = Needs(
+        _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
+        pinned=pinned_units(model, parts, config.resident or ()),
+    )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
@@ -179,23 +93,20 @@ def decide(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Load(tokens, profile)
-    chosen = choose_plan(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
+    load = Workload(tokens, profile)
+    chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
     return Blueprint(config, parts, plan, budgets, rules, update)
 
 
 def _plan_of(
-    chosen: Chosen, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Load,
-    step_s_by_update: Mapping[str, float],
+    chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig,
+    load: Workload, step_s_by_update: Mapping[str, float],
 ) -> Plan:  # fmt: skip
     """All that a plan says of what was chosen."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
     fits, links, bound = not chosen.shortfalls, chosen.link_bytes, None
-    if needs.durable and fits:
-        commits = saved_bytes(layout) // config.commit_every
-        links = {**links, "write": links.get("write", 0) + commits}
     if rates is not None and fits:
         bound = step_bound(
             layout, links, rates, update=needs.update, micro_steps=config.accumulate,
@@ -229,7 +140,7 @@ def _plan_of(
         tier_bytes=held,
         link_bytes=links,
         disk_bytes=chosen.disk_bytes,
-        step_s=_with_commits(chosen.step_s, bound, needs.durable) if rates is not None else None,
+        step_s=chosen.step_s if rates is not None else None,
         bound_s=None if bound is None else bound.seconds,
         bottleneck=None if bound is None else bound.bottleneck,
         detail=detail,
@@ -244,19 +155,13 @@ def _left_bytes(budgets: Budgets, held: Mapping[Tier, int]) -> int | None:
     return max(0, budgets.compute_bytes - held[tier])
 
 
-def _with_commits(step_s: float | None, bound: Bound | None, durable: bool) -> float | None:
-    """The simulated step moves no commits, which go on behind it: they slow it only where the disk
-    then is the slowest."""
-    return max(step_s, bound.seconds) if durable and step_s and bound is not None else step_s
-
-
-def foretell(
+def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *,
     tokens: int = 0, machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = True,
 ) -> Plan:  # fmt: skip
-    """What ``plan`` does; see there, and ``decide`` for the last two."""
+    """What ``plan`` does; see there, and ``make_blueprint`` for the last two."""
     if machine is not None:
         options = {"rates": machine.rates, **options}
         if machine.host_memory is not None:
@@ -265,7 +170,7 @@ def foretell(
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
-        made = decide(
+        made = make_blueprint(
             model, optimizer, config, accelerator, tokens, machine, example, prefer, every_update
         ).plan
         if machine is not None:
@@ -298,7 +203,7 @@ def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> No
 
 
 def _by_update(
-    chosen: Chosen, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Load
+    chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Workload
 ) -> dict[str, float]:
     """Seconds of a step by the way to update, those that the options rule out left away."""
     if chosen.step_s is None or config.rates is None:
@@ -308,7 +213,7 @@ def _by_update(
         if other in found or (other == "backward" and config.max_grad_norm is not None):
             continue
         needs = replace(chosen.needs, update=other)
-        step_s = foresee(parts, budgets, needs, config.rates, load).step_s
+        step_s = plan_layout(parts, budgets, needs, config.rates, load).step_s
         if step_s is not None:
             found[other] = step_s
     return found
@@ -326,7 +231,7 @@ def calibrated(
     """
     if config.rates is not None:
         return config, None
-    _check_model(model, optimizer)
+    check_model(model, optimizer)
     sizes = Counter[torch.dtype]()
     for p in model.parameters():
         sizes[config.weight_dtype or p.dtype] += p.numel()

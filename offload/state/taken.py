@@ -1,9 +1,9 @@
-"""Moves a model's weights and state to their homes, and frees the originals."""
+"""What a model gave up when it was wrapped, and how it gets it back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,8 @@ from torch import nn
 
 from ..schedule.units import ParamSpec, Unit
 from ..training import torch_private
-from ..training.parameters import managed
-from .edits import spoil
+from ..training.managed import managed
 from .homes import Homes
-from .importing import open_weights
-from .loading import default_init, initialise, match_files, values_of_unit
 
 log = logging.getLogger("overspill")
 
@@ -111,33 +108,3 @@ _LOST = torch.empty(0, dtype=torch.bool, device="meta")  # narrower than any wei
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken: Taken) -> None:
-    """Fills all homes, one unit at a time, from the model or from ``weights=`` files."""
-    taken.move_buffers()
-    machinery = homes.machinery
-    parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
-    files = None if config.weights is None else open_weights(config.weights)
-    names = {} if files is None else match_files(files, model, parts)
-    init = config.init or default_init(model)
-    for index, p in enumerate(parts.parameters):
-        rule = blueprint.rule_of(index)
-        if rule is not None:
-            machinery.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
-    for unit in parts.units:
-        specs = {spec.index: spec for _, spec in unit.params}
-        made: Mapping[int, torch.Tensor] = {}
-        if files is None and any(parts.parameters[i].is_meta for i in specs):
-            made = initialise(parts.found[unit.index], specs, parts, init)
-
-        def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
-            if files is not None:
-                return files.load(names[index])
-            return made.get(index, parts.parameters[index].data)
-
-        values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)
-        finite = homes.contents.fill(unit.index, values, first=True)
-        if not finite and machinery.store.writer is not None:
-            spoil(machinery.executor, unit)
-        taken.free(unit, theirs=files is None)

@@ -1,4 +1,4 @@
-"""Commits: one cut over all tiers at the end of a step, and who must wait until it is durable.
+"""Cuts: one cut over all tiers at the end of a step, and who must wait until it is durable.
 
 What lives in memory is written to its working extent while it is immutable, that is until the next
 update of it; an update that comes sooner waits for that one write alone.  What lives on disk is in
@@ -18,17 +18,7 @@ from .messages import Commit, Instruction, Key, Kind
 SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
 
 
-def saved_bytes(layout: Layout) -> int:
-    """Bytes of a commit beside what steps write anyway: what is trained and lives in memory."""
-    total = 0
-    for unit, home in zip(layout.units, layout.homes, strict=True):
-        if unit.trainable:
-            places = (home.host_place, *home.state_places)
-            total += sum(place.nbytes for place in places if place is not None)
-    return total
-
-
-class Commits:
+class Cuts:
     """The cut that is under way, if any; one at a time."""
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:

@@ -23,7 +23,7 @@ from ..movement.machinery import Machinery
 from ..schedule.describe import item_of
 from ..schedule.ledger import Ledger, Prepared
 from ..schedule.messages import Adopt, Judged, Key, Kind, Until
-from ..state.contents import STATE, Contents, Parts
+from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
 from ..training.landing import Landing
 from ..training.showing import Showing
@@ -43,7 +43,7 @@ from .meta import (
 log = logging.getLogger("overspill")
 
 
-class Committing:
+class Commits:
     """Owned by the engine; all methods are for the training thread.
 
     The facts of a state are those that hold when the next forward that trains begins, for from
@@ -185,16 +185,16 @@ class Committing:
         if self._half:
             raise OffloadError(_HALF)
 
-    def begin_edit(self, parts: Parts) -> None:
+    def begin_edit(self, parts: EditedParts) -> None:
         """From now on nothing is committed until all of it was edited (``end_edit``)."""
         for unit, some in parts.items():
             self._half.setdefault(unit, set()).update(some)
 
-    def is_open(self, parts: Parts) -> bool:
+    def is_open(self, parts: EditedParts) -> bool:
         """Whether an edit of any of it was begun and has not ended."""
         return any(self._half.get(unit, set()).intersection(some) for unit, some in parts.items())
 
-    def end_edit(self, parts: Parts) -> None:
+    def end_edit(self, parts: EditedParts) -> None:
         """All of it is whole again; another part of a unit is not for that."""
         for unit, some in parts.items():
             left = self._half.get(unit, set()).difference(some)
@@ -204,7 +204,7 @@ class Committing:
                 self._half.pop(unit, None)
 
     @contextmanager
-    def editing(self, parts: Parts) -> Iterator[Callable[[int], None]]:
+    def editing(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
         """Weights or state are edited inside, and nothing moves: they belong to the state after the
         last step.  Nothing is committed until that has ended well.
 

@@ -1,0 +1,81 @@
+"""Values for parameters that have none yet: models on ``meta``, and their initialisers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..planning.partition import FoundUnit, Partition
+from ..schedule.units import ParamSpec
+from ..training import torch_private
+
+
+@contextlib.contextmanager
+def empty_init() -> Iterator[None]:
+    """Builds models without memory for their parameters: they are on ``meta`` until ``wrap``.
+
+    Buffers are built as always.  Example::
+
+        with overspill.empty_init():
+            model = LlamaForCausalLM(config)
+        optimizer = overspill.wrap(model, AdamW(model.parameters()), weights=PATH)
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            empty = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            empty.__dict__.update(param.__dict__)
+            param = empty
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
+    """The initialiser of a meta model: the model's own ``_init_weights``, else each module's
+    ``reset_parameters``."""
+    own: Any = getattr(model, "_init_weights", None)
+
+    def reset(module: nn.Module) -> None:
+        if own is not None:
+            own(module)
+        elif hasattr(module, "reset_parameters"):
+            cast(Any, module).reset_parameters()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise OffloadError(
+                f"{type(module).__name__} has parameters on meta and no reset_parameters; "
+                "pass init=, a callable (module) -> None, or weights="
+            )
+
+    return reset
+
+
+def initialise(
+    found: FoundUnit, specs: Mapping[int, ParamSpec], parts: Partition,
+    init: Callable[[nn.Module], None],
+) -> dict[int, torch.Tensor]:  # fmt: skip
+    """Gives the meta parameters of one unit memory, initialises them, and returns their values.
+
+    Only this unit's memory is taken; the caller moves the values home and frees it.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for index in specs:
+        p = parts.parameters[index]
+        values[index] = torch.empty_strided(
+            specs[index].shape, specs[index].stride, dtype=p.dtype, device="cpu"
+        )
+        torch_private.become(p, values[index])
+    modules = [found.module] if found.direct_only else list(reversed(list(found.module.modules())))
+    for module in modules:
+        init(module)
+    return values
