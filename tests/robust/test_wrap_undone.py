@@ -310,6 +310,8 @@ def test_a_wrap_that_is_refused_leaves_the_one_before_alone(tmp_path: Path) -> N
         step(model, first, 5)
         with pytest.raises(OffloadError, match="wrapped already"):
             overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU)
-        other, its = made()
-        step(other, its, 5)
-        assert step(model, first, 6) == step(other, its, 6)
+        found = step(model, first, 6)
+    other, its = made()
+    with overspill.wrap(other, its, device=CPU) as second:
+        step(other, second, 5)
+        assert found == step(other, second, 6)
