@@ -13,7 +13,7 @@ from .facts.machine import Machine
 from .facts.rates import Rates
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
-from .optimizer import OffloadedOptimizer, accumulate
+from .optimizer import OffloadedOptimizer, accumulate, ema
 from .planning.plan import Plan
 from .state.initial import empty_init
 
@@ -33,6 +33,7 @@ __all__ = [
     "Stats",
     "Tier",
     "accumulate",
+    "ema",
     "empty_init",
     "materialized",
     "named_weights",

@@ -26,6 +26,7 @@ from .measure.steps import StepFigures
 from .planning.bounds import lane_seconds
 from .planning.plan import Plan
 from .schedule.units import ParamSpec
+from .state.averages import Averaged, Averages
 from .state.edits import Edits
 from .state.homes import Homes
 from .state.hub_names import tensors_of
@@ -113,9 +114,10 @@ class Engine:
             collector, commits, weights.renew, lambda: random_states(accelerator.device),
         )  # fmt: skip
         materializing = Materializing(machinery, residences, showing, weights)
+        averages = Averages(machinery, contents, weights, residences, showing, edits)
         loop = Loop(
             model, groups, machinery, trainer, frames, residences, showing, landing, weights,
-            materializing, early, collector, held, stepping, commits,
+            materializing, averages, early, collector, held, stepping, commits,
         )  # fmt: skip
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
@@ -130,7 +132,7 @@ class Engine:
         self.model, self.machinery = model, machinery
         self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
-            model, groups, machinery, contents, weights, showing, edits, loop.quiesce
+            model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
         )
         self._loop, self._weights, self._contents = loop, weights, contents
         self._residences, self._materializing = residences, materializing
@@ -296,6 +298,30 @@ class Engine:
         return Materialized(
             self._materializing, self._loop.require_usable, self.model, writeback=writeback
         )
+
+    def averaged(self) -> Averaged:
+        """See ``OffloadedOptimizer.averaged``."""
+        return Averaged(self.state.averages, self._loop.require_usable, self.model)
+
+    def require_average(self) -> None:
+        """
+        Raises:
+            OffloadError: no average is kept.
+        """
+        self.state.averages.require_kept()
+
+    def average(self, index: int) -> torch.Tensor:
+        """The fp32 average of a parameter; the weight itself where none was taken."""
+        self.require_average()
+        self.quiesce()
+        average = self.state.averages.read(index)
+        return self._weights.read(index) if average is None else average
+
+    def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``OffloadedOptimizer.named_averages``."""
+        for unit in self.machinery.parts.units:
+            for _, spec in unit.params:
+                yield spec.name, self.average(spec.index)
 
     def give_back(self) -> None:
         """All parameters are ordinary ones again, with their weights; to be closed then."""

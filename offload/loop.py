@@ -12,6 +12,7 @@ from torch import nn
 from .durable.commits import Commits
 from .errors import OffloadError
 from .movement.machinery import Machinery
+from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.weight_door import WeightDoor
 from .training.early import Declared, Early
@@ -44,6 +45,7 @@ class Loop:
         landing: Landing,
         weights: WeightDoor,
         materializing: Materializing,
+        averages: Averages,
         early: Early,
         collector: GradientCollector,
         held: HeldGradients,
@@ -56,7 +58,7 @@ class Loop:
         )  # fmt: skip
         self._frames, self._residences = frames, residences
         self._showing, self._landing = showing, landing
-        self._weights, self._materializing = weights, materializing
+        self._weights, self._materializing, self._averages = weights, materializing, averages
         self._early, self._collector, self._held = early, collector, held
         self._stepping, self._commits = stepping, commits
 
@@ -65,9 +67,10 @@ class Loop:
         self._executor.raise_failure()
 
     def require_usable(self) -> None:
-        """Raises after ``close``, after a failure, inside ``materialized``, and in a thread that
-        does not train."""
+        """Raises after ``close``, after a failure, inside ``materialized`` and ``averaged``, and in
+        a thread that does not train."""
         self._materializing.require_ended()
+        self._averages.require_ended()
         self._executor.raise_failure()
         self._trainer.require()
 
@@ -86,6 +89,7 @@ class Loop:
         self._trainer.claim()
         self._direct.finish()
         if torch.is_grad_enabled():
+            self._averages.require_ended()
             self._roster.check()
         self._weights.reconcile()
         self._residences.refuse_edits()
@@ -99,8 +103,10 @@ class Loop:
         self._trainer.claim()
         self._direct.finish()
         self._weights.reconcile(self._residences.groups[unit])
-        if self._commits is not None and torch.is_grad_enabled() and not in_backward():
-            self._commits.seal()  # where parts of the model are called, and not the whole
+        if torch.is_grad_enabled() and not in_backward():
+            self._averages.require_ended()
+            if self._commits is not None:
+                self._commits.seal()  # where parts of the model are called, and not the whole
         self._showing.show(unit)
 
     def after_forward(self) -> None:
@@ -186,5 +192,6 @@ class Loop:
             )
             return
         self._residences.let_go()
+        self._averages.end()
         self._weights.reconcile()
         self._commits.close()

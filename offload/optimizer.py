@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .durable.export import export_store
-from .durable.hub import as_on_hub
+from .durable.export import export_model, export_store
+from .durable.hub import as_on_hub, config_of
 from .engine import Engine
 from .errors import OffloadError
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .observe.export import save_trace
+from .optim.averaged import DECAY, check_decay
+from .optim.formats import round_to_upper
 from .planning.plan import Plan
+from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
 from .training import torch_private
 from .training.callers import refuse_reentry
 from .training.early import Declared
+
+Given = TypeVar("Given", bound=torch.optim.Optimizer)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -183,10 +188,60 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         refuse_reentry()
         model, config = self._engine.model, self._engine.config
         self._engine.commit("save")
-        to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-        text = None if to_json is None else str(to_json())
         assert config.nvme is not None
-        export_store(config.nvme, Path(path), config=text, named=partial(as_on_hub, model))
+        text, named = config_of(model), partial(as_on_hub, model)
+        export_store(config.nvme, Path(path), config=text, named=named)
+
+    # -- averages -------------------------------------------------------------------------------
+
+    def averaged(self) -> Averaged:
+        """A block inside which the model computes with its averages instead of its weights.
+
+        For evaluation, generation and ``model.state_dict()``; a forward that would train, a step or
+        a commit raises.  What is written to a parameter is written to its average.  At both ends
+        the optimizer's state is read and written once; no memory is taken but for one unit.
+
+        Example::
+
+            optimizer = overspill.wrap(model, overspill.ema(AdamW(model.parameters()), 0.999))
+            ...
+            with optimizer.averaged(), torch.no_grad():
+                validate(model)
+
+        Raises:
+            OffloadError: no average is kept (see ``overspill.ema``), or the model is running.
+        """
+        return self._engine.averaged()
+
+    def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The averages of all weights, as ``overspill.named_weights`` gives the weights, but in
+        fp32 on the CPU.  A parameter that is not trained, or has taken no step, comes with its
+        weight.
+
+        Raises:
+            OffloadError: no average is kept.
+        """
+        return self._engine.named_averages()
+
+    def save_average(self, path: str | Path) -> None:
+        """Writes the averages to the new folder ``path``, as ``save`` writes weights, in the
+        weights' dtypes.
+
+        Raises:
+            OffloadError: no average is kept, ``path`` is there already, or its disk has no room;
+                nothing was written.
+        """
+        engine = self._engine
+        index = {id(p): number for number, p in enumerate(engine.parameters)}
+
+        def read(t: torch.Tensor) -> torch.Tensor:
+            if id(t) not in index:
+                return t.detach().clone()
+            average = engine.average(index[id(t)])
+            return round_to_upper(average) if t.dtype == torch.bfloat16 else average.to(t.dtype)
+
+        engine.require_average()
+        export_model(engine.model, Path(path), engine.step_count, read)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -214,3 +269,31 @@ def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:
         raise TypeError(f"accumulate needs a wrapped optimizer, got {type(optimizer).__name__}")
 
     return Declared(check, nullcontext(enter_result=True))
+
+
+def ema(optimizer: Given, decay: float) -> Given:
+    """An exponential moving average of the weights, kept as one more record of state, on the tiers.
+
+    Called before ``wrap``; the average takes 4 bytes a parameter, and is committed, resumed and
+    rolled back with the rest.  After each step that updates a parameter,
+    ``average += (1 - decay) * (weight - average)`` in fp32, of its master where it has one; the
+    first average is the weight after the first step, as in ``torch.optim.swa_utils``.  See
+    ``OffloadedOptimizer.averaged``, ``named_averages`` and ``save_average``.
+
+    The decay is a hyper-parameter of each param group, ``"average_decay"``, read at every step.  Of
+    an optimizer that is wrapped already and keeps averages, it is set.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        ValueError: ``decay`` is not at least 0 and less than 1.
+        OffloadError: the optimizer is wrapped, and keeps no average.
+    """
+    check_decay(decay)
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer._engine.require_average()
+    for group in optimizer.param_groups:
+        group[DECAY] = decay
+    optimizer.defaults[DECAY] = decay
+    return optimizer

@@ -27,7 +27,7 @@ TRAFFIC_BYTES = 64 << 20
 CPU = torch.device("cpu")
 GROUP: Mapping[str, Any] = {
     "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
-    "dampening": 0.0, "lr_decay": 0.0,
+    "dampening": 0.0, "lr_decay": 0.0, "average_decay": 0.999,
 }  # fmt: skip
 
 

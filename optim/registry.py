@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from .averaged import AveragedRule, averaged
 from .formats import UNSIGNED_MOMENTS
 from .rule import Rule
 
@@ -54,7 +56,13 @@ def register(
         raise ValueError(f"another rule's moment {taken[0]!r} has a sign; name yours differently")
     MAKERS[kind] = make
     UNSIGNED_MOMENTS.update(unsigned)
-    MEASURED.update(measured or {})
+    for name, known in (measured or {}).items():
+        MEASURED[name] = known
+        MEASURED[f"{name} and average"] = partial(_averaged, known)
+
+
+def _averaged(make: Callable[[], Rule]) -> Rule:
+    return AveragedRule(make())
 
 
 def _names() -> str:
@@ -83,4 +91,4 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
-    return tuple(maker(group) for group in optimizer.param_groups)
+    return tuple(averaged(maker(group), group) for group in optimizer.param_groups)

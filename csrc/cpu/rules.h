@@ -128,6 +128,21 @@ struct Lion {
   }
 };
 
+// An average of the weights, which stay as they are; it runs after another rule. The first average
+// is the weight itself, which a difference would round.
+struct Average {
+  static constexpr const char* kName = "average";
+  static constexpr bool kCompact = false;
+  static constexpr bool kApart = false;
+  static constexpr int kMoments = 1;
+  static constexpr unsigned kSigned = 0b1;
+  const float take;
+  explicit Average(const float* c) : take(c[1]) {}
+  INLINE void operator()(F, F& w, F (&m)[1]) const {
+    m[0] = take == 1.0f ? w : m[0] + (w - m[0]) * take;
+  }
+};
+
 // Every rule; a new one is written above and named here, and nowhere else.
 template <template <class...> class List>
-using All = List<Adam, Amsgrad, Sgd, Momentum, Adagrad, Lion>;
+using All = List<Adam, Amsgrad, Sgd, Momentum, Adagrad, Lion, Average>;

@@ -15,7 +15,11 @@ def export(
     store: Annotated[Path, typer.Argument(help="Directory of the store; one, if striped.")],
     out: Annotated[Path, typer.Argument(help="Folder to make.")],
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or its folder: it is copied.")
+        Path | None,
+        typer.Option(
+            help="The model's config.json, or its folder: it is copied; names become those that "
+            "from_pretrained looks for."
+        ),
     ] = None,
     optimizer: Annotated[
         bool, typer.Option(help="Also write optimizer.pt: moments and masters in fp32.")
@@ -25,9 +29,11 @@ def export(
     """Write weights as Hugging Face safetensors, and the optimizer's state as a torch file."""
     with one_line_errors(debug):
         from ..durable.export import export_store
+        from ..durable.hub import named_by_config
         from ..errors import format_bytes
 
-        done = export_store(store, out, config=config, optimizer=optimizer)
+        named = list if config is None else named_by_config(config)
+        done = export_store(store, out, config=config, optimizer=optimizer, named=named)
         for name, nbytes in done.files.items():
             typer.echo(f"wrote {out / name}, {format_bytes(nbytes)}")
         typer.echo(f"step {done.step}")

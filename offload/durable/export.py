@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.committed import find_store
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
+from .hub import Read, config_of, of_model
 from .source import StoreSource, require_unmoved
 from .sums import SUMS, sums_text
 from .tensors import StreamedTensor, Written
@@ -68,6 +71,16 @@ def export_store(
     finally:
         source.close()
     return Exported(source.generation.step, files)
+
+
+def export_model(model: nn.Module, out: Path, step: int, read: Read) -> None:
+    """Writes what ``read`` gives for each of a model's tensors to the folder ``out``, in the hub's
+    names.
+
+    Raises:
+        OffloadError: ``out`` is there already, or too little of its disk is free.
+    """
+    write_export(out, of_model(model, read), None, config_of(model), step)
 
 
 def _config(path: Path | str) -> str:

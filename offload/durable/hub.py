@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..errors import OffloadError
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
 from .tensors import StreamedTensor, lazy
+
+Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
 
 
 def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[StreamedTensor]:
@@ -35,6 +40,38 @@ def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[Strea
     return found
 
 
+def named_by_config(
+    config: Path,
+) -> Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]:
+    """``as_on_hub`` of the model that a ``config.json``, or the one of a folder, is about; nothing
+    is changed where that is none of transformers'.
+
+    Raises:
+        OffloadError: it is one of transformers', which is not installed here, or does not know it.
+    """
+    path = config / "config.json" if config.is_dir() else config
+    told = json.loads(path.read_text())
+    names = told.get("architectures")
+    if not names or "auto_map" in told:  # code of its own has names of its own
+        return list
+    try:
+        import transformers
+    except ImportError as error:
+        raise OffloadError(
+            f"{path} is about {names[0]}; transformers knows its names in files: install it, or "
+            "leave the config out for the names in memory"
+        ) from error
+    kind = getattr(transformers, names[0], None)
+    if kind is None:
+        raise OffloadError(
+            f"{path}: transformers {transformers.__version__} has no {names[0]}; leave the config "
+            "out for the names in memory"
+        )
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_json_file(path))
+    return partial(as_on_hub, model)
+
+
 def _take(
     taken: dict[str, torch.Tensor], name: str, group: Group, model: nn.Module,
     by_name: dict[str, StreamedTensor],
@@ -56,29 +93,37 @@ def whole(tensor: StreamedTensor) -> torch.Tensor:
     return flat.view(tensor.dtype).view(tensor.shape)
 
 
-def of_model(model: nn.Module) -> list[StreamedTensor]:
-    """What a model's files hold, in the hub's names, read from where it is when its turn comes."""
-    return as_on_hub(model, as_in_memory(model))
-
-
-def all_of(model: nn.Module) -> list[StreamedTensor]:
-    """Every entry of a model's state dict, in the names that they have in memory."""
-    return [_streamed(name, t) for name, t in tensors_of(model).items()]
-
-
-def as_in_memory(model: nn.Module) -> list[StreamedTensor]:
-    """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
-    first."""
-    tensors = tensors_of(model)
-    names = saved_names(model) if is_of_transformers(model) else list(tensors)
-    first = {id(tensors[name]): name for name in reversed(names)}
-    return [_streamed(name, tensors[name]) for name in names if first[id(tensors[name])] == name]
-
-
-def _streamed(name: str, t: torch.Tensor) -> StreamedTensor:
-    return lazy(name, t.dtype, tuple(t.shape), partial(_copy, t))
+def config_of(model: nn.Module) -> str | None:
+    """The text of a model's ``config.json``, if it has one."""
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    return None if to_json is None else str(to_json())
 
 
 def _copy(t: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return t.clone()
+
+
+def of_model(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
+    """What a model's files hold, in the hub's names, ``read`` when its turn comes, by default from
+    where it is."""
+    return as_on_hub(model, as_in_memory(model, read))
+
+
+def all_of(model: nn.Module) -> list[StreamedTensor]:
+    """Every entry of a model's state dict, in the names that they have in memory."""
+    return [_streamed(name, t, _copy) for name, t in tensors_of(model).items()]
+
+
+def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
+    """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
+    first."""
+    tensors = tensors_of(model)
+    names = saved_names(model) if is_of_transformers(model) else list(tensors)
+    first = {id(tensors[name]): name for name in reversed(names)}
+    chosen = [name for name in names if first[id(tensors[name])] == name]
+    return [_streamed(name, tensors[name], read) for name in chosen]
+
+
+def _streamed(name: str, t: torch.Tensor, read: Read) -> StreamedTensor:
+    return lazy(name, t.dtype, tuple(t.shape), partial(read, t))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..optim import Rule
+from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
 from ..planning.partition import Partition
 from ..schedule.units import ParamSpec
@@ -70,6 +71,8 @@ def values_of_unit(
         for name, value in torch_state(optimizer, p).items():
             if name in (*rule.moments, "master") and value is not None:
                 tensors["weight" if name == "master" else name] = value
+        if AVERAGE in rule.moments and rule.steps_taken(optimizer.state.get(p, {})):
+            tensors.setdefault(AVERAGE, tensors["weight"])  # kept from now on
         return tensors
 
     return values

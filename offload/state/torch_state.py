@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ..movement.machinery import Machinery
-from ..schedule.units import ParamSpec
+from ..optim.averaged import AVERAGE
+from ..schedule.units import ParamSpec, Unit
 from ..training.showing import Showing
+from .averages import Averages
 from .contents import STATE, Contents
 from .edits import Edits
 from .weight_door import WeightDoor
@@ -33,6 +35,7 @@ class OptimizerState:
         weights: WeightDoor,
         showing: Showing,
         edits: Edits,
+        averages: Averages,
         quiesce: Callable[[], None],
     ) -> None:
         """``quiesce`` waits for all updates, and until nothing moves."""
@@ -40,7 +43,7 @@ class OptimizerState:
         self._parts, self._steps = machinery.parts, machinery.ledger.steps
         self._blueprint = machinery.blueprint
         self._weights, self._showing, self._edits = weights, showing, edits
-        self._quiesce = quiesce
+        self.averages, self._quiesce = averages, quiesce
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
 
     # -- one parameter --------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class OptimizerState:
         }
         with self._edits.of(parts) as spoil:
             for unit in trained:
-                values = self._values(given)
+                values = self._values(given, self._first_averages(unit, given))
                 if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
@@ -180,8 +183,24 @@ class OptimizerState:
                         f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
                     )
 
-    def _values(self, all_given: Given) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
-        """What parameters are loaded with: what was given, else how the rule starts."""
+    def _first_averages(self, unit: Unit, all_given: Given) -> Mapping[int, torch.Tensor]:
+        """The present weights of parameters that get a state without the average that is kept of
+        them: it starts there."""
+        lack = set()
+        for _, spec in unit.params:
+            given, rule = self._given(all_given, spec.index), self._blueprint.rule_of(spec.index)
+            if rule and AVERAGE in rule.moments and given and given.get(AVERAGE) is None:
+                lack.add(spec.index)
+        if not lack:
+            return {}
+        masters = self._contents.masters(unit.index)
+        return {spec.index: value for spec, value in masters if spec.index in lack}
+
+    def _values(
+        self, all_given: Given, averages: Mapping[int, torch.Tensor]
+    ) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
+        """What parameters are loaded with: what was given, else how the rule starts, or an
+        average."""
 
         def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
             given = self._given(all_given, spec.index)
@@ -190,10 +209,15 @@ class OptimizerState:
                 return None
             starts = rule.initial(self._groups[group])
             master = {} if given.get("master") is None else {"weight": given["master"]}
+
+            def first(name: str) -> torch.Tensor:
+                if name == AVERAGE and spec.index in averages:
+                    weight: torch.Tensor = master.get("weight", averages[spec.index])
+                    return weight
+                return torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
+
             return master | {
-                name: torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
-                if given.get(name) is None
-                else given[name]
+                name: first(name) if given.get(name) is None else given[name]
                 for name in rule.moments
             }
 

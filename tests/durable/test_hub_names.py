@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import overspill
+from overspill.cli.app import app
 from overspill.durable import hub
 from overspill.durable.tensors import lazy
 from overspill.state import hub_names
@@ -98,6 +100,40 @@ def test_a_wrapped_model_goes_to_files_and_comes_back(family: str, tmp_path: Pat
     assert equal(files_in(tmp_path / "saved"), files_in(tmp_path / "hub"))
     again = type(original).from_pretrained(tmp_path / "saved")
     assert equal(dict(again.state_dict()), dict(original.state_dict()))
+    exported(tmp_path / "store", tmp_path / "exported", "--config", tmp_path / "hub")
+    assert equal(files_in(tmp_path / "exported"), files_in(tmp_path / "hub"))
+
+
+def exported(*arguments: Any) -> str:
+    """What the command says."""
+    done = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_store_is_exported_with_the_names_in_memory_where_no_others_are_known(
+    tmp_path: Path,
+) -> None:
+    model = build("llama")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    (tmp_path / "store").mkdir()
+    with overspill.wrap(
+        model, inner, device=CPU, host_memory="1GiB", nvme=tmp_path / "store",
+        rates=overspill.Rates(),
+    ) as optimizer:  # fmt: skip
+        optimizer.commit()
+    exported(tmp_path / "store", tmp_path / "plain")
+    assert set(files_in(tmp_path / "plain")) == {name for name, _ in model.named_parameters()}
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}')
+    exported(tmp_path / "store", tmp_path / "own", "--config", config)
+    assert equal(files_in(tmp_path / "own"), files_in(tmp_path / "plain"))
+    config.write_text('{"architectures": ["NobodysModel"]}')
+    done = CliRunner().invoke(
+        app, ["export", str(tmp_path / "store"), str(tmp_path / "no"), "--config", str(config)]
+    )
+    assert done.exit_code == 2 and "has no NobodysModel" in done.output.replace("\n", " ")
+    assert not (tmp_path / "no").exists()
 
 
 def test_experts_that_are_not_all_there_are_told_of(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""A rule that also keeps an average of the weights: one more fp32 value a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .formats import Field, Master, Moments
+from .rule import ElementwiseRule, Rule, StepScalars, number
+
+AVERAGE = "average"
+"""The name of the average among a parameter's state."""
+DECAY = "average_decay"
+"""The hyper-parameter of a group that asks for it: how much of the average stays at a step."""
+
+
+def check_decay(decay: float) -> float:
+    """
+    Raises:
+        ValueError: it is not at least 0 and less than 1.
+    """
+    if not 0.0 <= decay < 1.0:
+        raise ValueError(f"the decay of an average must be at least 0 and less than 1, not {decay}")
+    return decay
+
+
+def _average(g: Tensor, w: Tensor, m: list[Tensor], c: Sequence[float]) -> None:
+    if c[1] == 1.0:  # the difference would be rounded
+        m[0].copy_(w)
+    else:
+        m[0].add_((w - m[0]) * c[1])
+
+
+class _AverageRule(ElementwiseRule):
+    """Leaves the weight as it is; the average moves towards it."""
+
+    name = "average"
+
+    def __init__(self) -> None:
+        super().__init__("average", (AVERAGE,), _average)
+
+    def coefficients(
+        self, group: Mapping[str, Any], step: int, grad_scale: float
+    ) -> tuple[float, ...]:
+        # As torch.optim.swa_utils.AveragedModel: the first step's weights are the first average.
+        decay = check_decay(number(group, DECAY))
+        return 1.0, 1.0 if step == 1 else 1.0 - decay
+
+
+_RULE = _AverageRule()
+
+
+class AveragedRule:
+    """Another rule, and after it the average of what it has made of the weights (or of their
+    masters): ``average += (1 - decay) * (weight - average)``."""
+
+    def __init__(self, inner: Rule) -> None:
+        if AVERAGE in inner.moments:
+            raise ValueError(f"the rule {inner.name!r} has a moment named {AVERAGE!r} of its own")
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return (*self.inner.moments, AVERAGE)
+
+    def state_fields(
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments
+    ) -> tuple[Field, ...]:
+        fields = self.inner.state_fields(weight_dtype, master, moments)
+        return (*fields, Field(AVERAGE, torch.float32))
+
+    def steps_taken(self, state: Mapping[str, Any]) -> int:
+        return self.inner.steps_taken({k: v for k, v in state.items() if k != AVERAGE})
+
+    def initial(self, group: Mapping[str, Any]) -> dict[str, float]:
+        return self.inner.initial(group)
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0) -> StepScalars:
+        scalars = self.inner.scalars(group, step, grad_scale)
+        own = _RULE.coefficients(group, step, 1.0)
+        return replace(scalars, coefficients=(*scalars.coefficients, *own))
+
+    def update(
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:
+        own = len(scalars.coefficients) - 2
+        parts = scalars.coefficients[:own], scalars.coefficients[own:]
+        theirs, ours = (replace(scalars, coefficients=part) for part in parts)
+        others = {name: part for name, part in state.items() if name != AVERAGE}
+        kept = {name: state[name] for name in ("master", "master_lo", AVERAGE) if name in state}
+        finite = self.inner.update(grad, weight, others, theirs, position)
+        return _RULE.update(grad, weight, kept, ours, position) and finite
+
+
+def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
+    """The rule of a param group, with an average where the group asks for one."""
+    return AveragedRule(rule) if DECAY in group else rule
