@@ -14,12 +14,11 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.integrations import accelerate as streaming
-from tests.devices import about_sim
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, adamw, batch
 
-pytestmark = about_sim
-TIGHT = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
-OTHER = {"device": "cpu", "host_memory": "1MiB", "durable": False}
+TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
+OTHER = {"device": CPU, "host_memory": "1MiB", "durable": False}
 
 
 class Rows(torch.utils.data.Dataset[Any]):

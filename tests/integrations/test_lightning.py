@@ -12,15 +12,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import overspill
 from overspill.integrations.lightning import OverspillStrategy
-from tests.devices import about_sim
+from tests.devices import CPU, SIM
 from tests.models import TinyLM, batch
 
 pytestmark = [
-    about_sim,
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
 ]
-TIGHT = {"device": "sim", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
-OTHER = {"device": "cpu", "host_memory": "1MiB", "durable": False}
+TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False}
+OTHER = {"device": CPU, "host_memory": "1MiB", "durable": False}
 STEPS, SAVED = 12, 8
 
 
@@ -110,7 +109,7 @@ def test_a_fit_and_its_checkpoints(tmp_path: Path) -> None:
     again = fit(tmp_path / "again", OTHER, kept(tmp_path / "ours"), seed=1)
     assert after(again) == again.losses == after(ours)
     weights = ours.state_dict()
-    assert all(torch.equal(t, weights[n]) for n, t in again.state_dict().items())
+    assert all(torch.equal(t.cpu(), weights[n].cpu()) for n, t in again.state_dict().items())
 
     back = fit(tmp_path / "back", None, kept(tmp_path / "ours"), seed=1)
     assert far(back.losses, after(ours)) < 2e-4

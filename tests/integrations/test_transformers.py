@@ -16,15 +16,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import overspill
 from overspill.integrations.transformers import OverspillTrainer, offloaded
-from tests.devices import about_sim
+from tests.devices import CPU, SIM, about_cpu
 
-pytestmark = about_sim  # trainers know devices by name, and the test device's is not among them
-
-AMPLE = {"device": "cpu", "host_memory": "1GiB"}
+AMPLE = {"device": CPU, "host_memory": "1GiB"}
 PLACES: dict[str, dict[str, Any]] = {
     "memory": AMPLE,
-    "disk": {"device": "cpu", "host_memory": "1MiB"},
-    "device": {"device": "sim", "device_memory": "1MiB", "host_memory": "4MiB"},
+    "disk": {"device": CPU, "host_memory": "1200KiB"},
+    "device": {"device": SIM, "device_memory": "1MiB", "host_memory": "4MiB"},
 }
 STEPS, SAVED = 12, 8
 
@@ -123,7 +121,9 @@ def far(ones: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> float:
 
 def same_weights(one: Any, other: Any) -> bool:
     theirs = other.state_dict()
-    return all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+    return all(
+        torch.equal(value.cpu(), theirs[name].cpu()) for name, value in one.state_dict().items()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +290,7 @@ def test_adapters_are_saved_alone_and_loaded_again(tmp_path: Path) -> None:
     last = tmp_path / "ours" / f"checkpoint-{STEPS}"
     loaded = peft.PeftModel.from_pretrained(llama(), last).state_dict()
     trained = {n: v for n, v in ours.model.state_dict().items() if "lora_" in n}
-    assert trained and all(torch.equal(v, loaded[n]) for n, v in trained.items())
+    assert trained and all(torch.equal(v.cpu(), loaded[n]) for n, v in trained.items())
 
 
 def test_only_trainers_can_be_offloaded() -> None:
@@ -341,6 +341,7 @@ print(json.dumps({"bytes": parameters * 12, "before": before, "after": most}))
 """
 
 
+@about_cpu
 def test_a_model_is_saved_and_resumed_that_the_process_may_not_hold(tmp_path: Path) -> None:
     """Weights and state of 850 MB, while the process takes not two thirds of that for all it does:
     160 MiB are the engine's, most of the rest is torch's for a step."""

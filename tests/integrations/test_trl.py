@@ -17,11 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import overspill
 from overspill.integrations.transformers import offloaded
-from tests.devices import about_sim
+from tests.devices import NAME, SIM
 
-pytestmark = about_sim
 WORDS = 120
-TIGHT = {"device": "sim", "device_memory": "1MiB", "host_memory": "4MiB", "durable": False}
+TIGHT = {"device": SIM, "device_memory": "1MiB", "host_memory": "4MiB", "durable": False}
 SHAPE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -98,6 +97,8 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_losses_are_those_of_the_trainer_alone(case: str, words: Any, tmp_path: Path) -> None:
+    if NAME == "testdev" and case == "grpo":
+        pytest.skip("shuffled by an index on the CPU, which the test device does not take")
     kind, arguments, columns, more, others = CASES[case]
     logs = []
     for trainer in (kind, offloaded(kind)):
