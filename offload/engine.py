@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -29,15 +32,14 @@ from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
 from .state.edits import Edits
 from .state.homes import Homes
-from .state.hub_names import tensors_of
-from .state.importing import open_weights
+from .state.importing import Others, open_weights
 from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
 from .state.torch_state import Make, OptimizerState
 from .state.weight_door import WeightDoor
-from .state.weight_files import match_files
+from .state.weight_files import match_files, read_float
 from .training.backward import Backward
-from .training.callers import amid_engine
+from .training.callers import callers, is_engine
 from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
@@ -52,7 +54,7 @@ from .training.showing import Showing
 from .training.stepping import Stepping
 
 log = logging.getLogger("overspill")
-ATTRIBUTE = "_overspill_engine"
+ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"
 
 
 class Removable(Protocol):
@@ -153,7 +155,7 @@ class Engine:
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, homes, calibration, hooks)
-            _live.add(engine)
+            _open.add(engine)
             # Found on the instance, these refuse copies and pickles of the model before they begin.
             model.__dict__.update(
                 {
@@ -168,11 +170,15 @@ class Engine:
             raise
         return engine
 
+    def model_holds(self, optimizer: torch.optim.Optimizer) -> None:
+        """Whoever has the model finds its optimizer."""
+        self.model.__dict__[OPTIMIZER] = optimizer
+
     def let_go(self) -> None:
         """Takes hooks and marks from the model."""
         for each in self._hooks:
             each.remove()
-        for name in (ATTRIBUTE, "__deepcopy__", "__reduce_ex__"):
+        for name in (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
             self.model.__dict__.pop(name, None)
 
     # -- what is known of it --------------------------------------------------------------------
@@ -280,12 +286,10 @@ class Engine:
         """
         files = open_weights(path, self.model if hub else None)
         names = match_files(files, self.model, self.machinery.parts)
+        others = Others(files, self.model, set(names.values()), set(map(id, self.parameters)))
         self._loop.require_usable()
-        self._weights.load_all(lambda index: files.read(names[index]))
-        managed = set(map(id, self.parameters))
-        for name, buffer in tensors_of(self.model).items():
-            if id(buffer) not in managed and files.shape(name) == tuple(buffer.shape):
-                buffer.detach().copy_(files.read(name))
+        self._weights.load_all({index: partial(read_float, files, n) for index, n in names.items()})
+        others.load()
 
     def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact fp32 value of every trained parameter, unit by unit."""
@@ -337,13 +341,19 @@ class Engine:
     def close(self) -> None:
         """Ends all threads, frees all memory and disk.  A second call does nothing, nor does one in
         a forked child: all that is its parent's."""
+        if self in _open:
+            self._end()
+
+    def _end(self) -> None:
         if self.machinery.closed or os.getpid() != self._owner:
             return
-        if threading.current_thread().name.startswith("overspill") or amid_engine():
+        around = [frame for frame in callers() if frame.f_code not in _CLOSING]
+        if threading.current_thread().name.startswith("overspill") or is_engine(around):
             # The collector, or a signal handler, has come by on a thread of the engine's own, or
             # where the engine holds a lock: neither can wait for itself.
-            threading.Thread(target=self.close, name="closes-overspill").start()
+            threading.Thread(target=self._end, name="closes-overspill").start()
             return
+        _open.discard(self)  # nobody else closes it meanwhile
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
@@ -356,6 +366,12 @@ class Engine:
             for each in self._while_open:
                 each.remove()
             self.machinery.close()
+
+    def __del__(self) -> None:
+        """Neither the model nor its optimizer is in use any more: they and this are one cycle, and
+        no thread of the engine's holds it.  Weak references to it are gone by now."""
+        if hasattr(self, "_owner"):
+            self._end()
 
     def forked(self) -> None:
         """This is a forked child: nothing of the engine works here, its memory least of all."""
@@ -381,12 +397,25 @@ def engine_of(model: nn.Module) -> Engine | None:
     return engine
 
 
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that a fork must not take along
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def end_unused() -> None:
+    """Closes engines whose model and optimizer nobody has any more, for the room that they hold."""
+    if _open:
+        gc.collect()
 
 
 def _forked() -> None:
-    for engine in list(_live):
+    for engine in list(_open):
         engine.forked()
 
 
+@atexit.register
+def _exit() -> None:
+    for engine in list(_open):
+        engine.close()
+
+
+_CLOSING = tuple(f.__code__ for f in (Engine.close, Engine.__del__, _exit))
 os.register_at_fork(after_in_child=_forked)

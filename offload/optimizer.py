@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from .durable.export import export_model, export_store
 from .durable.hub import as_on_hub, config_of
-from .engine import Engine
+from .engine import OPTIMIZER, Engine
 from .errors import OffloadError
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
@@ -36,7 +36,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose parameters and state live on several tiers.
 
     ``param_groups`` are the very objects of the wrapped optimizer, read at every step, so
-    schedulers work unchanged.  A context manager; ``close`` also runs at interpreter exit.
+    schedulers work unchanged.  A context manager; ``close`` also runs at interpreter exit, and when
+    neither the model nor the optimizer is in use any more.
     """
 
     def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
@@ -48,7 +49,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for after in torch_private.step_hooks(inner, before=False):
             self.register_step_post_hook(after)
         self._engine = engine
-        self._finalizer = weakref.finalize(self, Engine.close, engine)
 
     def __setattr__(self, name: str, value: Any) -> None:
         mine = self.__dict__.get(name)
@@ -247,13 +247,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""
-        self._finalizer()
+        self._engine.close()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:
+    """What ``wrap`` gave for a model that is wrapped, else ``None``."""
+    optimizer = model.__dict__.get(OPTIMIZER)
+    assert optimizer is None or isinstance(optimizer, OffloadedOptimizer)
+    return optimizer
 
 
 def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:

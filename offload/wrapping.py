@@ -12,7 +12,7 @@ from .config import OffloadConfig
 from .durable.commits import adopt
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
-from .engine import Engine, engine_of
+from .engine import Engine, end_unused, engine_of
 from .errors import BudgetError
 from .io_engine.committed import OwnedStore
 from .measure.calibration import Calibration
@@ -126,6 +126,7 @@ class Begun:
         self._state: dict[Any, Any] = {}
         self._machinery: list[Machinery] = []
         self._taken: Taken | None = None
+        end_unused()
         self.accelerator = make_accelerator(config.device, config.rates)
 
     def open(self, blueprint: Blueprint, found: OwnedStore | None = None) -> tuple[Homes, Taken]:
@@ -169,4 +170,6 @@ def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOp
                 name, home.weights.value, " (resident)" if home.resident else "", grads, state,
             )  # fmt: skip
     torch_private.count_step(optimizer)
-    return OffloadedOptimizer(engine, optimizer)
+    made = OffloadedOptimizer(engine, optimizer)
+    engine.model_holds(made)
+    return made

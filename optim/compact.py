@@ -140,17 +140,20 @@ def as_it_was(value: Tensor, kind: CodeMap) -> tuple[Tensor, Tensor, Tensor]:
     """By block, whether ``from_int8`` has given ``value``; and the codes and scales it did so from
     (of other blocks they mean nothing).
 
-    The largest element of a block has the largest code, so that its scale is known but for the last
-    bit; every element then has to come out as it is.
+    The largest element of a block has the largest code or, where its noise was next to nothing, the
+    one below: so the scale is known but for the last bit, where it is not the smallest there is.
+    Every element then has to come out as it is.
     """
     numel = value.numel()
     blocks = torch.nn.functional.pad(value, (0, -numel % BLOCK)).view(-1, BLOCK)
     most = blocks.abs().amax(1)
-    full = torch.full_like(most, 1.875) - torch.full_like(most, kind.zero)
-    nearest = most / full
+    scales = [torch.full_like(most, SMALLEST_SCALE)]
+    for largest in (1.875, 1.75):
+        nearest = most / torch.full_like(most, largest - kind.zero)
+        scales += [nearest, nearest.nextafter(most), nearest.nextafter(torch.zeros_like(most))]
     codes = torch.zeros_like(blocks, dtype=torch.uint8)
     scale, found = torch.zeros_like(most), torch.zeros_like(most, dtype=torch.bool)
-    for tried in (nearest, nearest.nextafter(most), nearest.nextafter(torch.zeros_like(most))):
+    for tried in scales:
         y = blocks / tried.clamp_min(SMALLEST_SCALE)[:, None]
         raw = (y + _zero(y, kind)).view(torch.int32).to(torch.int64) & WORD
         raw += 1 << (CODE_SHIFT - 1)  # to the nearest

@@ -8,6 +8,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,25 @@ SHARD = "model-{:05}-of-{:05}.safetensors"
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
 _NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
 Note = Callable[[int], None]  # told how many bytes were written
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A draft to write, which takes the place of ``path`` at the end: until then that is whole."""
+    draft = path.with_name(f"{path.name}.part")
+    draft.unlink(missing_ok=True)
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def is_of_an_export(name: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
-from .tensors import StreamedTensor, lazy
+from .tensors import StreamedTensor, in_memory, lazy
 
 Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
 
@@ -110,9 +111,51 @@ def of_model(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
     return as_on_hub(model, as_in_memory(model, read))
 
 
-def all_of(model: nn.Module) -> list[StreamedTensor]:
-    """Every entry of a model's state dict, in the names that they have in memory."""
-    return [_streamed(name, t, _copy) for name, t in tensors_of(model).items()]
+def streamed(tree: Any, parameters: Iterable[torch.Tensor]) -> Any:
+    """A tree of dicts, lists and tuples in which these parameters, where they stand, are read when
+    their turn comes."""
+    managed = set(map(id, parameters))
+
+    def walk(each: Any) -> Any:
+        if id(each) in managed:
+            return _streamed("a parameter", each, _copy)
+        if isinstance(each, dict):
+            return {key: walk(value) for key, value in each.items()}
+        if type(each) in (list, tuple):
+            return type(each)(map(walk, each))
+        return each
+
+    return walk(tree)
+
+
+def of_state_dict(
+    state: Mapping[str, Any], parameters: Iterable[torch.Tensor]
+) -> list[StreamedTensor]:
+    """The tensors of a state dict, these parameters read when their turn comes; of several names of
+    one tensor the first.
+
+    Raises:
+        ValueError: it has something that is no tensor.
+    """
+    first: dict[int, str] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name!r} is no tensor, and safetensors holds nothing else")
+        first.setdefault(id(value), name)
+    found = streamed({name: state[name] for name in first.values()}, parameters)
+    return [
+        replace(each, name=name) if isinstance(each, StreamedTensor) else in_memory(name, each)
+        for name, each in found.items()
+    ]
+
+
+def in_full(tree: Any) -> Any:
+    """A tree with all that is streamed in memory."""
+    if isinstance(tree, StreamedTensor):
+        return whole(tree)
+    if isinstance(tree, dict):
+        return {key: in_full(value) for key, value in tree.items()}
+    return type(tree)(map(in_full, tree)) if type(tree) in (list, tuple) else tree
 
 
 def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:

@@ -22,10 +22,10 @@ from accelerate.accelerator import Accelerator
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from torch import nn
 
-from ..durable.files import write_safetensors, write_torch
-from ..durable.hub import as_in_memory
+from ..durable.files import replacing, write_safetensors, write_torch
+from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
-from ..engine import Engine, engine_of
+from ..engine import engine_of
 from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
 
@@ -43,18 +43,31 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
     """
     if not more.get("safe_serialization", True):
         raise OffloadError("save_state writes safetensors only; leave safe_serialization out")
-    with _WithoutOurs(accelerator) as (models, optimizers):
-        folder = Path(accelerator.save_state(output_dir, **more))
+    left: list[dict[str, Any]] = []
+
+    def take(models: Any, states: list[dict[str, Any]], path: str) -> None:
+        left.extend(states)  # that the hooks before have left
+        states.clear()
+
+    ours = _Ours(accelerator)
+    hook = accelerator.register_save_state_pre_hook(take)
+    try:
+        with ours:
+            folder = Path(accelerator.save_state(output_dir, **more))
+    finally:
+        hook.remove()
     if accelerator.is_main_process:
-        for number, (model, _) in enumerate(models):
-            file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
-            write_safetensors(as_in_memory(model), file, lambda nbytes: None)
-        for number, (_, engine) in enumerate(optimizers):
+        parameters = [p for _, engine in ours.models for p in engine.parameters]
+        for number, state in enumerate(left):
+            name = f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
+            with replacing(folder / name) as draft:
+                write_safetensors(of_state_dict(state, parameters), draft, lambda nbytes: None)
+        for number, (_, engine) in enumerate(ours.optimizers):
             tree = engine.streamed_state(
                 lambda name, shape, read: lazy(name, torch.float32, shape, read)
             )
-            file = folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin"
-            write_torch(tree, file, lambda nbytes: None)
+            with replacing(folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin") as draft:
+                write_torch(tree, draft, lambda nbytes: None)
     return str(folder)
 
 
@@ -66,21 +79,32 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
         ValueError: the files do not fit the model.
     """
     found: list[Path] = []
-    hook = accelerator.register_load_state_pre_hook(lambda _, path: found.append(Path(path)))
+    left: list[Any] = []
+
+    def take(models: list[Any], path: str) -> None:
+        found.append(Path(path))
+        left.extend(models)  # that the hooks before have left
+        models.clear()
+
+    ours = _Ours(accelerator)
+    hook = accelerator.register_load_state_pre_hook(take)
     try:
-        with _WithoutOurs(accelerator) as (models, optimizers):
+        with ours:
             accelerator.load_state(input_dir, **more)
     finally:
         hook.remove()
     (folder,) = found
-    for number, (model, engine) in enumerate(models):
+    for number, each in enumerate(left):
+        model = accelerator.unwrap_model(each)
+        engine = engine_of(model)
+        assert engine is not None
         file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
-        if file.is_file():
+        old = folder / f"{_numbered(MODEL_NAME, number)}.bin"
+        if file.is_file() or not old.is_file():
             engine.load_weights(file, hub=False)
         else:
-            file = folder / f"{_numbered(MODEL_NAME, number)}.bin"
-            model.load_state_dict(torch.load(file, mmap=True, weights_only=True))
-    for number, (optimizer, _) in enumerate(optimizers):
+            model.load_state_dict(torch.load(old, mmap=True, weights_only=True))
+    for number, (optimizer, _) in enumerate(ours.optimizers):
         optimizer.load_state_dict(folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin")
 
 
@@ -88,8 +112,9 @@ def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
-class _WithoutOurs:
-    """A block in which an accelerator knows of no model and no optimizer; gives those it has."""
+class _Ours:
+    """What is wrapped of an accelerator's.  Inside its block weights are not read for a state dict,
+    but stand there as their parameters, and the accelerator knows of no optimizer."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -110,14 +135,15 @@ class _WithoutOurs:
                 "before accelerator.prepare, or use the accelerator's own save_state and load_state"
             )
 
-    def __enter__(self) -> tuple[Models, Optimizers]:
-        self._before = self._accelerator._models, self._accelerator._optimizers
-        self._accelerator._models, self._accelerator._optimizers = [], []
-        return self.models, self.optimizers
+    def __enter__(self) -> None:
+        self._before = self._accelerator._optimizers
+        self._accelerator._optimizers = []
+        self._accelerator.__dict__["get_state_dict"] = self._state_dict
+
+    def _state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        found: dict[str, Any] = self._accelerator.unwrap_model(model).state_dict(keep_vars=True)
+        return found
 
     def __exit__(self, *_: object) -> None:
-        self._accelerator._models, self._accelerator._optimizers = self._before
-
-
-Models = list[tuple[nn.Module, Engine]]
-Optimizers = list[tuple[OffloadedOptimizer, Engine]]
+        del self._accelerator.__dict__["get_state_dict"]
+        self._accelerator._optimizers = self._before

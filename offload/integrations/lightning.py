@@ -13,24 +13,30 @@ Lightning's own, written and read tensor by tensor.  For Fabric: wrap first, the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 
 from ..api import wrap
 from ..config import OffloadConfig
-from ..durable.files import write_torch
-from ..durable.hub import all_of
+from ..durable.files import replacing, write_torch
+from ..durable.hub import in_full, streamed
 from ..durable.tensors import lazy
 from ..engine import engine_of
-from ..optimizer import OffloadedOptimizer
+from ..optimizer import OffloadedOptimizer, optimizer_of
+from ..training import torch_private
+
+log = logging.getLogger("overspill")
 
 
 class OverspillStrategy(SingleDeviceStrategy):
-    """One device; the options are those of ``overspill.wrap``.
+    """One device; the options are those of ``overspill.wrap``, but that steps are not committed
+    beside Lightning's checkpoints where ``durable`` is not given.
 
     ``device`` is the accelerator, where there is one, else the CPU; ``accumulate`` the trainer's
     ``accumulate_grad_batches``.  A model that is only validated or tested is not wrapped.
@@ -48,7 +54,6 @@ class OverspillStrategy(SingleDeviceStrategy):
             device = torch.accelerator.current_accelerator() or torch.device("cpu")
         super().__init__(torch.device("cpu" if str(device) == "sim" else device))
         self._options = {"device": device, **options}
-        self._offloaded: OffloadedOptimizer | None = None
 
     # -- what is wrapped, and when --------------------------------------------------------------
 
@@ -69,18 +74,19 @@ class OverspillStrategy(SingleDeviceStrategy):
             ValueError: there is not just one.
         """
         super().setup_optimizers(trainer)
-        if engine_of(self._module) is not None:
-            if isinstance(self._offloaded, OffloadedOptimizer):  # a second fit goes on with it
-                self.optimizers = [self._offloaded]
-            return
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"OverspillStrategy trains with one optimizer, and configure_optimizers gave "
                 f"{len(self.optimizers)}"
             )
-        options = {"accumulate": trainer.accumulate_grad_batches, **self._options}
-        self._offloaded = wrap(self._module, self.optimizers[0], **options)
-        self.optimizers = [self._offloaded]
+        made, wrapped = self.optimizers[0], optimizer_of(self._module)
+        if wrapped is None:
+            micro_steps = trainer.accumulate_grad_batches
+            options = {"accumulate": micro_steps, "durable": False, **self._options}
+            self.optimizers = [wrap(self._module, made, **options)]
+        elif made is not wrapped:  # a fit before this one has wrapped the model
+            _start_anew(wrapped, made)
+            self.optimizers = [wrapped]
 
     def teardown(self) -> None:
         """Ends the run; the model stays wrapped, and where it is."""
@@ -99,10 +105,11 @@ class OverspillStrategy(SingleDeviceStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """In a checkpoint, each tensor is read when its turn comes."""
+        """In a checkpoint, each weight is read when its turn comes: until then its parameter."""
         if engine_of(self._module) is None:
             return super().lightning_module_state_dict()
-        return {each.name: each for each in all_of(self._module)}
+        found: dict[str, Any] = self._module.state_dict(keep_vars=True)
+        return found
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """As ``lightning_module_state_dict``."""
@@ -116,15 +123,22 @@ class OverspillStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """One torch file, as Lightning writes it."""
-        if engine_of(self._module) is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self.is_global_zero:
+        """One torch file, as Lightning writes it.  To a file of this machine it is streamed; what
+        another ``CheckpointIO`` writes, or elsewhere, is whole in memory before."""
+        engine = engine_of(self._module)
+        if engine is None:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        tree = streamed(checkpoint, engine.parameters)
+        own = type(self.checkpoint_io) is not TorchCheckpointIO or storage_options is not None
+        if own or "://" in str(filepath):
+            log.info("overspill: the checkpoint for %s is put together in memory", filepath)
+            return super().save_checkpoint(in_full(tree), filepath, storage_options)
+        if self.is_global_zero:
             path = Path(filepath)
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f"{path.name}.part")
-            write_torch(checkpoint, draft, lambda nbytes: None)
-            draft.replace(path)
+            with replacing(path) as draft:
+                write_torch(tree, draft, lambda nbytes: None)
+        return None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Mapped: what is taken from it is read."""
@@ -138,3 +152,22 @@ class OverspillStrategy(SingleDeviceStrategy):
         """Streamed to where the state lives."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+
+
+def _start_anew(wrapped: OffloadedOptimizer, made: torch.optim.Optimizer) -> None:
+    """A fit begins with the optimizer that it was given: its hyper-parameters, and no state.
+
+    Raises:
+        ValueError: it is another kind, or has other param groups, than the one that the model is
+            wrapped with.
+    """
+    mine, theirs = wrapped.param_groups, made.param_groups
+    groups = [[list(map(id, group["params"])) for group in each] for each in (mine, theirs)]
+    if groups[0] != groups[1] or made.defaults.keys() != wrapped.defaults.keys():
+        raise ValueError(
+            "the model is wrapped with another optimizer than configure_optimizers now gives; "
+            "overspill.unwrap(model) before this fit"
+        )
+    wrapped.load_state_dict({**made.state_dict(), "state": {}})
+    made.param_groups = mine  # which its schedulers change
+    torch_private.count_step(made)

@@ -41,6 +41,7 @@ from ..state.hub_names import is_of_transformers
 from ..state.weight_files import INDEX, SINGLE
 
 log = logging.getLogger("overspill")
+ADAPTER = "adapter_model.safetensors"
 
 T = TypeVar("T", bound=Trainer)
 
@@ -102,25 +103,31 @@ class _Offloaded(Trainer):
 
     def create_optimizer(self, *args: Any, **more: Any) -> torch.optim.Optimizer:
         if self._offloaded is None:
-            options = self._options_for()
-            inner = super().create_optimizer(*args, **more)
+            options, theirs = self._options_for(), self.optimizer_cls_and_kwargs
+            try:
+                self.optimizer_cls_and_kwargs = self._as_adamw(options) or theirs
+                inner = super().create_optimizer(*args, **more)
+            finally:
+                self.optimizer_cls_and_kwargs = theirs
             self._offloaded = self.optimizer = wrap(self.model, inner, **options)
         return self._offloaded
 
+    def _as_adamw(self, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """AdamW in the place of one with compact or paged state, whose format ``options`` get."""
+        moments = _AS_ADAMW.get(self.args.optim)
+        if moments is None or self.optimizer is not None or self.optimizer_cls_and_kwargs:
+            return None
+        options.setdefault("moments", moments)
+        args = self.args
+        betas = (args.adam_beta1, args.adam_beta2)
+        return torch.optim.AdamW, {
+            "lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon,
+        }  # fmt: skip
+
     def _options_for(self) -> dict[str, Any]:
         micro_steps = self.args.gradient_accumulation_steps
-        options = {"device": self.args.device, "accumulate": micro_steps, **self._options}
-        moments = _AS_ADAMW.get(self.args.optim)
-        if moments and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            options.setdefault("moments", moments)
-            self.optimizer_cls_and_kwargs = (
-                torch.optim.AdamW,
-                {
-                    "lr": self.args.learning_rate,
-                    "betas": (self.args.adam_beta1, self.args.adam_beta2),
-                    "eps": self.args.adam_epsilon,
-                },
-            )
+        own = {"device": self.args.device, "accumulate": micro_steps, "durable": False}
+        options = {**own, **self._options}
         trained = {p.dtype for p in self.model.parameters() if p.requires_grad}
         if self.args.bf16 and "precision" not in options and trained == {torch.float32}:
             options["precision"] = "bf16"
@@ -155,7 +162,7 @@ class _Offloaded(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if engine_of(self.model) is None or state_dict is not None:
             return super()._save(output_dir, state_dict)
-        if not is_of_transformers(self.model):
+        if not is_of_transformers(self.model) or _has_adapters(self.model):
             return super()._save(output_dir, _Lazily(self.model))
         super()._save(output_dir, {})  # all but the weights
         if self.args.should_save:
@@ -179,6 +186,8 @@ class _Offloaded(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
+        if _has_adapters(self.model) and (folder / ADAPTER).is_file():
+            return _load_adapter(self.model, folder / ADAPTER)
         if not self._loads_itself(folder):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         log.info("overspill: loading weights from %s", folder)
@@ -188,6 +197,8 @@ class _Offloaded(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if best is not None and _has_adapters(self.model) and (Path(best) / ADAPTER).is_file():
+            return _load_adapter(self.model, Path(best) / ADAPTER)
         if best is None or not self._loads_itself(Path(best)):
             return super()._load_best_model()
         log.info("overspill: loading the best model from %s", best)
@@ -217,6 +228,22 @@ class _Offloaded(Trainer):
         if engine is None:
             raise OffloadError("the model is not wrapped by overspill any more")
         return engine
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether adapters were added by transformers' own ``add_adapter``."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _load_adapter(model: Any, file: Path) -> None:
+    """Puts the tensors of an adapter's file into the active one."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
+    found: Any = set_peft_model_state_dict(model, tensors, adapter_name=model.active_adapters()[0])
+    if found.unexpected_keys:
+        raise ValueError(f"{file} does not match the model: it has {found.unexpected_keys[0]}")
 
 
 class _Unplaced:
@@ -257,9 +284,11 @@ def offloaded(trainer_class: type[T]) -> type[T]:
 
     Clipping, schedulers, accumulation, evaluation, checkpoints, resuming and the best model are
     the trainer's own.  ``trainer.optimizer`` is what ``wrap`` gives; ``overspill.unwrap(model)``
-    gives an ordinary model back.  Two choices are made where ``overspill`` does not say otherwise:
-    ``bf16=True`` over fp32 weights trains bf16 weights with exact masters (``precision="bf16"``),
-    and 8-bit and paged kinds of AdamW (``optim=``) are AdamW with moments of as many bits.
+    gives an ordinary model back.  Three choices are made where ``overspill`` does not say
+    otherwise: ``bf16=True`` over fp32 weights trains bf16 weights with exact masters
+    (``precision="bf16"``), 8-bit and paged kinds of AdamW (``optim=``) are AdamW with moments of as
+    many bits, and since a trainer resumes from checkpoints of its own, steps are not committed
+    beside them (``durable=False``).
 
     Raises:
         TypeError: it is no subclass of ``transformers.Trainer``.

@@ -8,6 +8,7 @@ step, on the machine's thread.  No signal interrupts that thread, so an exceptio
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,7 @@ class Ledger:
         self.count = self.micro_steps = 0
         self.next: Prepared | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
-        self._listeners: list[Callable[[Prepared], None]] = []
+        self._listeners: list[weakref.WeakMethod[Callable[[Prepared], None]]] = []
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -98,8 +99,9 @@ class Ledger:
         return self._present[unit]
 
     def when_taken(self, listener: Callable[[Prepared], None]) -> None:
-        """Has ``listener`` told of every step, on the machine's thread; to be quick."""
-        self._listeners.append(listener)
+        """Has ``listener``, a method, told of every step, on the machine's thread; to be quick.  It
+        is not kept alive: a thread that runs would keep all of the model."""
+        self._listeners.append(weakref.WeakMethod(listener))
 
     def told(self, signal: Signal) -> None:
         """The machine is about to take a signal; called on its thread."""
@@ -127,8 +129,9 @@ class Ledger:
             self.measures = self._on_trial = False
         self.count += 1
         self.micro_steps = 0
-        for listener in self._listeners:
-            listener(prepared)
+        for reference in self._listeners:
+            if (listener := reference()) is not None:
+                listener(prepared)
 
     def landed(self) -> None:
         """All updates of the last step are over."""

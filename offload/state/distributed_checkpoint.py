@@ -91,6 +91,11 @@ class DistributedFolder:
 
     # -- weights --------------------------------------------------------------------------------
 
+    @property
+    def names(self) -> list[str]:
+        """None: which of the tensors are weights nobody says."""
+        return []
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a weight, or ``None`` where there is no such tensor."""
         key = self._key(name)

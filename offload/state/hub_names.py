@@ -8,6 +8,7 @@ one group of tensors at a time: the least that belongs together, such as the exp
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -192,7 +193,17 @@ class HubFiles:
             ) from error
         self._made = {name: t for group in groups for name, t in group.made.items()}
         self._group = {name: group for group in groups for name in group.made}
+        used = {source for group in groups for source, _ in group.sources}
+        left_out = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._others = [
+            n for n in files.names if n not in used and not any(re.search(k, n) for k in left_out)
+        ]
         self._last: tuple[Group, dict[str, torch.Tensor]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """See ``TensorFiles``; those that the model has not as they stand in the files."""
+        return [*self._made, *self._others]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """See ``TensorFiles``."""

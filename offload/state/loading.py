@@ -18,7 +18,7 @@ from .homes import Homes
 from .importing import open_weights
 from .initial import default_init, initialise
 from .taken import Taken
-from .weight_files import match_files
+from .weight_files import match_files, read_float
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken: Taken) -> None:
@@ -36,12 +36,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
     for unit in parts.units:
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
-        if files is None and any(parts.parameters[i].is_meta for i in specs):
+        if any(parts.parameters[i].is_meta and i not in names for i in specs):
             made = initialise(parts.found[unit.index], specs, parts, init)
 
         def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
-            if files is not None:
-                return files.read(names[index])
+            if files is not None and index in names:
+                return read_float(files, names[index])
             return made.get(index, parts.parameters[index].data)
 
         values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)

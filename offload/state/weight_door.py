@@ -268,16 +268,24 @@ class WeightDoor:
         if others:  # those that are lent are written now
             self._write(others)
 
-    def load_all(self, read: Callable[[int], torch.Tensor]) -> None:
-        """Writes all weights, unit by unit, as ``read`` gives them by parameter index.
+    def load_all(self, values: Mapping[int, Callable[[], torch.Tensor]]) -> None:
+        """Writes weights, unit by unit, as ``values`` give them by parameter index.
 
         Raises:
             OffloadError: the model runs, or this step's backward has updated a unit already.
         """
         self.reconcile()
-        parts = {unit.index: [spec.index for _, spec in unit.params] for unit in self._parts.units}
+        parts = {
+            unit.index: [spec.index for _, spec in unit.params if spec.index in values]
+            for unit in self._parts.units
+        }
         self.require_writable(parts)
-        self._fill(parts, lambda spec: {"weight": read(spec.index).detach()})
+
+        def value_of(spec: ParamSpec) -> Values | None:
+            read = values.get(spec.index)
+            return None if read is None else {"weight": read().detach()}
+
+        self._fill(parts, value_of)
         self.renew()
 
     def replace(self, index: int, value: torch.Tensor) -> None:

@@ -21,6 +21,11 @@ class TensorFiles(Protocol):
 
     path: Path
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, or ``None`` where there is no such tensor."""
         ...
@@ -102,11 +107,13 @@ class WeightFiles:
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
     """By parameter index, the tensor in the files that holds it; checked before anything moves.
 
-    A tied parameter may stand under any of its names, with or without a leading module.
+    A tied parameter may stand under any of its names, with or without a leading module.  What
+    transformers leaves out of files for this model (tables that are computed) may be missing.
 
     Raises:
         ValueError: a parameter without a tensor, or one of another shape.
     """
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
     index_of = {id(p): i for i, p in enumerate(parts.parameters)}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -121,6 +128,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
             candidates = [*candidates, *(n.removeprefix(f"{prefix}.") for n in names[index])]
             candidates += [f"{prefix}.{n}" for n in names[index]]
         match = next((n for n in candidates if files.shape(n) is not None), None)
+        if match is None and not left_out.isdisjoint(names[index]):
+            continue
         if match is None:
             problems.append(f"{names[index][0]} is missing")
         elif files.shape(match) != tuple(p.shape):
@@ -133,3 +142,18 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
             f"weights: {files.path} does not match the model: {'; '.join(problems[:3])}{more}"
         )
     return found
+
+
+def read_float(files: TensorFiles, name: str) -> torch.Tensor:
+    """A tensor of weights.
+
+    Raises:
+        ValueError: it has whole numbers, as quantised weights do.
+    """
+    value = files.read(name)
+    if not value.is_floating_point():
+        raise ValueError(
+            f"weights: {files.path}: {name} is of {value.dtype}, which is no weight as it stands: "
+            "quantised files are not supported"
+        )
+    return value

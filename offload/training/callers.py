@@ -21,12 +21,6 @@ def callers() -> list[FrameType]:
     return found
 
 
-def amid_engine() -> bool:
-    """Whether the caller of the function that asks came, as a signal handler or by the collector,
-    amid work of the engine: that holds locks, and has told only a part of what it does."""
-    return is_engine(callers()[1:])
-
-
 def refuse_reentry() -> None:
     """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
     that holds locks, and has told only a part of what it does."""

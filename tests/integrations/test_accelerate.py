@@ -111,3 +111,72 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
         accelerator.prepare(model, device_placement=[False])
         with pytest.raises(OffloadError, match="safetensors"):
             streaming.save_state(accelerator, str(tmp_path), safe_serialization=False)
+
+
+def test_a_folder_is_written_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "out", TIGHT)
+    run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    for number in (2, 4):
+        run.train(count=number)
+        folder = Path(streaming.save_state(run.accelerator, str(tmp_path / "kept")))
+    run.optimizer.close()
+    again = Run(tmp_path / "again", OTHER, seed=1)
+    streaming.load_state(again.accelerator, str(folder))
+    assert again.optimizer.state_dict()["state"][0]["step"] == 3
+    assert not list(folder.glob("*.part"))
+    again.optimizer.close()
+
+
+def test_hooks_see_the_models_and_may_save_them(tmp_path: Path) -> None:
+    run = Run(tmp_path / "out", TIGHT)
+    run.train()
+    seen: list[tuple[int, ...]] = []
+
+    def save(models: Any, states: Any, folder: str) -> None:
+        seen.append((len(models), len(states)))
+        while states:
+            states.pop()
+            torch.save(models[-1].state_dict(), Path(folder) / "mine.pt")
+
+    def load(models: Any, folder: str) -> None:
+        seen.append((len(models),))
+        while models:
+            models.pop().load_state_dict(torch.load(Path(folder) / "mine.pt"))
+
+    run.accelerator.register_save_state_pre_hook(save)
+    run.accelerator.register_load_state_pre_hook(load)
+    folder = Path(streaming.save_state(run.accelerator))
+    assert seen == [(1, 1)] and not list(folder.glob("*.safetensors"))
+    before = {n: t.clone() for n, t in run.model.state_dict().items()}
+    run.train(count=2)
+    streaming.load_state(run.accelerator, str(folder))
+    assert seen[1:] == [(1,)]
+    assert all(torch.equal(t, before[n]) for n, t in run.model.state_dict().items())
+    run.optimizer.close()
+
+
+class Counting(TinyLM):
+    """With state of its own, a tensor."""
+
+    count = 0.0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = float(state)
+
+
+def test_a_modules_own_state_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Run.__init__.__globals__, "TinyLM", Counting)
+    run = Run(tmp_path / "out", TIGHT)
+    run.model.count = 7.0
+    run.train(count=2)
+    folder = streaming.save_state(run.accelerator)
+    run.model.count = 1.0
+    streaming.load_state(run.accelerator, folder)
+    assert run.model.count == 7.0
+    run.optimizer.close()
+    plain = Run(tmp_path / "plain")
+    plain.accelerator.load_state(folder)
+    assert plain.model.count == 7.0

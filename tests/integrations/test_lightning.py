@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import overspill
@@ -42,6 +43,7 @@ class Module(lightning.LightningModule):
         torch.manual_seed(seed)
         self.model = TinyLM(tied=True)
         self.save_hyperparameters()
+        self.rate = 3e-3
         self.losses: dict[int, list[float]] = {}
         self.checked: list[float] = []
 
@@ -54,7 +56,7 @@ class Module(lightning.LightningModule):
         self.checked.append(self.model(*rows).item())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -176,3 +178,107 @@ def test_a_loop_of_fabric(tmp_path: Path) -> None:
         if wrapped:
             overspill.unwrap(model)
     assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 2e-4
+
+
+def trainer_of(strategy: Any, out: Path) -> Any:
+    return lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=4, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=out,
+        num_sanity_val_steps=0, strategy=strategy,
+    )  # fmt: skip
+
+
+def refit(trainer: Any, module: Module, rate: float = 3e-3) -> None:
+    """Four steps more."""
+    module.rate = rate
+    trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 4
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(8), batch_size=2))
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same trainer", "another"])
+def test_a_fit_after_another_begins_with_what_it_was_given(same: bool, tmp_path: Path) -> None:
+    """Its learning rate, its schedule, and moments of its own; its checkpoint says so."""
+    found = []
+    for name in ("own", "ours"):
+        module, trainers = Module(), []
+        for number in range(2):
+            (tmp_path / f"{name}{number}").mkdir()
+            ours = OverspillStrategy(nvme=tmp_path / f"{name}{number}", **TIGHT)
+            strategy = "auto" if name == "own" else ours
+            if not (same and trainers):
+                trainers.append(trainer_of(strategy, tmp_path))
+        refit(trainers[0], module)
+        refit(trainers[-1], module, 1e-2)
+        file = tmp_path / f"{name}.ckpt"
+        trainers[-1].save_checkpoint(file)
+        (state,) = torch.load(file, weights_only=True)["optimizer_states"]
+        steps = {float(each["step"]) for each in state["state"].values()}
+        assert steps == {4.0} and state["param_groups"][0]["lr"] == 5e-3
+        found.append([loss for losses in module.losses.values() for loss in losses])
+        if name == "ours":
+            end(module)
+    assert len(found[0]) == len(found[1]) == 8
+    assert max(abs(a - b) for a, b in zip(*found, strict=True)) < 2e-4
+
+
+def test_a_strategy_trains_the_module_that_it_is_given(tmp_path: Path) -> None:
+    """Even if another one has wrapped it; and each keeps its weights."""
+    first, second = (
+        trainer_of(OverspillStrategy(nvme=tmp_path, **TIGHT), tmp_path) for _ in range(2)
+    )
+    one, other = Module(), Module(1)
+    refit(first, one)
+    refit(second, other)
+    kept, before = one.state_dict(), other.state_dict()
+    refit(first, other)
+    assert any(not torch.equal(t, before[n]) for n, t in other.state_dict().items())
+    assert all(torch.equal(t, kept[n]) for n, t in one.state_dict().items())
+    end(one, other)
+
+
+class Telling(Module):
+    """With state of its own, and a hook that looks at what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def get_extra_state(self) -> Any:
+        return {"rows": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"rows": 7}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        tensors = [v for v in checkpoint["state_dict"].values() if isinstance(v, torch.Tensor)]
+        self.seen |= {v.half().dtype for v in tensors}
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Somebody's own, which is to be asked."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.saved = checkpoint
+
+
+def test_all_of_a_module_is_saved_by_whoever_saves(tmp_path: Path) -> None:
+    module, writer = Telling(), Elsewhere()
+    strategy = OverspillStrategy(nvme=tmp_path, **TIGHT)
+    trainer = trainer_of(strategy, tmp_path)
+    refit(trainer, module)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert module.seen == {torch.float16}
+    read = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    assert read["_extra_state"] == {"rows": 7}
+    strategy.checkpoint_io = writer
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    assert not (tmp_path / "two.ckpt").exists()
+    assert writer.saved["state_dict"].keys() == read.keys()
+    assert all(
+        torch.equal(v, read[n])
+        for n, v in writer.saved["state_dict"].items()
+        if isinstance(v, torch.Tensor)
+    )
+    trainer.save_checkpoint("memory://overspill/three.ckpt")
+    assert not Path("memory:").exists()
+    end(module)

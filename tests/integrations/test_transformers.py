@@ -15,6 +15,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import overspill
+from overspill.engine import engine_of
 from overspill.integrations.transformers import OverspillTrainer, offloaded
 from tests.devices import CPU, SIM, about_cpu
 
@@ -293,6 +294,80 @@ def test_adapters_are_saved_alone_and_loaded_again(tmp_path: Path) -> None:
     assert trained and all(torch.equal(v.cpu(), loaded[n]) for n, v in trained.items())
 
 
+def test_adapters_of_transformers_own_are_saved_alone(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(seed: int = 0) -> Any:
+        model = llama(seed=0)
+        torch.manual_seed(seed)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        return model
+
+    plain = train(Trainer, adapted(), tmp_path / "plain")
+    ours = train(OverspillTrainer, adapted(), tmp_path / "ours", PLACES["device"])
+    assert far(logged(plain), logged(ours)) < 2e-4
+    theirs, mine = (tmp_path / name / f"checkpoint-{SAVED}" for name in ("plain", "ours"))
+    assert {f.name for f in theirs.iterdir()} == {f.name for f in mine.iterdir()}
+    again = train(OverspillTrainer, adapted(1), tmp_path / "again", PLACES["disk"], mine)
+    assert logged(again, SAVED) == logged(ours, SAVED)
+    loaded = llama()
+    loaded.load_adapter(str(tmp_path / "ours" / f"checkpoint-{STEPS}"))
+    there = loaded.state_dict()
+    assert all(torch.equal(v.cpu(), there[n]) for n, v in ours.model.state_dict().items())
+
+
+def test_each_trial_has_the_optimizer_that_its_arguments_ask_for(tmp_path: Path) -> None:
+    options = {**PLACES["disk"], "nvme": tmp_path}
+    ours = OverspillTrainer(
+        args=arguments(tmp_path / "ours", optim="adamw_8bit", max_steps=2), overspill=options,
+        train_dataset=Rows(), eval_dataset=Rows(8), model_init=lambda: llama(),
+    )  # fmt: skip
+    for rate in (1e-3, 5e-3):
+        ours.args.learning_rate = rate
+        ours.train()
+        assert ours._offloaded.defaults["lr"] == rate
+        engine = engine_of(ours.model)
+        assert engine is not None and engine.config.moments == "int8"
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_script_is_run_again_in_the_same_folders(cut_off: bool, tmp_path: Path) -> None:
+    """The trainer resumes from its checkpoints; what the last run has left is in no way."""
+    (tmp_path / "store").mkdir()
+    options = {**PLACES["disk"], "nvme": tmp_path / "store"}
+    for resume in (None, True):
+        ours = OverspillTrainer(
+            llama(), arguments(tmp_path / "ours"), train_dataset=Rows(), eval_dataset=Rows(8),
+            overspill=options, callbacks=[Stop(9)] if cut_off and not resume else [],
+        )  # fmt: skip
+        ours.train(resume_from_checkpoint=resume)
+        ours._offloaded.close()
+    assert ours.state.global_step >= STEPS  # one step more, where the run was at its end
+
+
+def marian() -> Any:
+    torch.manual_seed(0)
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=64, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
+            decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4,
+            max_position_embeddings=32, pad_token_id=0, decoder_start_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def test_tables_that_files_leave_out_are_as_they_were(tmp_path: Path) -> None:
+    original = marian()
+    original.save_pretrained(tmp_path / "files")
+    given = [marian()]
+    with overspill.empty_init():
+        given.append(marian())
+    for model in given:
+        inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with overspill.wrap(model, inner, weights=tmp_path / "files", **AMPLE):
+            assert same_weights(model, original)
+
+
 def test_only_trainers_can_be_offloaded() -> None:
     class Mine(Trainer):
         pass
@@ -343,7 +418,7 @@ print(json.dumps({"bytes": parameters * 12, "before": before, "after": most}))
 
 @about_cpu
 def test_a_model_is_saved_and_resumed_that_the_process_may_not_hold(tmp_path: Path) -> None:
-    """Weights and state of 850 MB, while the process takes not two thirds of that for all it does:
+    """Weights and state of 850 MB, while the process takes not three quarters of that for all:
     160 MiB are the engine's, most of the rest is torch's for a step."""
     (tmp_path / "store").mkdir()
     for resume in ("", str(tmp_path / "out" / "checkpoint-1")):
@@ -354,4 +429,4 @@ def test_a_model_is_saved_and_resumed_that_the_process_may_not_hold(tmp_path: Pa
         assert done.returncode == 0, done.stderr[-3000:]
         told = json.loads(done.stdout.strip().splitlines()[-1])
         assert told["bytes"] > 800e6
-        assert told["after"] - told["before"] < 0.66 * told["bytes"], told
+        assert told["after"] - told["before"] < 0.75 * told["bytes"], told

@@ -165,7 +165,7 @@ def test_a_parameter_of_two_models_is_refused() -> None:
 
 
 END = """
-import gc, sys, torch, overspill
+import gc, sys, threading, torch, overspill
 import tests.devices
 from torch import nn
 place, how = sys.argv[1:]
@@ -178,16 +178,18 @@ loss = model(torch.ones(1, 512)).sum()
 kept = [model[0].weight.detach(), model[2].weight[3:5], model[0].bias.data]
 before = [each.clone() for each in kept]
 loss.backward()
+weight = model[0].weight
 if how == "close":
     optimizer.close()
 else:
-    del optimizer
+    del optimizer, model
     gc.collect()
+assert not [t for t in threading.enumerate() if t.name.startswith("overspill")]
 assert all(torch.equal(a, b) for a, b in zip(kept, before)), "what somebody holds stays"
-print(model[0].weight, model)
-assert model[0].weight.shape == (512, 512)
+print(weight)
+assert weight.shape == (512, 512)
 try:
-    model[0].weight.sum()
+    weight.sum()
 except overspill.OffloadError as error:
     assert "unwrap" in str(error), error
 else:
@@ -196,7 +198,7 @@ try:
     loss.backward()
 except RuntimeError as error:
     print(error)
-del kept, before, loss
+del kept, before, loss, weight
 again = nn.Linear(8, 8)
 overspill.wrap(again, torch.optim.AdamW(again.parameters()), device=place, **more).close()
 from overspill.movement.pools import HeldMemory

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.optim import Field
+from overspill.optim import Field, compact
 from overspill.optim.compact import SIGNED, UNSIGNED, Noise, from_int8, to_bf16, to_int8
 from overspill.optim.formats import (
     join_master,
@@ -188,3 +188,20 @@ def test_what_is_not_finite_poisons_its_block() -> None:
         back = from_int8(*to_int8(value, Noise(0, 0, 1), UNSIGNED), UNSIGNED)
         assert torch.isfinite(back[:256]).all()
         assert not torch.isfinite(back[256:]).any()
+
+
+@pytest.mark.parametrize("kind", [compact.SIGNED, compact.UNSIGNED], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("size", [1.0, 1e-31])
+def test_int8_moments_are_known_again(kind: compact.CodeMap, size: float) -> None:
+    """All blocks: those whose largest element has the code below the largest, one in 4,096, and
+    those of the smallest scale, too."""
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    value = torch.randn(256 * 20_000, generator=draw, device="cpu") * size
+    value = value if kind.signed else value.square()
+    noise = compact.Noise(0, 0, compact.noise_key(1))
+    codes, scale = compact.to_int8(value, noise, kind)
+    stored = compact.from_int8(codes, scale, kind)
+    found, again, scales = compact.as_it_was(stored, kind)
+    assert bool((found | (stored.view(-1, 256) == 0).all(1)).all())
+    here = found.repeat_interleave(256)
+    assert torch.equal(compact.from_int8(again, scales, kind)[here], stored[here])
