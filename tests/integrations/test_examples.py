@@ -1,28 +1,64 @@
-"""The scripts that docs show run as they are."""
+"""The scripts that docs show run as they are, and learn."""
 
 from __future__ import annotations
 
-import json
-import subprocess
+import gc
+import importlib
+import re
+import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.devices import about_sim
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [about_sim, pytest.mark.filterwarnings("ignore::UserWarning")]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# What lies in the folder that a script is given; those that want none have none.
+LEFT = {
+    "trainer": "checkpoint-20/optimizer.pt", "sft_lora": "adapter/adapter_model.safetensors",
+    "dpo": "model/model.safetensors", "vision": "", "whisper": "",
+    "accelerate_loop": "checkpoint/model.safetensors",
+    "lightning_fit": "checkpoints/epoch=1-step=32.ckpt",
+}  # fmt: skip
 
 
-@about_sim
-def test_the_trainers_script(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "examples/trainer.py"),
-        str(tmp_path / "out"),
-        "--steps=10",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    state = json.loads((tmp_path / "out/checkpoint-10/trainer_state.json").read_text())
-    losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-    assert losses[-1] < losses[0] < 6
-    assert (tmp_path / "out/model/model.safetensors").stat().st_size > 1 << 20
+@pytest.mark.parametrize("name", LEFT)
+def test_an_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(tmp_path)])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    gc.collect()
+    assert not LEFT[name] or (tmp_path / LEFT[name]).stat().st_size > 1 << 10
+    told = capsys.readouterr().out
+    losses = [float(found) for found in re.findall(r"[^_]loss(?:'?: ?'|  ?)(\d+\.\d+)", told)]
+    assert losses, told
+    assert losses[-1] < (4.0 if name == "lightning_fit" else losses[0]), losses
+
+
+def test_the_plain_loop_with_weights_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    words = importlib.import_module("words")
+    words.model().save_pretrained(tmp_path / "model")
+    words.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "notes.txt").write_text("\n".join(words.sources(2)))
+    (tmp_path / "store").mkdir()
+    given = [tmp_path / "model", tmp_path / "notes.txt", tmp_path / "store"]
+    options = ["--device=cpu", "--host-memory=16MiB", "--steps=4", "--seq=64"]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *map(str, given), *options])
+    runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="__main__")
+    gc.collect()
+    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
+    assert len(losses) == 4 and losses[-1] < 8
+    assert (tmp_path / "finetuned/model.safetensors").stat().st_size > 1 << 20
+
+
+def test_all_of_them_are_run() -> None:
+    there = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert there == {*LEFT, "words", "finetune"}
