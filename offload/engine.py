@@ -138,9 +138,9 @@ class Engine:
         )
         self._loop, self._weights, self._contents = loop, weights, contents
         self._residences, self._materializing = residences, materializing
-        self._door, self._owner = door, os.getpid()
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
         self._while_open, self._hooks = while_open, hooks
+        self._door, self._owner = door, os.getpid()  # last: from here on there is something to end
 
     @classmethod
     def open(
@@ -414,7 +414,10 @@ def _forked() -> None:
 @atexit.register
 def _exit() -> None:
     for engine in list(_open):
-        engine.close()
+        try:
+            engine.close()
+        except Exception:  # the others are to be closed all the same
+            log.exception("overspill: an engine could not be closed at the end of the process")
 
 
 _CLOSING = tuple(f.__code__ for f in (Engine.close, Engine.__del__, _exit))
