@@ -54,7 +54,7 @@ model.generation_config.max_length = LENGTH + 2
 trainer = offloaded(Seq2SeqTrainer)(
     model,
     Seq2SeqTrainingArguments(
-        out, max_steps=90, logging_steps=30, learning_rate=1e-3, per_device_train_batch_size=16,
+        out, max_steps=60, logging_steps=20, learning_rate=1e-3, per_device_train_batch_size=16,
         predict_with_generate=True, eval_strategy="steps", eval_steps=30, report_to=[],
     ),
     train_dataset=Tones(),

@@ -61,6 +61,7 @@ class Protocol:
         self._resident = [home.resident for home in layout.homes]
         self._behind: set[int] = set()  # units with an update that nobody has waited for
         self.landing = self.cut = False
+        self._arriving = False  # gradients that nobody has waited for may be on their way
         self.open = layout.durable
 
     def told(self, signal: Signal) -> None:
@@ -99,13 +100,16 @@ class Protocol:
         """The gradients of a unit are where they were to be gathered; see ``GradReady``."""
         if update:
             self._behind.add(unit)
+        self._arriving = True
         self._tell(GradReady(unit, merge, update, in_place))
 
     # -- the step -------------------------------------------------------------------------------
 
     def await_gradients(self) -> None:
-        """Waits until all gradients have arrived."""
-        self.wait(Until.ARRIVED)
+        """Waits until all gradients have arrived.  Who looks at one after the other waits once."""
+        if self._arriving:
+            self.wait(Until.ARRIVED)
+            self._arriving = False
 
     def land(self) -> None:
         """Waits until the last step's updates are over.  Before the first update of the next: a

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 import overspill
 from overspill.integrations.lightning import OverspillStrategy
 from overspill.integrations.transformers import offloaded
-from tests.devices import CPU, SIM
+from tests.devices import CPU, NAME, SIM
 from tests.integrations.test_transformers import Rows, gpt2, llama
 from tests.integrations.test_trl import PAIRS, TEXT, rows, words
 
@@ -136,10 +136,11 @@ SHAPES = {"llama": llama, "gpt2": gpt2}
 
 
 def cases() -> list[Any]:
-    """Every day each framework once; all of them in the soak."""
+    """Every day each framework once, on the test device two; all of them in the soak."""
     found = itertools.product(RUNS, SHAPES, PLACES)
+    runs = ["trainer", "fabric"] if NAME else list(RUNS)
     daily = {
-        (run, list(SHAPES)[n % 2], list(PLACES)[n // 2 % len(PLACES)]) for n, run in enumerate(RUNS)
+        (run, list(SHAPES)[n % 2], list(PLACES)[n // 2 % len(PLACES)]) for n, run in enumerate(runs)
     }
     return [pytest.param(*c, marks=() if c in daily else pytest.mark.soak) for c in found]
 

@@ -17,7 +17,7 @@ pytestmark = [about_sim, pytest.mark.filterwarnings("ignore::UserWarning")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # What lies in the folder that a script is given; those that want none have none.
 LEFT = {
-    "trainer": "checkpoint-20/optimizer.pt", "sft_lora": "adapter/adapter_model.safetensors",
+    "trainer": "checkpoint-10/optimizer.pt", "sft_lora": "adapter/adapter_model.safetensors",
     "dpo": "model/model.safetensors", "vision": "", "whisper": "",
     "accelerate_loop": "checkpoint/model.safetensors",
     "lightning_fit": "checkpoints/epoch=1-step=32.ckpt",
@@ -28,7 +28,8 @@ LEFT = {
 def test_an_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(tmp_path)])
+    few = ["--steps=10"] if name == "trainer" else []
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(tmp_path), *few])
     monkeypatch.syspath_prepend(EXAMPLES)
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,20 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def cases() -> list[Any]:
+    """Each way to update wherever fp32 is streamed; the rest by the default, and in the soak."""
+    found = itertools.product((torch.float32, torch.bfloat16), PLACES, UPDATES)
+    return [
+        pytest.param(
+            *case, id="-".join(map(str, case)),
+            marks=() if case[2] == "next_forward" or (case[0].itemsize == 4 and case[1] != "memory")
+            else pytest.mark.soak,
+        )
+        for case in found
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "place", "update"), cases())
 def test_it_is_that_of_the_plain_run(
     dtype: torch.dtype, place: str, update: Any, tmp_path: Path
 ) -> None:
