@@ -97,6 +97,7 @@ class Averages:
 
     def begin(self) -> None:
         """Weights and averages change places."""
+        self._weights.require_writable({unit for unit, _ in self._chunks})
         self.active = True
         try:
             self._exchange(to_averages=True)

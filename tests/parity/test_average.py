@@ -251,6 +251,22 @@ def test_only_evaluation_goes_on_inside(tmp_path: Path) -> None:
         run(model, ours, 1, 1)
 
 
+def test_a_step_that_is_half_taken_is_taken_first(tmp_path: Path) -> None:
+    """``update="backward"`` has updated units whose step is to come."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    with wrapped(model, tmp_path, "device", update="backward") as ours:
+        run(model, ours, 1)
+        model(*batch(1)).backward()
+        with pytest.raises(OffloadError, match="cannot be changed now"), ours.averaged():
+            pass
+        ours.step()
+        ours.zero_grad()
+        with ours.averaged(), torch.no_grad():
+            model(*batch(2))
+        run(model, ours, 1, 2)
+
+
 def test_an_edit_inside_is_one_of_the_average(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM()
