@@ -14,7 +14,7 @@ from torch import nn
 from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import optimizer_for, with_formats
-from .engine import engine_of
+from .engine import end_unused, engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.rates import Rates
@@ -207,6 +207,7 @@ def resume(
         BudgetError: a budget is too small.
     """
     options = _options(locals(), "model", "path", "optimizer")
+    end_unused()  # one of them may have the store
     with own_store(path) as store:
         generation = store.last()
         config = OffloadConfig.from_options(with_formats(store, options))

@@ -420,5 +420,5 @@ def _exit() -> None:
             log.exception("overspill: an engine could not be closed at the end of the process")
 
 
-_CLOSING = tuple(f.__code__ for f in (Engine.close, Engine.__del__, _exit))
+_CLOSING = tuple(f.__code__ for f in (Engine.close, Engine.__del__, end_unused, _exit))
 os.register_at_fork(after_in_child=_forked)

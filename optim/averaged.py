@@ -105,6 +105,18 @@ class AveragedRule:
         return _RULE.update(grad, weight, kept, ours, position) and finite
 
 
+def check_kept(rule: Rule, group: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the group asks for an average and its rule keeps none, or the other way round.
+    """
+    if (DECAY in group) != (AVERAGE in rule.moments):
+        raise ValueError(
+            f"a param group {'has' if DECAY in group else 'lacks'} {DECAY!r}, but its state was "
+            "laid out otherwise: call overspill.ema(optimizer, decay) before wrap, and leave it"
+        )
+
+
 def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
     """The rule of a param group, with an average where the group asks for one."""
     return AveragedRule(rule) if DECAY in group else rule

@@ -47,6 +47,9 @@ class DiskRates:
     cpu_bytes_s: float
 
 
+_LARGER = 8  # times MATRIX
+
+
 def best_s(run: Callable[[], object], limit_s: float) -> float:
     """The least time of ``run`` in seconds, over as many runs as fit into ``limit_s``, at least 2.
 
@@ -194,14 +197,20 @@ def dram(limit_s: float) -> float:
 
 
 def flops(device: torch.device, dtype: torch.dtype, limit_s: float) -> float:
-    """Floating-point operations per second of a matrix product."""
-    gpu = device.type != "cpu"
-    side = 8 * MATRIX if gpu else MATRIX
-    left = torch.ones(side, side, dtype=dtype, device=device)
+    """Floating-point operations per second of a matrix product: on a device of its own a large one,
+    unless a small one has shown that this would take long."""
 
-    def run() -> None:
-        torch.mm(left, left)
-        if gpu:
-            torch.accelerator.synchronize(device)
+    def product_s(side: int) -> float:
+        left = torch.ones(side, side, dtype=dtype, device=device)
 
-    return 2 * side**3 / best_s(run, limit_s)
+        def run() -> None:
+            torch.mm(left, left)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+
+        return best_s(run, limit_s)
+
+    side, seconds = MATRIX, product_s(MATRIX)
+    if device.type != "cpu" and seconds * _LARGER**3 < 10 * limit_s:
+        side, seconds = _LARGER * MATRIX, product_s(_LARGER * MATRIX)
+    return 2 * side**3 / seconds

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..optim import Rule, StepScalars
+from ..optim.averaged import check_kept
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
 from ..planning.plan import host_grad_dtype
@@ -99,6 +100,7 @@ class Updater:
             ValueError: one of them makes no sense, or not with the state that there is.
         """
         for rule, group in zip(self.rules, groups, strict=True):
+            check_kept(rule, group)
             rule.scalars(group, 1)
         self._scalars.clear()
         self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..movement.machinery import Machinery
-from ..optim.averaged import AVERAGE
+from ..optim.averaged import AVERAGE, check_kept
 from ..schedule.units import ParamSpec, Unit
 from ..training.showing import Showing
 from .averages import Averages
@@ -134,6 +134,7 @@ class OptimizerState:
         }
         self._check_shapes(given)
         for rule, group, loaded in zip(self._blueprint.rules, groups, loaded_groups, strict=True):
+            check_kept(rule, {**group, **loaded})
             rule.scalars({**group, **loaded}, 1)
         self._weights.reconcile()
         self._fill(given, loaded_groups)

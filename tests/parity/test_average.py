@@ -183,6 +183,31 @@ def test_the_decay_may_follow_a_schedule(tmp_path: Path) -> None:
             ours.step()
 
 
+def test_a_group_asks_for_it_before_wrap_or_never(tmp_path: Path) -> None:
+    """Else a commit would be of another layout than its groups say, and could not be resumed."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    with wrapped(model, tmp_path, "device") as ours:
+        model(*batch(0)).backward()
+        decay = ours.param_groups[0].pop("average_decay")
+        with pytest.raises(ValueError, match="lacks 'average_decay'"):
+            ours.step()
+        ours.param_groups[0]["average_decay"] = decay
+        ours.step()
+    (tmp_path / "plain").mkdir()
+    other = TinyLM()
+    options: Any = {**PLACES["device"], "rates": overspill.Rates(), "nvme": tmp_path / "plain"}
+    with overspill.wrap(other, adamw(other), **options) as plain:
+        with pytest.raises(ValueError, match="has 'average_decay'"):
+            plain.load_state_dict(averaged(TinyLM()).state_dict())
+        other(*batch(0)).backward()
+        plain.param_groups[0]["average_decay"] = decay
+        with pytest.raises(ValueError, match="has 'average_decay'"):
+            plain.step()
+        del plain.param_groups[0]["average_decay"]
+        plain.step()
+
+
 def test_it_is_committed_resumed_and_rolled_back(tmp_path: Path) -> None:
     plain = Plain(torch.float32)
     model = TinyLM(unused=True)

@@ -101,6 +101,20 @@ def test_what_nobody_has_makes_room_for_the_next(tmp_path: Path) -> None:
         gc.collect()
 
 
+def test_a_store_that_nobody_has_any_more_is_resumed(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        model, optimizer = wrapped(tmp_path, "device")
+        train(model, optimizer, 2)
+        del model, optimizer
+        again = TinyLM()
+        resumed, _ = overspill.resume(again, tmp_path, device=CPU, rates=overspill.Rates())
+        with resumed:
+            assert resumed.step_count == 2
+    finally:
+        gc.enable()
+
+
 SCRIPT = """
 import sys
 import overspill
