@@ -203,6 +203,19 @@ class IoEngine:
             self._contents[extent] = ExtentContents(extent, sums)
         return extent
 
+    def grow(self, nbytes: int) -> None:
+        """Makes room for ``nbytes`` more.  What lies beyond the items of a durable store is not
+        part of it: it is gone when the store is opened again.
+
+        Raises:
+            IoError: a directory has not that much room.
+        """
+        self._require_open()
+        with self._lock:
+            shares = file_shares(nbytes, self._space.rates, self.tuning.block_bytes)
+            for number, (file, more) in enumerate(zip(self._files, shares, strict=True)):
+                self._space.add(number, file.grow(more), more)
+
     def free(self, extent: Extent) -> None:
         """Gives an extent's place back.  What it held can no longer be read.
 

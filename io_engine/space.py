@@ -76,6 +76,7 @@ class Space:
 
     def __init__(self, file_bytes: Sequence[int], rates: Sequence[float], block_bytes: int) -> None:
         self._free = [FreeList(nbytes) for nbytes in file_bytes]
+        self.rates = tuple(rates)
         self._shares = [rate / sum(rates) for rate in rates]
         self._credit = [0.0] * len(self._free)
         self._block_bytes = block_bytes
@@ -94,6 +95,12 @@ class Space:
             for offset, length in self._free[file].take(mine):
                 pieces.append(Piece(file, offset, length))
         return tuple(pieces)
+
+    def add(self, file: int, offset: int, nbytes: int) -> None:
+        """The file has become longer by ``nbytes`` after ``offset``."""
+        if nbytes:
+            self._free[file].give(offset, nbytes)
+            self.total_bytes += nbytes
 
     def claim(self, pieces: Sequence[Piece]) -> bool:
         """Takes these very pieces; ``False`` if they overlap what is taken, or leave the files."""

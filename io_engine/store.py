@@ -62,6 +62,7 @@ class StoreFile:
             IoError: the directory is not writable, or has no room; nothing is left behind then.
         """
         self.directory, self.nbytes, self.ephemeral = directory, nbytes, lock is None
+        self._own_bytes = nbytes  # without what ``grow`` has added
         self.keep = self._reopen = reopen
         self.path = directory / STORE_NAME
         self.direct = True
@@ -73,6 +74,7 @@ class StoreFile:
             self.fd = self._open()
             if reopen:
                 require_sole_name(self.fd, self.path)
+                self._cut()  # where it had grown when its process was killed
             self._preallocate()
             self._probe_direct()
         except BaseException:
@@ -132,6 +134,27 @@ class StoreFile:
         log.warning("%s: the file system cannot reserve space ahead", self.directory)
         os.ftruncate(self.fd, self.nbytes)
 
+    def _cut(self) -> None:
+        if os.fstat(self.fd).st_size > self._own_bytes:
+            os.ftruncate(self.fd, self._own_bytes)
+
+    def grow(self, nbytes: int) -> int:
+        """Makes the file longer by ``nbytes``, all of it reserved, until it is closed; where it
+        ended before.
+
+        Raises:
+            IoError: there is no room.
+        """
+        before = self.nbytes
+        _require_room(self.directory, nbytes)
+        self.nbytes = before + nbytes
+        try:
+            self._preallocate()
+        except BaseException:
+            self.nbytes = before
+            raise
+        return before
+
     def _probe_direct(self) -> None:
         """Some file systems take the flag, and refuse the transfer."""
         if not self.direct:
@@ -184,6 +207,8 @@ class StoreFile:
         if fd >= 0:
             if not self.ephemeral and not self.keep:
                 remove_own(self.path, os.fstat(fd))
+            elif self.nbytes > self._own_bytes:
+                os.ftruncate(fd, self._own_bytes)
             if not keep_descriptor:
                 os.close(fd)
         if self._lock is not None:

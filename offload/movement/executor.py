@@ -34,6 +34,7 @@ from ..schedule.messages import (
     CopyOut,
     Done,
     Failed,
+    Forget,
     Freed,
     GradLost,
     GradReady,
@@ -43,6 +44,7 @@ from ..schedule.messages import (
     Instruction,
     Judged,
     Kind,
+    LetGo,
     Need,
     Read,
     Refuse,
@@ -61,6 +63,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .moves import Mover, Transfer
 from .pools import Arenas
+from .saved import SavedStore
 from .update_lane import UpdateLane, UpdateWork
 from .visits import RecordParts, Visits
 
@@ -96,6 +99,7 @@ class Executor:
         before_asking: called by whoever is about to wait; raises if he must not, and tells of
             what became free.
         commits: makes cuts durable.
+        saved_changed: told how many bytes of what autograd saved compute has, and disks.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Executor:
         *,
         check: bool,
         commits: CommitWriter | None = None,
+        saved_changed: Callable[[int, int], None] = lambda compute, disk: None,
     ) -> None:
         self.layout, self.arenas, self.accelerator = layout, arenas, accelerator
         self._machine = Residency(layout)
@@ -141,8 +146,9 @@ class Executor:
         self._owner = os.getpid()
         self._lane: str | None = None
         self._events = RangeEvents()
+        self.saved = SavedStore(self._queue.put, self.request, saved_changed)
         self._mover = Mover(
-            layout, arenas, accelerator, disk, extents, self._events, trace, self._moved
+            layout, arenas, accelerator, disk, extents, self._events, trace, self.saved, self._moved
         )
         self._worker = UpdateLane(
             layout, arenas, accelerator, self._events, trace, work_on,
@@ -302,6 +308,11 @@ class Executor:
     def failed(self) -> bool:
         return self._error is not None
 
+    @property
+    def ended(self) -> bool:
+        """Whether it failed or was closed."""
+        return self._closed or self.failed
+
     # -- the pump -------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -344,6 +355,7 @@ class Executor:
         if self._check and self._error is None and not isinstance(signal, Failed):
             validate(self._machine)
         self._trace.level(time.perf_counter_ns(), *self._machine.used_bytes())
+        self.saved.counted(*self._machine.saved_bytes())
         for instruction in instructions:
             self._carry_out(instruction)
 
@@ -371,6 +383,10 @@ class Executor:
             self._answer(instruction.ticket, None, self._refusal(instruction))
         elif isinstance(instruction, AtHome):
             self._at_home[instruction.unit] = instruction.free
+        elif isinstance(instruction, LetGo):
+            self.saved.let_go(instruction.item.number)
+        elif isinstance(instruction, Forget):
+            self._mover.forget(instruction.item)
         else:
             self._started += 1
             try:
@@ -382,6 +398,12 @@ class Executor:
         regions, tier, item = self.layout.regions, refuse.tier, refuse.item
         total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
         unit = item.kind is Kind.WEIGHTS
+        if item.kind is Kind.SAVED:
+            return BudgetError(
+                "what autograd saves for backward", "host" if not self.layout.has_device
+                else tier.value, refuse.need_bytes, refuse.have_bytes, refuse.have_bytes,
+                "raise the budget, or pass activations='auto' or 'recompute'",
+            )  # fmt: skip
         return BudgetError(
             f"unit {self.layout.units[item.number].name!r}" if unit else self.layout.name(item),
             tier.value, refuse.need_bytes, refuse.have_bytes, total,

@@ -9,12 +9,22 @@ from ..facts.tier import Tier
 from ..io_engine import Extent
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
+from ..schedule.units import PAGE, align
+
+GROWTH_BYTES = 256 << 20  # of the store, at a time
 
 
 class Allocator(Protocol):
     """What hands out extents."""
 
     def allocate(self, nbytes: int) -> Extent: ...
+
+    def free(self, extent: Extent) -> None: ...
+
+    def grow(self, nbytes: int) -> None: ...
+
+    @property
+    def free_bytes(self) -> int: ...
 
 
 class Extents:
@@ -27,6 +37,7 @@ class Extents:
         kept: Mapping[tuple[Key, int], Extent] | None = None,
     ) -> None:
         """``kept``: those that a store which was opened again has already."""
+        self._store = store
         self._extents: dict[tuple[Key, int], Extent] = dict(kept or {})
         if store is None:
             return
@@ -50,3 +61,19 @@ class Extents:
     def of(self, item: Key, role: int) -> Extent:
         """The extent of ``item`` in ``role``."""
         return self._extents[item, role]
+
+    def take(self, item: Key, nbytes: int) -> None:
+        """Makes sure that ``item``, which comes and goes while the engine runs, has an extent."""
+        if (item, 0) in self._extents:
+            return
+        assert self._store is not None
+        missing = align(nbytes, PAGE) - self._store.free_bytes
+        if missing > 0:
+            self._store.grow(max(missing, GROWTH_BYTES))
+        self._add(self._store, item, 1, nbytes)
+
+    def give_back(self, item: Key) -> None:
+        """``item`` has come to its end."""
+        extent = self._extents.pop((item, 0), None)
+        if extent is not None and self._store is not None:
+            self._store.free(extent)

@@ -63,7 +63,7 @@ class Machinery:
 
     def _start(self, before_asking: Callable[[], Iterable[Freed]]) -> None:
         config, layout = self.config, self.layout
-        self.memory = Memory(self.blueprint.budgets, layout.regions, self.accelerator)
+        self.memory = Memory(self.blueprint.budgets, layout, self.accelerator)
         self.store = self._open_store()
         self.trace.tiers = self.memory.for_trace()
         if config.threads is not None:
@@ -75,7 +75,7 @@ class Machinery:
             layout, arenas, self.accelerator, self.store.disk, self.store.extents, self.trace,
             self.updater.work_on, self.updater.visit, self.ledger, before_asking,
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
-            commits=self.store.writer,
+            commits=self.store.writer, saved_changed=self.memory.count_saved,
         )  # fmt: skip
         self.direct = DirectAccess(layout, self.executor, self.store.io, self.store.extents)
 

@@ -11,19 +11,20 @@ from ..facts.tier import Tier
 from ..facts.trace import TierBytes
 from ..io_engine import Lease, allocate_host
 from ..planning.plan import Budgets
-from ..schedule.layout import Regions
+from ..schedule.layout import Layout
 from .accelerators.base import Accelerator
-from .pools import Arenas, Budget, HeldMemory, MemoryWatch
+from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch
 
 
 class Memory:
     """Takes both arenas at once; ``close`` gives all back."""
 
-    def __init__(self, budgets: Budgets, regions: Regions, accelerator: Accelerator) -> None:
+    def __init__(self, budgets: Budgets, layout: Layout, accelerator: Accelerator) -> None:
         """
         Raises:
             BudgetError: a tier has no room; nothing stays taken.
         """
+        regions = layout.regions
         self._accelerator = accelerator
         self._budgets = {
             Tier.DEVICE: Budget(Tier.DEVICE, budgets.device or 0),
@@ -31,6 +32,7 @@ class Memory:
             Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
         }
         self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
+        self._annexed: Lease | None = None
         self._held = HeldMemory()
         try:
             self._held.take_host(
@@ -41,9 +43,24 @@ class Memory:
                     self._budgets[Tier.DEVICE], regions.device_bytes, accelerator.allocate,
                     accelerator.free,
                 )  # fmt: skip
+            if layout.saved.host:
+                annex = Annex(regions.host_bytes, layout.saved.host, self._annex, self._take)
+                self._held.take_annex(annex, self._free_annex)
         except BaseException:
             self.close()
             raise
+
+    def _annex(self, nbytes: int) -> torch.Tensor:
+        self._annexed = allocate_host(nbytes, populate=False)
+        return torch.from_numpy(self._annexed.array)
+
+    def _take(self, address: int, nbytes: int) -> None:
+        self._accelerator.page_lock(address, nbytes)
+
+    def _free_annex(self) -> None:
+        if self._annexed is not None:
+            self._annexed.release()
+            self._annexed = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self.lease = allocate_host(nbytes)
@@ -67,6 +84,18 @@ class Memory:
             BudgetError: there is less.
         """
         self._budgets[Tier.NVME].reserve(nbytes, "the store", "raise nvme_memory")
+
+    def count_saved(self, nbytes: int, disk: int) -> None:
+        """So much of what autograd saved is where compute has it, whoever has allocated it, and on
+        disk."""
+        self._budgets[Tier.NVME].count(disk)
+        annex = self.arenas.annex
+        taken = 0 if annex is None else annex.taken_bytes
+        if self._accelerator.has_device_memory:
+            self._budgets[Tier.DEVICE].count(nbytes)
+            self._budgets[Tier.HOST].count(taken)
+        else:
+            self._budgets[Tier.HOST].count(nbytes + taken)
 
     def stats(self) -> dict[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
-from ..schedule.messages import CopyIn, CopyOut, Read, Write
+from ..schedule.messages import CopyIn, CopyOut, Key, Kind, Read, Write
 from .accelerators.base import Accelerator, CopyDone
 from .disk import Disk, Moved
 from .events import RangeEvents
 from .extents import Extents
 from .pools import Arenas
+from .saved import SavedStore
 
 Transfer = Read | Write | CopyIn | CopyOut
 
@@ -28,13 +29,14 @@ class Mover:
         extents: Extents,
         events: RangeEvents,
         trace: Trace,
+        saved: SavedStore,
         finished: Callable[[Transfer, BaseException | None], None],
     ) -> None:
         self._arenas, self._accelerator, self._disk = arenas, accelerator, disk
         self._extents, self._events, self._trace, self._finished = (
             extents, events, trace, finished
         )  # fmt: skip
-        self._layout = layout
+        self._layout, self._saved = layout, saved
 
     def start(self, work: Transfer) -> None:
         """Begins a move; its end comes on another thread."""
@@ -42,13 +44,21 @@ class Mover:
             self._transfer(work, "read")
         elif isinstance(work, Write):
             self._transfer(work, "write")
+        elif work.item.kind is Kind.SAVED:
+            self._fetch(work) if isinstance(work, CopyIn) else self._spill(work)
         elif isinstance(work, CopyIn):
             self._copy_in(work)
         else:
             self._copy_out(work)
 
+    def forget(self, item: Key) -> None:
+        """Nothing needs what autograd saved any more."""
+        self._extents.give_back(item)
+
     def _transfer(self, work: Read | Write, lane: str) -> None:
         assert self._disk is not None
+        if work.item.kind is Kind.SAVED and isinstance(work, Write):
+            self._extents.take(work.item, work.place.nbytes)
         extent = self._extents.of(work.item, work.role)
         memory = self._arenas.bytes_of(work.place).numpy()
         name = self._layout.name(work.item)
@@ -83,7 +93,35 @@ class Mover:
             )
             self._events.set(work.source, event)
 
+    def _spill(self, work: CopyOut) -> None:
+        saved = self._saved.get(work.item.number)
+        source = None if saved is None else saved.memory
+        if saved is None or source is None:  # its end is about to be told
+            self._finished(work, None)
+            return
+        event = saved.event
+        with self._trace.during("copy_out", self._unit_name(work)):
+            self._accelerator.spill(
+                self._arenas.bytes_of(work.place).narrow(0, 0, saved.nbytes), source,
+                after=[] if event is None else [event], on_done=self._copied(work, "copy_out"),
+            )  # fmt: skip
+
+    def _fetch(self, work: CopyIn) -> None:
+        saved = self._saved.get(work.item.number)
+        if saved is None:
+            self._finished(work, None)
+            return
+        with self._trace.during("copy_in", self._unit_name(work)):
+            memory = self._accelerator.lend(saved.nbytes)
+            source = self._arenas.bytes_of(work.source).narrow(0, 0, saved.nbytes)
+            event = self._accelerator.fetch(
+                memory, source, after=[], on_done=self._copied(work, "copy_in")
+            )
+            saved.bring(memory, event)
+
     def _unit_name(self, work: CopyIn | CopyOut) -> str:
+        if work.item.kind is Kind.SAVED:
+            return self._layout.name(work.item)
         return self._layout.units[work.item.number].name
 
     def _copied(self, work: CopyIn | CopyOut, lane: str) -> Callable[[CopyDone], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from ..errors import BudgetError
 from ..facts.tier import Tier
 from ..schedule.arena import Place
+
+ANNEX_PIECE = 64 << 20
 
 
 class Reservation:
@@ -34,11 +36,17 @@ class Budget:
     def __init__(self, tier: Tier, nbytes: int) -> None:
         self.tier, self.budget_bytes = tier, nbytes
         self._lock = threading.Lock()
-        self._held = self._peak = 0
+        self._held = self._peak = self._counted = 0
 
     @property
     def held_bytes(self) -> int:
-        return self._held
+        return self._held + self._counted
+
+    def count(self, nbytes: int) -> None:
+        """So much is there besides what was reserved, maybe more than there is room for."""
+        with self._lock:
+            self._counted = nbytes
+            self._peak = max(self._peak, self._held + nbytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -65,15 +73,50 @@ class Budget:
             self._held -= nbytes
 
 
+class Annex:
+    """Host memory beyond the arena, which is taken as it is used: it fills from its beginning."""
+
+    def __init__(
+        self, base: int, nbytes: int, allocate: Callable[[int], torch.Tensor],
+        take: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            base: of its places.
+            allocate: gives address space.
+            take: called with address and length of every piece before it is first used.
+        """
+        self._base, self._nbytes, self._allocate, self._take = base, nbytes, allocate, take
+        self._memory: torch.Tensor | None = None
+        self.taken_bytes = 0
+
+    def has(self, place: Place) -> bool:
+        return place.tier is Tier.HOST and place.offset >= self._base and place.nbytes > 0
+
+    def bytes_of(self, place: Place) -> torch.Tensor:
+        """The flat uint8 view of a place."""
+        if self._memory is None:
+            self._memory = self._allocate(self._nbytes)
+        end = place.offset - self._base + place.nbytes
+        while self.taken_bytes < end:
+            piece = min(ANNEX_PIECE, self._nbytes - self.taken_bytes)
+            self._take(self._memory.data_ptr() + self.taken_bytes, piece)
+            self.taken_bytes += piece
+        return self._memory.narrow(0, place.offset - self._base, place.nbytes)
+
+
 @dataclass(frozen=True)
 class Arenas:
     """One flat uint8 tensor per memory tier, and the typed views into them."""
 
     host: torch.Tensor | None
     device: torch.Tensor | None
+    annex: Annex | None = None
 
     def bytes_of(self, place: Place) -> torch.Tensor:
         """The flat uint8 view of a place."""
+        if self.annex is not None and self.annex.has(place):
+            return self.annex.bytes_of(place)
         arena = self.device if place.tier is Tier.DEVICE else self.host
         assert arena is not None, f"no arena of {place.tier.value} memory"
         return arena.narrow(0, place.offset, place.nbytes)
@@ -120,7 +163,12 @@ class HeldMemory:
             reservation = budget.reserve(nbytes, "the host arena", "raise host_memory")
             self._undo.append(reservation.release)
             self._undo.append(free)
-            self.arenas = Arenas(allocate(nbytes), self.arenas.device)
+            self.arenas = replace(self.arenas, host=allocate(nbytes))
+
+    def take_annex(self, annex: Annex, free: Callable[[], None]) -> None:
+        """Host memory beyond the arena, which nothing is taken of yet."""
+        self._undo.append(free)
+        self.arenas = replace(self.arenas, annex=annex)
 
     def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                     free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip
@@ -130,7 +178,7 @@ class HeldMemory:
             self._undo.append(reservation.release)
             arena = allocate(nbytes)
             self._undo.append(lambda: free(arena))
-            self.arenas = Arenas(self.arenas.host, arena)
+            self.arenas = replace(self.arenas, device=arena)
 
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Frees everything, in the opposite order; a second call does nothing.

@@ -14,6 +14,7 @@ from ..io_engine.manifest import Manifest
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout
 from ..schedule.messages import Key
+from ..schedule.units import PAGE
 from .commit_writer import CommitWriter
 from .disk import Disk, PacedDisk
 from .extents import Extents
@@ -45,8 +46,9 @@ class Store:
         self._manifest: Manifest | None = None
         self._paced: PacedDisk | None = None
         try:
-            if disk_bytes and config.nvme is not None:
-                self._open(config, disk_bytes, memory, limits)
+            if (disk_bytes or layout.saved.disk) and config.nvme is not None:
+                # What autograd saves makes the store longer when it comes.
+                self._open(config, max(disk_bytes, PAGE), memory, limits)
             self.extents = Extents(layout, self.io, self._kept())
         except BaseException:
             self.close()

@@ -26,6 +26,8 @@ class Place(NamedTuple):
 class Arena:
     """Hands out places of ``[base, base + nbytes)`` of a tier.  Pure arithmetic, no memory."""
 
+    counts_only = False
+
     def __init__(self, tier: Tier, base: int, nbytes: int) -> None:
         self.tier, self.base, self.nbytes = tier, base, nbytes
         self.used_bytes = 0
@@ -80,3 +82,27 @@ class Arena:
             if run >= nbytes:
                 return True
         return False
+
+
+class Tally(Arena):
+    """Counts bytes that somebody else finds a place for; its own places are only names, none of
+    which comes twice."""
+
+    counts_only = True
+
+    def __init__(self, tier: Tier, base: int, nbytes: int) -> None:
+        super().__init__(tier, base, nbytes)
+        self._end = base
+
+    def take(self, nbytes: int) -> Place:
+        """Counts what is there already, whatever room there is."""
+        place = Place(self.tier, self._end, nbytes)
+        self._end += nbytes
+        self.used_bytes += nbytes
+        return place
+
+    def allocate(self, nbytes: int) -> Place | None:
+        return self.take(nbytes) if self.used_bytes + nbytes <= self.nbytes else None
+
+    def free(self, place: Place) -> None:
+        self.used_bytes -= place.nbytes

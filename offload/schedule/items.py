@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from typing import Protocol
 
 from ..facts.tier import Tier
-from .arena import Arena, Place
+from .arena import Arena, Place, Tally
 from .layout import Layout, Region
 from .messages import Clear, CopyIn, CopyOut, Instruction, Key, Kind, Read, Write
 
@@ -118,7 +118,8 @@ class Items:
         for tier, arenas in self._by_tier.items():
             region = self._layout.region(kind, tier)
             if region not in self._regions:
-                self._regions[region] = Arena(tier, region.base, region.nbytes), set()
+                make = Tally if kind is Kind.SAVED and tier is Tier.DEVICE else Arena
+                self._regions[region] = make(tier, region.base, region.nbytes), set()
                 arenas.append(self._regions[region][0])
             self._of_kind[kind, tier] = region, *self._regions[region]
 
@@ -159,7 +160,8 @@ class Items:
             device += arena.used_bytes
         for arena in self._by_tier[Tier.HOST]:
             host += arena.used_bytes
-        return device, host
+        # Where compute has no memory of its own, what is counted as there is in host memory.
+        return (device, host) if self._layout.has_device else (0, host + device)
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -183,6 +185,14 @@ class Items:
         item._set(tier, copy)
         tenants.add(item)
         return copy
+
+    def take(self, item: Item, tier: Tier, *, valid: bool) -> None:
+        """The item is there, or will be, whatever room is left; its kind is only counted there."""
+        _, arena, tenants = self._of_kind[item.key.kind, tier]
+        assert isinstance(arena, Tally)
+        place = arena.take(item.nbytes)
+        item._set(tier, Copy(place, place, valid=valid, fixed=False))
+        tenants.add(item)
 
     def _evict_for(
         self, arena: Arena, tenants: set[Item], nbytes: int, distance: int, spare: Container[int]

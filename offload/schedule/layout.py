@@ -32,6 +32,23 @@ class UnitHome:
     state_places: tuple[Place | None, ...] = ()
 
 
+COUNTED = 1 << 60  # where the names of places that are only counted begin
+
+
+class SavedRoom(NamedTuple):
+    """Bytes for what autograd saves: that may stay where compute has them, whoever allocates them;
+    of a region of host memory that is taken piece by piece as it fills, beyond all others; and on
+    disk.  ``policy``: see ``wrap``."""
+
+    policy: str = "keep"
+    compute: int = 0
+    host: int = 0
+    disk: int = 0
+
+
+NO_ROOM = SavedRoom()
+
+
 class Region(NamedTuple):
     """A part of a tier's arena that items move through; handed out in slots of ``slot_bytes``, or
     piece by piece where that is 0."""
@@ -106,6 +123,7 @@ class Layout:
     durable: bool
     prefetch_depth: int
     visiting: float = 0.0  # share of the records kept elsewhere that are updated on the device
+    saved: SavedRoom = NO_ROOM
 
     @property
     def compute_tier(self) -> Tier:
@@ -114,7 +132,12 @@ class Layout:
 
     def region(self, kind: Kind, tier: Tier) -> Region:
         """What items of a kind move through in a tier.  Gradients that come share that of those
-        that wait."""
+        that wait.  What autograd saved is only counted where compute has it, which is called
+        ``DEVICE`` also where compute has no memory of its own."""
+        if kind is Kind.SAVED:
+            if tier is Tier.DEVICE:
+                return Region(tier, COUNTED, self.saved.compute)
+            return Region(tier, self.regions.host_bytes, self.saved.host)
         if kind is Kind.GATHERED and tier is Tier.HOST:
             kind = Kind.GRADS
         return self.regions.of(tier).get(kind, Region(tier, 0, 0))
@@ -162,4 +185,6 @@ class Layout:
         if item.kind in (Kind.STATE, Kind.VISIT):
             unit = self.units[self.records[item.number].unit].name
             return f"{item.kind.value} {unit} {item.number}"
+        if item.kind is Kind.SAVED:
+            return f"{item.kind.value} {item.number}"
         return f"{item.kind.value} {self.units[item.number].name}"

@@ -18,12 +18,14 @@ class Kind(enum.Enum):
     STATE = "state"  # the record of a subgroup
     GATHERED = "gathered"  # gradients of a unit, on their way from compute to where they wait
     VISIT = "visit"  # a record with its gradients and weights, on the device for its update
+    SAVED = "saved"  # what autograd saved for backward: one storage
 
     __hash__ = object.__hash__  # Enum's own is slow, and moves are counted by their items
 
 
 class Key(NamedTuple):
-    """Which item: the ``number`` of a unit, or for ``STATE`` and ``VISIT`` of a subgroup."""
+    """Which item: the ``number`` of a unit, for ``STATE`` and ``VISIT`` of a subgroup, for
+    ``SAVED`` one that no other of a run has."""
 
     kind: Kind
     number: int
@@ -149,8 +151,22 @@ class AtHome:
     free: bool
 
 
+@dataclass(frozen=True)
+class LetGo:
+    """Compute's copy of ``item``, which autograd saved, is of no more use: its memory is freed."""
+
+    item: Key
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Nothing needs ``item``, which autograd saved, any more: nothing of it is kept."""
+
+    item: Key
+
+
 Work = Read | Clear | Write | CopyIn | CopyOut | Accumulate | Update | Commit
-Instruction = Work | Grant | Refuse | AtHome
+Instruction = Work | Grant | Refuse | AtHome | LetGo | Forget
 
 
 # -- signals: compute ---------------------------------------------------------------------------
@@ -228,6 +244,48 @@ class Step:
     background: bool = False
     commit: bool = False
     counts: bool = True
+
+
+# -- signals: activations -----------------------------------------------------------------------
+
+
+class SavedBytes(NamedTuple):
+    """A storage of ``nbytes`` that autograd keeps until backward, in ``unit`` (-1: in none)."""
+
+    number: int
+    nbytes: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Autograd has saved ``items``, in this order, maybe not for the first time.  With a ``ticket``
+    who computes waits until what is saved keeps within its room again."""
+
+    items: tuple[SavedBytes, ...]
+    ticket: int | None = None
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Backward needs what autograd saved under ``number``; grant ``ticket`` when compute has it."""
+
+    number: int
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Used:
+    """Nothing needs what autograd saved under ``numbers`` any more."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """From now on a backward runs, which needs first what was saved last; or none does."""
+
+    backward: bool
 
 
 # -- signals: waiting ---------------------------------------------------------------------------
@@ -347,4 +405,5 @@ class Failed:
 Signal = (
     Need | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut | Judged
     | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
+    | Saved | Fetch | Used | Turn
 )  # fmt: skip

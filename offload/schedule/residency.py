@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..facts.tier import Tier
+from .activations import Activations
 from .cuts import Cuts
 from .gradients import Gradients
 from .items import Items
@@ -30,6 +31,8 @@ from .messages import (
     Done,
     Edited,
     Failed,
+    Fetch,
+    Forget,
     Freed,
     GradLost,
     GradReady,
@@ -39,6 +42,7 @@ from .messages import (
     Judged,
     Key,
     Kind,
+    LetGo,
     Locate,
     Need,
     Read,
@@ -46,11 +50,14 @@ from .messages import (
     Release,
     Restored,
     Rollback,
+    Saved,
     Seal,
     Signal,
     Step,
     TakeBack,
+    Turn,
     Until,
+    Used,
     Work,
     Write,
 )
@@ -79,6 +86,7 @@ class Residency:
         self.items = Items(layout, self._emit)
         self.weights = Weights(layout, self._order, self.items)
         self.gradients = Gradients(layout, self.weights.updating, self.items, self._emit)
+        self.saved = Activations(layout, self.items, self._emit)
         self.cuts = Cuts(layout, self.items, self._emit)
         self.updates = DueUpdates(
             layout, self._order, self.items, self.weights, self.gradients, self.cuts, self._emit
@@ -101,6 +109,10 @@ class Residency:
             GradReady: self._gathered,
             GradLost: lambda s: self.gradients.lost(s.unit),
             Step: self._begin_step,
+            Saved: self.saved.saved,
+            Fetch: self.saved.fetch,
+            Used: self.saved.used,
+            Turn: self.saved.turn,
             Await: lambda s: self._waiting[s.until].append(s.ticket),
             Seal: self._seal,
             Cut: self._wish_cut,
@@ -116,7 +128,7 @@ class Residency:
         }
 
     def _emit(self, instruction: Instruction) -> None:
-        if not isinstance(instruction, (Grant, Refuse, AtHome)):
+        if not isinstance(instruction, (Grant, Refuse, AtHome, LetGo, Forget)):
             self.in_flight[instruction] = self.in_flight.get(instruction, 0) + 1
         self._out.append(instruction)
 
@@ -129,7 +141,11 @@ class Residency:
             take(signal)
             self._quiet = self._quiet and not isinstance(signal, (Need, GradRoom, GradReady, Step))
         if not self._failed:
-            self._advance()
+            # What autograd saved has room of its own: it keeps nothing else, and nothing else it.
+            if _about_saved(signal):
+                self._advance_saved()
+            if not self.in_flight or not _about_saved(signal):
+                self._advance()
         out, self._out = self._out, []
         return out
 
@@ -138,6 +154,10 @@ class Residency:
         the regions."""
         (device, host), (in_device, in_host) = self._fixed_bytes, self.items.used_bytes()
         return device + in_device, host + in_host
+
+    def saved_bytes(self) -> tuple[int, int, int]:
+        """Bytes of what autograd saved: with compute, not there, and on disk."""
+        return self.saved.nbytes
 
     # -- compute --------------------------------------------------------------------------------
 
@@ -228,7 +248,7 @@ class Residency:
             if isinstance(work, Write):
                 if work.saves:
                     self.cuts.saved(work.item)
-                elif work.item.kind is not Kind.GRADS:
+                elif work.item.kind in (Kind.WEIGHTS, Kind.STATE):
                     self.updates.written()
         elif isinstance(work, Accumulate):
             self.gradients.accumulated(work.unit)
@@ -241,6 +261,7 @@ class Residency:
         """From now on the machine only drains: whoever waits is told by whoever drives it."""
         self._failed = True
         self._forget_waiting()
+        self.saved.forget_waiting()
         self._step = None
 
     # -- progress -------------------------------------------------------------------------------
@@ -267,6 +288,13 @@ class Residency:
             self._prefetch()
         if not self.in_flight and self._somebody_waits:
             self._refuse_all()
+
+    def _advance_saved(self) -> None:
+        self.saved.advance()
+        if not self._waiting[Until.QUIET]:
+            self.saved.prefetch()
+        if not self.saved.moving:
+            self.saved.give_up()
 
     def _grant(self, until: Until) -> None:
         for ticket in self._waiting[until]:
@@ -402,3 +430,10 @@ class Residency:
         self.gradients.forget_waiting()
         for tickets in self._waiting.values():
             tickets.clear()
+
+
+def _about_saved(signal: Signal) -> bool:
+    if isinstance(signal, Done):
+        work = signal.work
+        return isinstance(work, (Read, Write, CopyIn, CopyOut)) and work.item.kind is Kind.SAVED
+    return isinstance(signal, (Saved, Fetch, Used, Turn))

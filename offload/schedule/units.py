@@ -59,7 +59,7 @@ class Unit:
 
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
     ``flops`` are those of its forward's matrix products, per token; ``activation_bytes`` is about
-    what autograd keeps of them, per token.
+    what autograd keeps of them, per token, and ``input_bytes`` what goes into it.
     """
 
     index: int
@@ -71,6 +71,7 @@ class Unit:
     grad_bytes: int
     flops: int = 0
     activation_bytes: int = 0
+    input_bytes: int = 0
 
     @property
     def trainable(self) -> bool:

@@ -74,6 +74,9 @@ class InOrder:
     def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
         return None
 
+    def keep(self, memory: torch.Tensor) -> None:
+        return None
+
     def instant(self) -> Instant:
         return HostInstant()
 
@@ -136,6 +139,28 @@ class Accelerator(Protocol):
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
         """Starts a copy from device (``src``) to host (``dst``); else as ``copy_in``."""
+        ...
+
+    def lend(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor where compute has its tensors, for ``fetch``; freed with its last
+        view, as any other."""
+        ...
+
+    def fetch(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        """As ``copy_in``, to what ``lend`` gave; also where the device is host memory."""
+        ...
+
+    def spill(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        """As ``copy_out``, from memory of compute's that the engine has not allocated, which is
+        kept until the copy has ended."""
+        ...
+
+    def keep(self, memory: torch.Tensor) -> None:
+        """Compute of the calling thread reads what ``lend`` gave, whoever lets go of it."""
         ...
 
     def record(self) -> Event:

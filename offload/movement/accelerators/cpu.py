@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import torch
 
+from ...errors import OffloadError
 from ...facts.rates import Rates
-from .base import Event, InOrder, OnDone
+from ...io_engine.once import Once
+from .base import Event, InOrder, OnDone, copied_bytes
+from .lane import CopyJob, CopyLane
 
 
 class _Passed:
@@ -22,8 +27,22 @@ class _Passed:
         return None
 
 
+class _Copied:
+    """The end of a copy."""
+
+    def __init__(self) -> None:
+        self.passed = Once()
+
+    def done(self) -> bool:
+        return self.passed.is_set()
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+
+
 class CpuAccelerator(InOrder):
-    """See ``Accelerator``.  Asking it for device memory or a copy is a bug of the engine."""
+    """See ``Accelerator``.  Asking it for device memory, or a copy of weights, is a bug of the
+    engine.  What autograd saves is copied to where disks read and write, and back."""
 
     name = "cpu"
     limits = Rates()
@@ -31,6 +50,9 @@ class CpuAccelerator(InOrder):
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self._lock = threading.Lock()
+        self._lanes: dict[str, CopyLane] = {}  # made when first used
+        self._closed = False
 
     def _refuse(self, what: str) -> NoReturn:
         raise AssertionError(
@@ -57,6 +79,34 @@ class CpuAccelerator(InOrder):
     ) -> Event:
         self._refuse("a copy out")
 
+    def lend(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def fetch(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy("copy_in", dst, src, after, on_done)
+
+    def spill(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy("copy_out", dst, src, after, on_done)
+
+    def _copy(
+        self, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        copied_bytes(dst, src)
+        event = _Copied()
+        with self._lock:
+            if self._closed:
+                raise OffloadError("the accelerator 'cpu' is closed")
+            if name not in self._lanes:
+                self._lanes[name] = CopyLane(name, None, 0.0, None)
+            now_ns = time.perf_counter_ns()
+            self._lanes[name].put(CopyJob(dst, src, after, now_ns, event.passed.set, on_done))
+        return event
+
     def record(self) -> Event:
         return _Passed()
 
@@ -73,4 +123,8 @@ class CpuAccelerator(InOrder):
         return None
 
     def close(self) -> None:
-        return None
+        with self._lock:
+            self._closed, lanes = True, list(self._lanes.values())
+            self._lanes.clear()
+        for lane in lanes:
+            lane.close()

@@ -124,6 +124,36 @@ class SimAccelerator(InOrder):
     ) -> Event:
         return self._copy(COPY_OUT, dst, src, after, on_done)
 
+    def lend(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def fetch(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy_loose(COPY_IN, dst, src, after, on_done)
+
+    def spill(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self._copy_loose(COPY_OUT, dst, src, after, on_done)
+
+    def _copy_loose(
+        self, lane: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        """Memory that comes and goes has no addresses to watch: who does not wait reads poison."""
+        self._refuse_closed()
+        copied_bytes(dst, src)
+        events = [self._own(event) for event in after]
+        with self._lock:
+            before = [self._thread.known, *(event.clock for event in events)]
+            event = _SimEvent(self, self._ordering.follow(lane, before))
+            now_ns = time.perf_counter_ns()
+            over = self._over(event)
+            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done))
+            self._last[lane] = event
+        return event
+
     def _copy(
         self,
         lane: str,

@@ -50,6 +50,7 @@ class _Copy:
     finished: _StreamEvent
     nbytes: int
     on_done: OnDone
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]  # kept until its end
 
 
 class _Maker:
@@ -100,7 +101,7 @@ class _CopyStream:
                 dst.copy_(src, non_blocking=True)
             finished.event.record(self.stream)
         nbytes = sum(dst.numel() for dst, _ in pieces)
-        self._copies.put(_Copy(started, finished, nbytes, on_done))
+        self._copies.put(_Copy(started, finished, nbytes, on_done, pieces))
         return finished
 
     def _run(self) -> None:
@@ -116,6 +117,7 @@ class _CopyStream:
                 now_ns = time.perf_counter_ns()
                 done = CopyDone(now_ns, now_ns, copy.nbytes, error)
             deliver(copy.on_done, done)
+            del copy  # its tensors must not live on while the queue is empty
 
     def close(self) -> None:
         """Lets what was queued end, and joins the thread."""
@@ -221,6 +223,26 @@ class StreamsAccelerator:
                 f"a copy is between host memory and {self.device}, got {host.device} and "
                 f"{device.device}"
             )
+
+    def lend(self, nbytes: int) -> torch.Tensor:
+        self._refuse_closed()
+        # From the memory of the stream that fills it: what compute has in line may go on using its
+        # own, and the copy waits for none of that.
+        with self._make.on(self._in.stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def fetch(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self.copy_in(dst, src, after=after, on_done=on_done)
+
+    def spill(
+        self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
+    ) -> Event:
+        return self.copy_out(dst, src, after=after, on_done=on_done)
+
+    def keep(self, memory: torch.Tensor) -> None:
+        memory.record_stream(self._make.current())
 
     # -- compute --------------------------------------------------------------------------------
 
