@@ -14,11 +14,12 @@ from torch import nn
 from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import optimizer_for, with_formats
-from .engine import end_unused, engine_of
+from .engine import engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.rates import Rates
 from .io_engine.committed import own_store
+from .lifetime import end_unused
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
 from .plans import make_plan
@@ -55,6 +56,7 @@ def plan(
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
@@ -113,6 +115,7 @@ def wrap(
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
@@ -164,6 +167,7 @@ def resume(
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
     master: Literal["auto", "split", "fp32"] | None = None,
     moments: Literal["fp32", "bf16", "int8"] | None = None,
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,

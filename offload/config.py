@@ -95,6 +95,9 @@ class OffloadConfig:
         master: ``"split"`` (lossless, bf16 weights), ``"fp32"``, or ``"auto"``.
         moments: how the optimizer's moments are stored: ``"fp32"``; ``"bf16"`` (rounded
             stochastically); ``"int8"`` (a logarithmic byte, with a scale per 256 elements).
+        activations: where what autograd saves waits for backward: ``"keep"`` (where it is),
+            ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs, and run again), or
+            ``"auto"`` (what the budgets have no room for leaves).
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
@@ -119,6 +122,7 @@ class OffloadConfig:
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
     max_grad_norm: float | None = None
     update: Literal["auto", "step", "backward", "next_forward"] = "auto"
     accumulate: int = 1
@@ -169,6 +173,8 @@ class OffloadConfig:
         _choice("precision", self.precision, (None, "bf16", "fp16", "fp32"))
         _choice("master", self.master, ("auto", "split", "fp32"))
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
+        known = ("auto", "keep", "host", "nvme", "recompute")
+        _choice("activations", self.activations, known)
         _choice("update", self.update, ("auto", "step", "backward", "next_forward"))
         _choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
         for name in ("checksum", "durable", "verbose"):
@@ -214,6 +220,8 @@ class OffloadConfig:
                 "update='backward' applies gradients before all are known to be finite, so it "
                 "cannot skip a step; use on_nonfinite='rollback', or another update"
             )
+        if self.activations == "nvme" and self.nvme is None:
+            raise ValueError("activations='nvme' needs nvme= (a directory)")
         if self.init is not None and self.weights is not None:
             raise ValueError("give weights= or init=, not both")
 

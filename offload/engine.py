@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import logging
-import os
-import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +18,7 @@ from .errors import OffloadError
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
+from .lifetime import Living
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
@@ -38,8 +34,8 @@ from .state.model_state import StateHooks
 from .state.torch_state import Make, OptimizerState
 from .state.weight_door import WeightDoor
 from .state.weight_files import match_files, read_float
+from .training.activations import make_stash
 from .training.backward import Backward
-from .training.callers import callers, is_engine
 from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
@@ -48,6 +44,7 @@ from .training.held_gradients import HeldGradients
 from .training.hooks import ModuleHooks
 from .training.landing import Landing
 from .training.modelled_compute import ModelledCompute
+from .training.recompute import Recompute
 from .training.residences import Residences
 from .training.saved import SavedTensors
 from .training.showing import Showing
@@ -63,7 +60,7 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Engine:
+class Engine(Living):
     """One wrapped model.  Never copied or pickled: the weights are not all in the model."""
 
     def __init__(
@@ -83,7 +80,9 @@ class Engine:
         residences = Residences(parts, executor, accelerator, homes.held_slots, homes.stubs)
         machinery.when_still(residences.close)
         backward = Backward(residences, machinery.trace)
-        saved = SavedTensors(residences, ledger.versions, backward)
+        stash = make_stash(executor, accelerator, model, backward)
+        recompute = Recompute(config.activations == "recompute", parts)
+        saved = SavedTensors(residences, ledger.versions, backward, stash)
         frames = Frames(residences, saved, backward, trainer)
         showing = Showing(residences, executor, ledger)
         landing = Landing(config, executor, ledger)
@@ -124,14 +123,15 @@ class Engine:
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
-        hooks.append(ModuleHooks(model, residences, backward, frames, machinery.trace, loop))
+        hooks.append(ModuleHooks(
+            model, residences, backward, frames, machinery.trace, loop, stash, recompute,
+        ))  # fmt: skip
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        links, rates = blueprint.plan.link_bytes, config.rates
-        needed_s = {} if rates is None else lane_seconds(links, rates)
         self.model, self.machinery = model, machinery
+        needed_s = lane_seconds(blueprint.plan.link_bytes, config.rates)
         self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
@@ -140,7 +140,8 @@ class Engine:
         self._residences, self._materializing = residences, materializing
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
         self._while_open, self._hooks = while_open, hooks
-        self._door, self._owner = door, os.getpid()  # last: from here on there is something to end
+        self._door = door
+        self.lives()  # last: from here on there is something to end
 
     @classmethod
     def open(
@@ -155,7 +156,7 @@ class Engine:
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, homes, calibration, hooks)
-            _open.add(engine)
+            engine.may_close()
             # Found on the instance, these refuse copies and pickles of the model before they begin.
             model.__dict__.update(
                 {
@@ -338,22 +339,9 @@ class Engine:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Ends all threads, frees all memory and disk.  A second call does nothing, nor does one in
-        a forked child: all that is its parent's."""
-        if self in _open:
-            self._end()
-
-    def _end(self) -> None:
-        if self.machinery.closed or os.getpid() != self._owner:
-            return
-        around = [frame for frame in callers() if frame.f_code not in _CLOSING]
-        if threading.current_thread().name.startswith("overspill") or is_engine(around):
-            # The collector, or a signal handler, has come by on a thread of the engine's own, or
-            # where the engine holds a lock: neither can wait for itself.
-            threading.Thread(target=self._end, name="closes-overspill").start()
-            return
-        _open.discard(self)  # nobody else closes it meanwhile
+    def finish(self) -> None:
+        """The last step is committed, if it can be; then all threads end, and memory and disk are
+        free."""
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
@@ -367,11 +355,10 @@ class Engine:
                 each.remove()
             self.machinery.close()
 
-    def __del__(self) -> None:
-        """Neither the model nor its optimizer is in use any more: they and this are one cycle, and
-        no thread of the engine's holds it.  Weak references to it are gone by now."""
-        if hasattr(self, "_owner"):
-            self._end()
+    @property
+    def finished(self) -> bool:
+        """Whether its machinery has ended."""
+        return self.machinery.closed
 
     def forked(self) -> None:
         """This is a forked child: nothing of the engine works here, its memory least of all."""
@@ -395,30 +382,3 @@ def engine_of(model: nn.Module) -> Engine | None:
     engine = model.__dict__.get(ATTRIBUTE)
     assert engine is None or isinstance(engine, Engine)
     return engine
-
-
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def end_unused() -> None:
-    """Closes engines whose model and optimizer nobody has any more, for the room that they hold."""
-    if _open:
-        gc.collect()
-
-
-def _forked() -> None:
-    for engine in list(_open):
-        engine.forked()
-
-
-@atexit.register
-def _exit() -> None:
-    for engine in list(_open):
-        try:
-            engine.close()
-        except Exception:  # the others are to be closed all the same
-            log.exception("overspill: an engine could not be closed at the end of the process")
-
-
-_CLOSING = tuple(f.__code__ for f in (Engine.close, Engine.__del__, end_unused, _exit))
-os.register_at_fork(after_in_child=_forked)

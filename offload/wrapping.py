@@ -12,9 +12,10 @@ from .config import OffloadConfig
 from .durable.commits import adopt
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
-from .engine import Engine, end_unused, engine_of
+from .engine import Engine, engine_of
 from .errors import BudgetError
 from .io_engine.committed import OwnedStore
+from .lifetime import end_unused
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
 from .movement.machinery import Machinery

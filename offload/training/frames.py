@@ -11,6 +11,7 @@ from torch import nn
 
 from . import torch_private
 from .backward import Backward
+from .recompute import Checkpoint, end
 from .residences import Residences
 from .saved import SavedTensors
 from .trainer import Trainer
@@ -21,10 +22,12 @@ T = TypeVar("T")
 class _Frame:
     """One unit whose forward runs in this thread."""
 
-    __slots__ = ("autocast_cache", "away", "began", "unit")
+    __slots__ = ("autocast_cache", "away", "began", "checkpoint", "unit")
 
-    def __init__(self, unit: int, autocast_cache: bool, *, away: bool) -> None:
-        self.unit, self.autocast_cache = unit, autocast_cache
+    def __init__(
+        self, unit: int, autocast_cache: bool, checkpoint: Checkpoint | None, *, away: bool
+    ) -> None:
+        self.unit, self.autocast_cache, self.checkpoint = unit, autocast_cache, checkpoint
         self.away = away  # who runs does not close it: others have, or will
         self.began = torch_private.graph_clock()
 
@@ -34,6 +37,7 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        self.roots = 0  # forwards of the whole model around them
 
 
 class Frames:
@@ -46,13 +50,28 @@ class Frames:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trainer, self._mine = trainer, _Stack()
 
-    def push(self, unit: int, *, away: bool = False) -> None:
-        """The unit, which is open, runs from now on, until ``pop``; ``away``: it is not that which
-        lets it go."""
+    def push_root(self) -> None:
+        """A forward of the whole model begins: what autograd saves between units may leave too."""
+        if self._saved.stash is None or not torch_private.saved_tensor_hooks_allowed():
+            return
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
-        frame = _Frame(unit, torch.is_autocast_cache_enabled(), away=away)
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
-        torch.set_autocast_cache_enabled(False)
+        self._mine.roots += 1
+
+    def pop_root(self) -> None:
+        """It has ended, or raised."""
+        if self._mine.roots and not self._mine.frames:
+            self._mine.roots -= 1
+            torch_private.pop_saved_tensor_hooks()
+
+    def push(self, unit: int, checkpoint: Checkpoint | None = None, *, away: bool = False) -> None:
+        """The unit, which is open, runs from now on, until ``pop``, and so does a ``checkpoint``
+        around it; ``away``: it is not that which lets it go."""
+        outer = self._saved.around(torch_private.top_saved_tensor_hooks())
+        frame = _Frame(unit, torch.is_autocast_cache_enabled(), checkpoint, away=away)
+        torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
+        if self._residences.streamed[unit]:  # a cast of what leaves would keep it
+            torch.set_autocast_cache_enabled(False)
         self._mine.frames.append(frame)
 
     def may_run(self) -> bool:
@@ -81,13 +100,13 @@ class Frames:
         finally:
             torch.set_autocast_cache_enabled(cached)
 
-    def pop(self, unit: int) -> int | None:
+    def pop(self, unit: int, *, completed: bool) -> int | None:
         """The unit runs no more, and is let go; the graph's clock when it began.  ``None``: it was
-        not the innermost that runs."""
+        not the innermost that runs.  Not ``completed``: it has raised."""
         stack = self._mine.frames
         if not stack or stack[-1].unit != unit:
             return None
-        frame = self._pop()
+        frame = self._pop(completed=completed)
         self._leave(frame)
         return frame.began
 
@@ -108,9 +127,10 @@ class Frames:
             self._residences.leave(frame.unit)
         return bool(here)
 
-    def _pop(self) -> _Frame:
+    def _pop(self, *, completed: bool = False) -> _Frame:
         frame = self._mine.frames.pop()
         torch_private.pop_saved_tensor_hooks()
+        end(frame.checkpoint, completed=completed)
         torch.set_autocast_cache_enabled(frame.autocast_cache)
         return frame
 
@@ -168,3 +188,4 @@ class Frames:
             self._leave(self._pop())
         while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
             torch_private.pop_saved_tensor_hooks()
+        self._mine.roots = 0

@@ -16,9 +16,11 @@ from torch import nn
 from ..facts.trace import Trace
 from ..planning.partition import direct_parameters
 from . import torch_private
+from .activations import NOWHERE, Stash
 from .backward import Backward
 from .frames import Frames
 from .handles import all_or_none, remove_all
+from .recompute import Recompute, end
 from .residences import Residences
 
 Hook = Callable[[nn.Module, Any], None]
@@ -52,8 +54,11 @@ class ModuleHooks:
         frames: Frames,
         trace: Trace,
         loop: Occasions,
+        stash: Stash | None,
+        recompute: Recompute,
     ) -> None:
         """Installs the hooks."""
+        self._stash, self._recompute = stash, recompute
         self._residences, self._backward, self._frames = residences, backward, frames
         self._trace, self._loop = trace, loop
         self.catch_up = loop.catch_up
@@ -64,22 +69,35 @@ class ModuleHooks:
     def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
         for unit, found in enumerate(self._residences.parts.found):
-            if self._residences.streamed[unit]:
+            if self._residences.streamed[unit] or self._recompute.units[unit]:
                 self._hook_unit(me, unit, found.module)
+            elif self._stash is not None:
+                self._hook_border(me, unit, found.module)
         self._hook_readers(me, model)
         if self._residences.accelerator.stream() is not None:
             self._hook_streams(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
 
+    def _hook_border(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
+        """A unit that stays: what autograd saves in it is known as its own."""
+        own = id(module)
+
+        def before(called: nn.Module, _args: Any) -> None:
+            hooks = me()
+            if hooks is not None and id(called) == own:
+                hooks.runs(unit)
+
+        self._handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
+
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         own = id(module)  # a copy of the module has its hooks, and stands alone
 
         @torch_private.not_compiled
-        def before(called: nn.Module, _args: Any) -> None:
+        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
             hooks = me()
             if hooks is not None and id(called) == own:
-                hooks.before_forward(unit, called)
+                hooks.before_forward(unit, called, args, kwargs)
 
         @torch_private.not_compiled
         def after(called: nn.Module, _args: Any, output: Any) -> None:
@@ -87,7 +105,8 @@ class ModuleHooks:
             if hooks is not None and id(called) == own:
                 hooks.after_forward(unit, output)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        hook = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self._handles.append(hook)
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _hook_readers(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
@@ -132,18 +151,29 @@ class ModuleHooks:
 
     # -- units ----------------------------------------------------------------------------------
 
-    def before_forward(self, unit: int, module: nn.Module) -> None:
+    def runs(self, unit: int) -> None:
+        """What autograd saves from now on, it saves in this unit."""
+        if self._stash is not None:
+            self._stash.enter(unit)
+
+    def before_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The unit's module is about to run."""
+        self.runs(unit)
         self._frames.make_room(module)
         self._loop.catch_up(unit)
         if torch_private.in_backward():
             self._backward.recomputes(unit)
-        self._residences.enter(unit)
-        self._frames.push(unit)
+        checkpoint = self._recompute.begin(unit, module, args, kwargs)
+        try:
+            self._residences.enter(unit)
+        except BaseException:
+            end(checkpoint, completed=False)
+            raise
+        self._frames.push(unit, checkpoint)
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""
-        began = self._frames.pop(unit)
+        began = self._frames.pop(unit, completed=output is not None)
         if began is None:
             return
         if output is not None and torch.is_grad_enabled():
@@ -162,6 +192,7 @@ class ModuleHooks:
         if not torch_private.in_backward():
             self._loop.before_forward()
         self._trace.compute_resume("model")
+        self._frames.push_root()
 
     def use_here(self, units: Sequence[int]) -> None:
         """A module is about to run that reads weights of units that are open."""
@@ -170,6 +201,8 @@ class ModuleHooks:
     def after_root(self, output: Any) -> None:
         """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
         raised."""
+        self._frames.pop_root()
+        self.runs(NOWHERE)
         if output is not None and torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):

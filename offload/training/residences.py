@@ -122,6 +122,7 @@ class Residences:
             if self.fixed[unit.index]:
                 # Hidden, they have their weights all the same: graphs may have saved them.
                 residence = self.current[unit.index] = self._residence(unit.index)
+                self.by_storage[torch_private.identity(residence.storage)] = residence
                 self._hidden[unit.index] = tuple(residence.views)
             else:
                 self._hidden[unit.index] = self._stubs.of(unit)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from . import torch_private
+from .activations import SavedHandle, Stash
 from .backward import Backward
 from .managed import Elsewhere
 from .residences import Residences, View
@@ -70,8 +71,11 @@ class SavedTensors:
         residences: Residences,
         versions: list[int],
         backward: Backward,
+        stash: Stash | None,
     ) -> None:
+        """``stash``: takes what is no weight; ``None``: that stays as it is."""
         self._residences, self._versions, self._backward = residences, versions, backward
+        self.stash = stash
         self.live = [0] * len(versions)
 
     def packing(self, outer: Hooks | None) -> _Packing:
@@ -101,7 +105,8 @@ class SavedTensors:
             return self._handle(residence.unit, view)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
-        return _Plain(t)
+        handle = None if self.stash is None else self.stash.pack(t)
+        return _Plain(t) if handle is None else handle
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
         return WeightHandle(unit, self._versions[unit], view, self.live)
@@ -117,6 +122,9 @@ class SavedTensors:
                     f"{version}; expected version {saved.version} instead"
                 )
             return saved.tensor
+        if isinstance(saved, SavedHandle):
+            assert self.stash is not None
+            return self.stash.unpack(saved)
         if isinstance(saved, _Outer):
             return saved.unpack(saved.packed)
         assert isinstance(saved, WeightHandle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,11 +18,12 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from .callers import callers, is_engine
 
-__all__ = ["tree_leaves", "tree_map"]
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 TRIED = ("2.11", "2.13", "2.15")
 
@@ -68,6 +69,17 @@ def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
 def of_checkpoint(pair: tuple[Pack, Unpack]) -> bool:
     """Whether a pair of hooks is that of ``torch.utils.checkpoint``."""
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def checkpoint(
+    function: Callable[..., None], inputs: Sequence[torch.Tensor]
+) -> Generator[None, None, None]:
+    """A checkpoint, not reentrant, that begins with the first ``next`` and ends with the second:
+    ``function`` computes what is between again, from ``inputs``."""
+    made: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
+        function, True, noop_context_fn, "default", False, True, *inputs
+    )
+    return made
 
 
 def saved_tensor_hooks_allowed() -> bool:
@@ -177,6 +189,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a storage, flat uint8."""
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def version_counter(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory whose version is that of ``t`` for ever."""
+    counter = t.detach()
+    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    return counter
+
+
 def without_overrides() -> AbstractContextManager[object]:
     """Inside, classes of tensors do not take part in what happens to them."""
     guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
@@ -209,8 +234,7 @@ class Watched:
         storage = self.tensor.untyped_storage()
         if storage.nbytes() > self.tensor.nbytes:  # a part of something
             return self.tensor.reshape(-1).view(torch.uint8)
-        made = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
-        return made.set_(storage)  # type: ignore[call-overload,no-any-return]
+        return bytes_of(storage)
 
     def accept(self) -> None:
         """What it holds now is known."""

@@ -1,0 +1,253 @@
+"""What autograd saves and may leave: told to the machine, and handed back when backward asks.
+
+Whole storages move, so that what several tensors share moves once.  A graph holds a handle for each
+saved tensor; with its last handle a storage is of no more use, whether a backward has run or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ..errors import BudgetError, format_bytes
+from ..movement.accelerators.base import Accelerator
+from ..movement.executor import Executor
+from ..movement.saved import SavedStorage
+from ..schedule.activations import LEAST_BYTES
+from ..schedule.messages import SavedBytes
+from . import torch_private
+from .backward import Backward
+
+log = logging.getLogger("overspill")
+
+LEAST_SHARE = 4  # a storage that is longer than what was saved of it, so many times, stays
+TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
+NOWHERE = -1  # saved in no unit
+
+
+class SharedStorage:
+    """A storage as all handles over it hold it; with the last of them it comes to its end."""
+
+    __slots__ = ("__weakref__", "_stash", "saved", "told", "unit", "version", "watch")
+
+    def __init__(self, stash: Stash, saved: SavedStorage, t: torch.Tensor) -> None:
+        self._stash, self.saved = stash, saved
+        self.version = torch_private.version_of(t)
+        self.watch = torch_private.StorageWatch(t.untyped_storage())
+        self.unit, self.told = NOWHERE - 1, False
+
+    def __del__(self) -> None:
+        saved = getattr(self, "saved", None)
+        if saved is not None:
+            saved.let_go()
+            self._stash.ended(saved.number, saved.nbytes, told=self.told)
+
+
+class SavedHandle:
+    """One saved tensor: where it lies in its storage, and the version that it must still have."""
+
+    __slots__ = ("counter", "dtype", "offset", "shape", "shared", "stride", "version")
+
+    def __init__(self, shared: SharedStorage, t: torch.Tensor, counter: torch.Tensor) -> None:
+        self.shared, self.counter, self.version = shared, counter, torch_private.version_of(t)
+        self.dtype, self.offset = t.dtype, t.storage_offset()
+        self.shape, self.stride = t.shape, t.stride()
+
+
+class Stash:
+    """Takes what autograd saves; one engine's."""
+
+    def __init__(
+        self, executor: Executor, accelerator: Accelerator, stays: Iterable[torch.Tensor]
+    ) -> None:
+        """``stays``: tensors whose storages never leave."""
+        self._executor, self._accelerator, self._store = executor, accelerator, executor.saved
+        self._device, self._room = accelerator.device, executor.layout.saved
+        self._stays = {torch_private.storage_key(t) for t in stays}
+        self._arenas = [
+            (arena.data_ptr(), arena.data_ptr() + arena.numel())
+            for arena in (executor.arenas.host, executor.arenas.device)
+            if arena is not None
+        ]
+        self._known: weakref.WeakValueDictionary[int, SharedStorage]
+        self._known = weakref.WeakValueDictionary()  # by storage
+        self._numbers = itertools.count()
+        self._untold: list[weakref.ref[SharedStorage]] = []
+        self._untold_bytes = self._bytes = 0
+        self._ended: deque[int] = deque()  # bytes of what has come to its end
+        self._lock = threading.Lock()
+        self._stream: object = None
+        self._unit = NOWHERE
+        self._refused_bytes = 0  # that were saved when there was no room for more
+        self._chunk = max(LEAST_BYTES, self._room.compute // TELL_SHARE)
+
+    # -- out ------------------------------------------------------------------------------------
+
+    def pack(self, t: torch.Tensor) -> SavedHandle | None:
+        """What to keep instead of ``t``; ``None``: it stays as it is."""
+        storage = self._storage_of(t)
+        if storage is None:
+            return None
+        key, version = torch_private.identity(storage), torch_private.version_of(t)
+        with self._lock:
+            shared = self._known.get(key)
+            if shared is None and storage.nbytes() > LEAST_SHARE * t.nbytes:
+                return None
+            if shared is None or shared.watch.expired or shared.version != version:
+                flat = torch_private.bytes_of(storage)
+                shared = SharedStorage(self, SavedStorage(next(self._numbers), flat), t)
+                self._known[key] = shared
+                self._bytes += shared.saved.nbytes
+                self._untold_bytes += shared.saved.nbytes
+            if shared.unit != self._unit:  # what is saved again is needed sooner
+                shared.unit = self._unit
+                self._untold.append(weakref.ref(shared))
+        handle = SavedHandle(shared, t, torch_private.version_counter(t))
+        self._look()
+        return handle
+
+    def _storage_of(self, t: torch.Tensor) -> torch.UntypedStorage | None:
+        """The storage of a tensor that may leave."""
+        if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.device != self._device:
+            return None
+        if t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized:
+            return None
+        storage = t.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES:
+            return None
+        if torch_private.identity(storage) in self._stays:
+            return None
+        start = storage.data_ptr()
+        if any(low <= start < high for low, high in self._arenas):
+            return None
+        return storage
+
+    def enter(self, unit: int) -> None:
+        """From now on ``unit`` runs, or none does."""
+        if unit != self._unit:
+            self.tell()
+            self._unit = unit
+
+    def _look(self) -> None:
+        """Tells of what was saved, if it is much; waits, if it is too much."""
+        stream = self._accelerator.stream()
+        if stream != self._stream:
+            self._stream = stream
+            self.tell()
+        self._settle()
+        here = self._bytes - self._store.away_bytes
+        if here > self._room.compute and self._bytes > self._refused_bytes + self._chunk:
+            self._wait()
+        elif self._untold_bytes > self._chunk:
+            self.tell()
+
+    def _settle(self) -> None:
+        """Counts what has come to its end."""
+        while self._ended:
+            with self._lock:
+                try:
+                    self._bytes -= self._ended.popleft()
+                except IndexError:
+                    return
+        self._refused_bytes = min(self._refused_bytes, self._bytes)
+
+    def _take(self) -> list[SharedStorage]:
+        """What nobody was told of; whoever has it keeps it from its end until he has told."""
+        with self._lock:
+            untold, self._untold, self._untold_bytes = self._untold, [], 0
+        return [shared for each in untold if (shared := each()) is not None]
+
+    def _announced(self, untold: list[SharedStorage]) -> tuple[SavedBytes, ...]:
+        event = self._accelerator.record()
+        for shared in untold:
+            if not shared.told:
+                shared.saved.event = event
+                shared.told = True
+        return tuple(
+            SavedBytes(shared.saved.number, shared.saved.nbytes, shared.unit) for shared in untold
+        )
+
+    def tell(self) -> None:
+        """Tells the machine of what was saved since it was told."""
+        if self._untold and (untold := self._take()):
+            new = [shared.saved for shared in untold if not shared.told]
+            self._store.save(self._announced(untold), new)
+
+    def _wait(self) -> None:
+        untold = self._take()
+        new = [shared.saved for shared in untold if not shared.told]
+        items = self._announced(untold)
+        try:
+            self._store.save(items, new, wait=True)
+        except BudgetError as error:
+            self._settle()
+            if self._room.policy in ("host", "nvme"):
+                raise
+            if not self._refused_bytes:
+                log.warning(
+                    "overspill: %s that autograd saves find no room in any tier and stay where they"
+                    " are, over the budget: %s", format_bytes(self._bytes), error,
+                )  # fmt: skip
+            self._refused_bytes = self._bytes
+
+    def ended(self, number: int, nbytes: int, *, told: bool) -> None:
+        """Nothing needs a storage any more.  Called where an object is being collected."""
+        self._ended.append(nbytes)
+        if told:
+            self._store.used(number)
+
+    # -- back -----------------------------------------------------------------------------------
+
+    def turn(self, backward: bool) -> None:
+        """A backward begins, or has ended."""
+        if not self._executor.ended:
+            self.tell()
+            self._unit = NOWHERE
+            self._store.turn(backward)
+
+    @torch_private.without_grad
+    def unpack(self, handle: SavedHandle) -> torch.Tensor:
+        """The tensor again."""
+        version = torch_private.version_of(handle.counter)
+        if version != handle.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(handle.shape)} is at version {version}; expected "
+                f"version {handle.version} instead"
+            )
+        saved = handle.shared.saved
+        for memory in self._tries(saved):
+            if memory is None:
+                self._store.fetch(saved.number)
+                continue
+            event = saved.event
+            if saved.fetched and event is not None:
+                self._accelerator.wait(event)
+                self._accelerator.keep(memory)
+            made = torch.empty(0, dtype=handle.dtype, device=memory.device)
+            return made.set_(memory.untyped_storage(), handle.offset, handle.shape, handle.stride)
+        raise AssertionError("tries do not end")
+
+    def _tries(self, saved: SavedStorage) -> Iterator[torch.Tensor | None]:
+        # Between the grant and this look it may have left again.
+        while True:
+            yield saved.memory
+
+
+def make_stash(
+    executor: Executor, accelerator: Accelerator, model: nn.Module, backward: Backward
+) -> Stash | None:
+    """One for a model, told of its backwards; ``None``: what is saved stays as it is."""
+    if executor.layout.saved.policy == "keep":
+        return None
+    stash = Stash(executor, accelerator, [*model.parameters(), *model.buffers()])
+    backward.when_begun(lambda: stash.turn(backward=True))
+    backward.when_over(lambda: stash.turn(backward=False))
+    return stash
