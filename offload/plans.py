@@ -20,6 +20,7 @@ from .optim import Master, Rule
 from .optim.bench import case_of
 from .optim.formats import granule_of
 from .optim.registry import rules_for
+from .planning.activations import left_bytes, shortfall
 from .planning.blueprint import Blueprint
 from .planning.bounds import (
     device_update_share,
@@ -85,6 +86,7 @@ def make_blueprint(
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
+        activations=config.activations,
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -94,6 +96,8 @@ def make_blueprint(
         )
     profile = None if example is None else profile_step(model, parts, example)
     load = Workload(tokens, profile)
+    if (sizes := load.saved_bytes(parts)) is not None:
+        needs = replace(needs, saved_bytes=tuple(sizes))
     chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
@@ -106,8 +110,12 @@ def _plan_of(
 ) -> Plan:  # fmt: skip
     """All that a plan says of what was chosen."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
-    fits, links, bound = not chosen.shortfalls, chosen.link_bytes, None
-    if rates is not None and fits:
+    sizes, missing = needs.saved_bytes, None
+    if sizes is not None and not chosen.shortfalls:
+        missing = shortfall(layout, budgets, chosen.disk_bytes, sizes, needs.activations)
+    shortfalls = chosen.shortfalls if missing is None else (missing,)
+    fits, links, bound = not shortfalls, chosen.link_bytes, None
+    if rates is not None and not chosen.shortfalls:
         bound = step_bound(
             layout, links, rates, update=needs.update, micro_steps=config.accumulate,
             tokens=load.tokens * config.accumulate,
@@ -127,15 +135,16 @@ def _plan_of(
         device_update_share=device_update_share(layout),
         device_update_worth=None if rates is None else device_update_worth(rates),
         preference=needs.prefer,
-        activation_bytes=load.activation_bytes(parts),
-        left_bytes=_left_bytes(budgets, held),
+        activation_bytes=None if sizes is None else sum(sizes),
+        activations_short=missing is not None,
+        left_bytes=left_bytes(layout, budgets),
         profile=profile,
         budgets=budgets,
         rates=rates,
     )
     return Plan(
         fits=fits,
-        shortfalls=chosen.shortfalls,
+        shortfalls=shortfalls,
         placement={u.name: h for u, h in zip(parts.units, layout.homes, strict=True)},
         tier_bytes=held,
         link_bytes=links,
@@ -145,14 +154,6 @@ def _plan_of(
         bottleneck=None if bound is None else bound.bottleneck,
         detail=detail,
     )
-
-
-def _left_bytes(budgets: Budgets, held: Mapping[Tier, int]) -> int | None:
-    """Memory that compute uses and the engine would not hold."""
-    if budgets.compute_bytes is None:
-        return None
-    tier = Tier.HOST if budgets.device is None else Tier.DEVICE
-    return max(0, budgets.compute_bytes - held[tier])
 
 
 def make_plan(

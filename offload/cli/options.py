@@ -42,6 +42,13 @@ Master = Annotated[
     str | None, typer.Option(help="fp32 masters of low-precision weights: split, fp32 or auto.")
 ]
 Moments = Annotated[str | None, typer.Option(help="Format of the moments: fp32, bf16 or int8.")]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        help="What autograd saves for backward: keep, host, nvme, recompute, or auto, which moves "
+        "what the budgets have no room for."
+    ),
+]
 Update = Annotated[
     str | None, typer.Option(help="When weights are updated: step, backward, next_forward or auto.")
 ]

@@ -51,6 +51,7 @@ def plan(
     precision: opt.Precision = None,
     master: opt.Master = None,
     moments: opt.Moments = None,
+    activations: opt.Activations = None,
     update: opt.Update = None,
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
@@ -84,6 +85,7 @@ def plan(
         options = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
+            activations=activations,
             update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
             accumulate=accumulate, prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
@@ -99,10 +101,10 @@ def plan(
         print(json.dumps(plan_json(made, total, gains, machine, endurance), indent=2))
     else:
         show_plan(made, total, gains, machine, endurance, every_unit=every_unit)
-    if not made.fits:
-        raise typer.Exit(REFUSED)
     if made.detail.activations_fit is False:
         raise typer.Exit(TOO_MANY_ACTIVATIONS)
+    if not made.fits:
+        raise typer.Exit(REFUSED)
 
 
 TOO_MANY_ACTIVATIONS = 3  # all else fits

@@ -128,19 +128,9 @@ def show_plan(
 
 
 def verdict(plan: Plan, tokens: int) -> str:
-    """Whether it fits, and what that does not count, in one line."""
-    if plan.detail.activations_fit is not False:
-        more = "" if tokens else " (--tokens tells how much they take)"
-        return f"fits, {plan.detail.not_counted}{more}"
-    alone = plan.detail.budgets is not None and (plan.detail.activation_bytes or 0) > (
-        plan.detail.budgets.compute_bytes or 0
-    )
-    why = "more than there is in all" if alone else "more than is left"
-    return (
-        "weights, gradients and state fit, the activations do not: "
-        f"{plan.detail.not_counted}, {why}; "
-        "give fewer --tokens, recompute them in backward, or lower the engine's budgets"
-    )
+    """Whether it fits, and what that counts, in one line."""
+    more = "" if tokens else " (--tokens tells how much they take)"
+    return f"fits, {plan.detail.about_activations}{more}"
 
 
 def _units(plan: Plan) -> Table:

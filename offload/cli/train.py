@@ -54,6 +54,7 @@ def train(
     precision: opt.Precision = None,
     master: opt.Master = None,
     moments: opt.Moments = None,
+    activations: opt.Activations = None,
     update: opt.Update = None,
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
@@ -75,6 +76,7 @@ def train(
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
+            activations=activations,
             update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
             prefetch_depth=prefetch_depth, threads=threads, rates=rates, durable=durable,
         )  # fmt: skip

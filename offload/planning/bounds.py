@@ -29,7 +29,7 @@ def step_flops(units: Sequence[Unit], tokens: int) -> float:
 
 
 def lane_seconds(
-    links: Mapping[str, int], rates: Rates, *, update_params: float = 0, flops: float = 0.0
+    links: Mapping[str, int], rates: Rates | None, *, update_params: float = 0, flops: float = 0.0
 ) -> dict[str, float]:
     """Seconds that each lane needs for its work of a step; lanes without a rate are left out.
 
@@ -38,6 +38,8 @@ def lane_seconds(
         update_params: parameters that the optimizer updates on the CPU.
         flops: of all forwards and backwards of the step.
     """
+    if rates is None:
+        return {}
     work: dict[str, tuple[float, float | None]] = {
         "compute": (flops, rates.device_flops_s),
         "copy_in": (links.get("copy_in", 0), rates.h2d_bytes_s),

@@ -60,13 +60,17 @@ class Workload:
             return Costs.from_profile(layout, rates, self.profile)
         return Costs.from_flops(layout, rates, self.tokens) if self.tokens else None
 
-    def activation_bytes(self, parts: Partition) -> int | None:
-        """Bytes that autograd keeps of a micro-step: as measured, else by shapes."""
+    def saved_bytes(self, parts: Partition) -> list[int] | None:
+        """By unit, bytes that autograd would keep of a micro-step: as measured, else by shapes.
+        What is kept in no unit counts with the last."""
         if self.profile is not None:
-            return sum(self.profile.activation_bytes.values())
+            known = dict(self.profile.activation_bytes)
+            found = [known.pop(unit.name, 0) for unit in parts.units]
+            found[-1] += sum(known.values())
+            return found
         if not self.tokens:
             return None
-        return self.tokens * sum(unit.activation_bytes for unit in parts.units)
+        return [self.tokens * unit.activation_bytes for unit in parts.units]
 
 
 def choose_layout(

@@ -69,13 +69,15 @@ class Costs:
     """What work costs: the machine's rates, and seconds of compute by unit (one micro-step).
 
     ``shared``: without a device, compute shares the processors with updates and moves; not where
-    its seconds were measured beside them.
+    its seconds were measured beside them.  ``saved_bytes``: what autograd keeps of each unit until
+    its backward; empty where nothing is known of it.
     """
 
     rates: Rates
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     shared: bool = True
+    saved_bytes: Sequence[int] = ()
 
     @property
     def compute_s(self) -> float:
@@ -87,7 +89,9 @@ class Costs:
         """Compute from FLOPs: ``tokens`` of one micro-step; free where the rate is not known."""
         per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
         forward = [unit.flops * per_flop for unit in layout.units]
-        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
+        backward = [s * (1 / FORWARD_SHARE - 1) for s in forward]
+        saved = [unit.activation_bytes * tokens for unit in layout.units] if tokens else []
+        return cls(rates, forward, backward, saved_bytes=saved)
 
     @classmethod
     def balanced(cls, layout: Layout, rates: Rates, total_s: float | None = None) -> Costs:
@@ -113,4 +117,6 @@ class Costs:
                 unseen[-1] = 1
             return [s + rest * u / sum(unseen) for s, u in zip(found, unseen, strict=True)]
 
-        return cls(rates, by_unit(profile.forward_s), by_unit(profile.backward_s), shared)
+        saved = [profile.activation_bytes.get(unit.name, 0) for unit in layout.units]
+        forward, backward = by_unit(profile.forward_s), by_unit(profile.backward_s)
+        return cls(rates, forward, backward, shared, saved if any(saved) else [])

@@ -49,6 +49,12 @@ class Partition:
         found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
         return tuple(found[index] for index in range(len(self.parameters)))
 
+    def recomputable(self, unit: int) -> bool:
+        """Whether the unit is a module that is called as a whole, with others after it: what the
+        last one saves is needed at once."""
+        alone = not self.found[unit].direct_only and not self.units[unit].encloses
+        return alone and unit < len(self.units) - 1
+
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _BAGS = (nn.ParameterList, nn.ParameterDict)
@@ -194,6 +200,13 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     )
 
 
+def input_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
+    """Bytes per token that go into the unit, about: what its first matrix takes."""
+    for p in _matrices(found):
+        return math.prod(p.shape[1:]) * (dtype or p.dtype).itemsize
+    return 0
+
+
 def _matrices(found: FoundUnit) -> list[nn.Parameter]:
     """The weights of a unit that products are taken with."""
     if found.direct_only:
@@ -301,6 +314,7 @@ def partition(
                 grad_bytes,
                 flops,
                 kept,
+                input_bytes(item, dtype),
             )
         )
     return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))

@@ -10,7 +10,7 @@ import torch
 from ..errors import format_bytes
 from ..facts.rates import Rates
 from ..facts.tier import Tier
-from ..schedule.layout import Layout, UnitHome
+from ..schedule.layout import Layout, SavedRoom, UnitHome
 from ..schedule.units import Unit, align
 from .costs import Profile
 from .steady import Simulated
@@ -82,6 +82,8 @@ class Needs:
     prefer: Preference = Preference()
     numel: int | None = None  # elements of a record of state; ``None``: as fits the budgets
     pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
+    activations: str = "keep"
+    saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
 
     @property
     def durable(self) -> bool:
@@ -116,10 +118,10 @@ class PlanDetail:
         device_update_worth: share worth updating there by DESIGN's formula, where the link has
             nothing else to do; ``None`` without a link.
         preference: which of the legal placements was chosen.
-        activation_bytes: about what autograd keeps of a micro-step until backward, measured where
-            an example was given; no budget counts it; ``None`` where the load is not known.
-        left_bytes: memory that compute uses and the engine does not hold: activations must fit
-            there; ``None`` where that is not known.
+        activation_bytes: about what autograd would keep of a micro-step until backward, measured
+            where an example was given; ``None`` where the load is not known.
+        activations_short: whether no tier that they may be in has room for them.
+        left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
     """
 
@@ -132,6 +134,7 @@ class PlanDetail:
     device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
     activation_bytes: int | None = None
+    activations_short: bool = False
     left_bytes: int | None = None
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
@@ -139,22 +142,20 @@ class PlanDetail:
 
     @property
     def activations_fit(self) -> bool | None:
-        """Whether there is room for the activations beside what the engine holds; ``None`` where
-        one of the two is not known."""
-        if self.activation_bytes is None or self.left_bytes is None:
-            return None
-        return self.activation_bytes <= self.left_bytes
+        """Whether there is room for the activations; ``None`` where they are not known."""
+        return None if self.activation_bytes is None else not self.activations_short
 
     @property
-    def not_counted(self) -> str:
-        """What ``fits`` does not count, in words."""
+    def about_activations(self) -> str:
+        """What is known of them, in words."""
+        saved = SavedRoom() if self.layout is None else self.layout.saved
+        room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
         if self.activation_bytes is None:
-            return "activations not counted"
-        kept = f"about {format_bytes(self.activation_bytes)} of activations not counted"
-        if self.left_bytes is None:
-            return kept
-        there = f"{format_bytes(self.left_bytes)} left for them"
-        return f"{kept}, {there}" if self.activations_fit else f"{kept}, and only {there}"
+            if saved.policy == "keep":
+                return "activations not counted"
+            return f"activations ({saved.policy}) not known yet, {room}"
+        kept = f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy})"
+        return f"{kept}, {room}" if room else kept
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class Plan:
         if not self.fits:
             return "does not fit: " + "; ".join(map(str, self.shortfalls))
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
-        held = f"holds {tiers or 'nothing'}, {self.detail.not_counted}"
+        held = f"holds {tiers or 'nothing'}, {self.detail.about_activations}"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

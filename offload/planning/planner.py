@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from ..facts.tier import Tier
 from ..schedule.arena import Place
-from ..schedule.layout import Layout, Regions, UnitHome
-from ..schedule.units import Unit, align
+from ..schedule.layout import Layout, Regions, SavedRoom, UnitHome
+from ..schedule.units import PAGE, Unit, align
 from ..schedule.visits import SLOTS as VISIT_SLOTS
 from ..schedule.visits import visit_of
 from .partition import Partition
@@ -23,6 +23,14 @@ from .subgroups import bytes_per_element, choose_numel, cut_subgroups
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
 DEFAULT_DEPTH = 3
+UNKNOWN_SHARE = 0.25  # of the room that nothing needs, to activations of which nothing is known
+KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
+UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
+STAGING_SHARE = 4  # of the room for activations, to those that are on their way to or from disk
+
+
+def _pages(nbytes: int) -> int:
+    return nbytes // PAGE * PAGE
 
 
 def spread(units: Sequence[Unit]) -> list[Unit]:
@@ -57,7 +65,7 @@ class _Planner:
         order = needs.prefer.order
         self.order = spread(self.units) if order is None else [self.units[i] for i in order]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
-        self.visit_slot = 0
+        self.visit_slot = self.saved_room = 0
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
@@ -154,7 +162,8 @@ class _Planner:
                 )
             )
             return self._device_weights(0), gather
-        budget = self.budgets.device - self._make_room_for_visits(self.budgets.device - need)
+        budget = self.budgets.device - self._for_saved(self.budgets.device - need)
+        budget -= self._make_room_for_visits(budget - need)
         everything = sum(u.weight_bytes for u in self.units) + gather
         if everything <= budget:
             self.resident = [True] * len(self.units)
@@ -202,6 +211,34 @@ class _Planner:
                     self.grads[unit.index] = Tier.DEVICE
                 self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
 
+    def _for_saved(self, spare: int) -> int:
+        """Room that is left to what autograd saves, of that which nothing needs."""
+        policy, sizes = self.needs.activations, self.needs.saved_bytes
+        if sizes is None:
+            share = 0.0 if policy == "keep" else UNKNOWN_SHARE
+            return int(max(0, spare) * share)
+        want = sum(sizes)
+        if policy != "keep":  # what does not stay comes and goes beside what backward is at
+            want = min(want, max(int(KNOWN_SHARE * spare), UNITS_BESIDE * max(sizes, default=0)))
+        return int(min(max(0, spare), want))
+
+    def _saved(self, regions: Regions, disk: int) -> SavedRoom:
+        """All that is left in every tier is for what autograd saves."""
+        policy = self.needs.activations
+        if policy == "keep":
+            return SavedRoom()
+        host = max(0, self.budgets.host - regions.host_bytes)
+        nvme = 0
+        if policy != "host" and self.budgets.nvme is not None:
+            nvme = max(0, self.budgets.nvme - disk)
+        if self.has_device:
+            assert self.budgets.device is not None
+            there = max(0, self.budgets.device - regions.device_bytes)
+            staged = host // STAGING_SHARE if policy == "nvme" else host
+            return SavedRoom(policy, there, _pages(staged), nvme)
+        staged = host // STAGING_SHARE if nvme else 0
+        return SavedRoom(policy, host - staged, _pages(staged), nvme)
+
     def _ahead(self, room: int, region: object) -> int:
         assert callable(region)
         for ahead in range(self.depth, 0, -1):
@@ -217,6 +254,8 @@ class _Planner:
     def _plan_host(self) -> tuple[int, int]:
         """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
         budget = self.budgets.host
+        least = self._homes() + self._regions(min(1, self.depth), STATE_SLOTS)
+        self.saved_room = self._for_saved(budget - least)
         self._fill()
         need = self._homes() + self._regions(0, 1)
         if need > budget:
@@ -228,7 +267,7 @@ class _Planner:
                 remedy = "raise host_memory or name smaller units" + self._fewer
             self.shortfalls.append(Shortfall(Tier.HOST, what, need, budget, remedy))
             return 0, 1
-        room = budget - self._homes()
+        room = budget - self.saved_room - self._homes()
         slots = max(
             (n for n in range(1, STATE_SLOTS + 1) if self._regions(0, n) <= room), default=1
         )
@@ -259,7 +298,8 @@ class _Planner:
             "weights": self._lift_weights, "gradients": self._lift_grads, "state": self._lift_state,
         }  # fmt: skip
         least = self._homes() + self._regions(min(1, self.depth), slots)
-        budget = least + int((self.budgets.host - least) * self.needs.prefer.share)
+        spare = self.budgets.host - self.saved_room - least
+        budget = least + int(spare * self.needs.prefer.share)
         for lift in (kinds[kind] for kind in self.needs.prefer.kinds):
             saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
             lift(_Spend(1 << 62))
@@ -350,6 +390,7 @@ class _Planner:
                 self.needs.durable,
                 self.depth,
                 self.needs.prefer.visiting if self.visit_slot else 0.0,
+                self._saved(regions, disk),
             ),
             disk,
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..facts.trace import Trace
+from ..schedule.activations import LEAST_BYTES
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
@@ -28,13 +29,20 @@ from ..schedule.messages import (
     CopyIn,
     CopyOut,
     Done,
+    Fetch,
+    Forget,
     Grant,
     Kind,
+    LetGo,
     Read,
     Refuse,
     Release,
+    Saved,
+    SavedBytes,
     Signal,
+    Turn,
     Update,
+    Used,
     Work,
     Write,
 )
@@ -50,6 +58,7 @@ LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
 LEG_COPIES = {"copy_in": 3, "copy_out": 2}
+PIECES = 2  # that what autograd keeps of a unit comes in
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
 
 
@@ -101,6 +110,9 @@ class Simulation:
         self._grants: dict[int, Grant] = {}
         self._arriving: set[Place] = set()  # on the device
         self._facts = itertools.count(1)
+        # Of what autograd saved, by number: where it comes to; ``None`` while it is away.
+        self._away: dict[int, Place | None] = {}
+        self._saved: list[list[SavedBytes]] = [[] for _ in layout.units]
         self._computing = ""  # the unit that compute is at
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
@@ -148,12 +160,20 @@ class Simulation:
             if isinstance(instruction, Grant):
                 self._grants[instruction.ticket] = instruction
             elif isinstance(instruction, Refuse):
-                raise AssertionError(f"the machine refused {self.layout.name(instruction.item)}")
+                if instruction.item.kind is not Kind.SAVED:
+                    raise AssertionError(f"refused: {self.layout.name(instruction.item)}")
+                self._grants[instruction.ticket] = Grant(instruction.ticket)  # it stays, over room
+            elif isinstance(instruction, LetGo):
+                self._away[instruction.item.number] = None
+            elif isinstance(instruction, Forget):
+                self._away.pop(instruction.item.number, None)
             elif isinstance(instruction, Update) and instruction.visit is not None:
                 self._queue(_Leg(instruction, "copy_in"), "copy_in")
             elif not isinstance(instruction, AtHome):
                 if isinstance(instruction, CopyIn):
                     self._arriving.add(instruction.place)
+                    if instruction.item.kind is Kind.SAVED:
+                        self._away[instruction.item.number] = instruction.place
                 urgent = isinstance(instruction, Read) and instruction.urgent
                 self._queue(instruction, LANE_OF.get(type(instruction), "update"), urgent)
         self._note_peaks()
@@ -213,6 +233,8 @@ class Simulation:
             moved = work.place.nbytes * (2 if isinstance(work, Accumulate) else 1)
             return moved * _inverse(rates.dram_bytes_s)
         seconds = self._nbytes(work) * self._per_byte[lane.name]
+        if isinstance(work, (CopyIn, CopyOut)) and not self.layout.has_device:
+            return 2 * self._nbytes(work) * _inverse(rates.dram_bytes_s)
         if isinstance(work, (CopyIn, CopyOut)):
             return seconds + (rates.link_latency_s or 0.0)
         if isinstance(work, _Leg):
@@ -225,6 +247,8 @@ class Simulation:
             moved = {"copy_in": visit.in_bytes, "update": visit.state, "copy_out": visit.out_bytes}
             return moved[work.lane]
         if isinstance(work, (Read, Write)):
+            if work.item.kind is Kind.SAVED:
+                return work.place.nbytes
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
             return work.place.nbytes
@@ -235,6 +259,10 @@ class Simulation:
     def _name(self, work: Work | _Leg) -> str:
         if isinstance(work, _Leg):
             return self.layout.units[work.update.unit].name
+        if not isinstance(work, (Accumulate, Update, Clear, Commit)) and (
+            work.item.kind is Kind.SAVED
+        ):
+            return self.layout.name(work.item)
         if isinstance(work, (Read, Write)):
             return self._names[work.item.kind][work.item.number]
         if isinstance(work, (Clear, Commit)):
@@ -258,7 +286,7 @@ class Simulation:
         if not isinstance(work, (Accumulate, Clear)):
             began, ended, nbytes = _ns(lane.started_s), _ns(self.now_s), self._nbytes(work)
             self.trace.add(lane.name, self._name(work), began, ended, nbytes)
-            if lane.name in self.moved:
+            if lane.name in self.moved and (self.layout.has_device or lane.name in DISK):
                 self.moved[lane.name] += nbytes
         self._start(lane)
         if lane.current is None:
@@ -325,6 +353,38 @@ class Simulation:
             self._send(Release(unit))
         self._computing = ""
 
+    def _save(self, unit: int) -> None:
+        """Autograd keeps what the unit's forward saved."""
+        if not self.costs.saved_bytes or self.layout.saved.policy == "keep":
+            return
+        nbytes = self.costs.saved_bytes[unit]
+        count = min(PIECES, nbytes // LEAST_BYTES)
+        pieces = [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
+        self._saved[unit] = pieces
+        self._computing = self.layout.units[unit].name
+        if pieces and self.machine.saved_bytes()[0] + nbytes > self.layout.saved.compute:
+            self._ask(lambda ticket: Saved(tuple(pieces), ticket))
+        elif pieces:
+            self._send(Saved(tuple(pieces)))
+        self._computing = ""
+
+    def _recall(self, unit: int) -> None:
+        """Backward is at what the unit's forward saved."""
+        self._computing = self.layout.units[unit].name
+        for piece in reversed(self._saved[unit]):
+            number = piece.number
+            while self._away.get(number, piece) is None:
+                self._ask(lambda ticket, number=number: Fetch(number, ticket))  # type: ignore[misc]
+            place = self._away.get(number)
+            self._arrive([place])
+        self._computing = ""
+
+    def _consume(self, unit: int) -> None:
+        """Backward is through with it."""
+        if self._saved[unit]:
+            self._send(Used(tuple(piece.number for piece in self._saved[unit])))
+            self._saved[unit] = []
+
     def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
         """The gradients of one unit are gathered and handed over."""
         self._computing = self.layout.units[unit].name
@@ -342,13 +402,18 @@ class Simulation:
         for micro in range(micro_steps):
             for unit in units:
                 self._compute(unit.index, costs.forward_s[unit.index])
+                self._save(unit.index)
+            self._send(Turn(backward=True))
             for unit in reversed(units):
+                self._recall(unit.index)
                 self._compute(unit.index, costs.backward_s[unit.index])
+                self._consume(unit.index)
                 if unit.trainable:
                     final = update == "backward" and micro == micro_steps - 1
                     if final:
                         self._protocol.land()
                     self._deliver(unit.index, merge=micro > 0, update=final)
+            self._send(Turn(backward=False))
         self._finish_step(update, commit)
         index = len(self.trace.steps) + 1
         self.trace.mark_step(index, _ns(self.now_s))
