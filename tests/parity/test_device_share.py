@@ -42,7 +42,11 @@ def run(
 @pytest.mark.parametrize("update", ["step", "next_forward"])
 @pytest.mark.parametrize("nvme", [False, True])
 def test_the_same_bits_whatever_the_share(update: str, nvme: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"device_memory": "2300KiB", "host_memory": "64MiB"}
+    options: dict[str, Any] = {
+        "activations": "keep",
+        "device_memory": "2300KiB",
+        "host_memory": "64MiB",
+    }
     if nvme:
         options |= {"nvme": tmp_path, "durable": False, "host_memory": "4MiB"}
     seen = [run(Preference(device=share), update, options) for share in (0.0, 0.5, 1.0)]
@@ -79,7 +83,12 @@ def test_state_that_goes_there_for_its_update(
     shares = (0.0, 0.4, 1.0)
     seen = []
     for share in shares:
-        options: dict[str, Any] = {"device_memory": "2300KiB", "host_memory": "64MiB", **more}
+        options: dict[str, Any] = {
+            "activations": "keep",
+            "device_memory": "2300KiB",
+            "host_memory": "64MiB",
+            **more,
+        }
         if "nvme" in options:
             options["nvme"] = tmp_path / str(share)
             options["nvme"].mkdir()

@@ -44,6 +44,7 @@ def visiting(disturb: Callable[[str, int], None] | None = None) -> Iterator[tupl
     ):
         optimizer = overspill.wrap(
             model, adamw(model), device=SIM, device_memory="8MiB", host_memory="64MiB",
+            activations="keep",
             update="step",
         )  # fmt: skip
         assert optimizer.plan.detail.device_update_share == 1

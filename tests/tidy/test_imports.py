@@ -18,7 +18,7 @@ LEVELS = [
     {"overspill.plans"},
     {"overspill.checks"},
     {"overspill.engine"},
-    {"overspill.loop"},
+    {"overspill.loop", "overspill.lifetime"},
     {"overspill.durable"},
     {"overspill.state"},
     {"overspill.training"},

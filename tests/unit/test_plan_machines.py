@@ -98,7 +98,7 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "plan.png"
     result = call("plan", "--model", "gpt2-25m", "--rates", str(machine), "--json",
                   "--trace", str(trace), "--tokens", "1024")  # fmt: skip
-    assert result.exit_code == 3, result.output  # but for the activations of so many tokens
+    assert result.exit_code == 0, result.output
     figures = json.loads(result.output)
     assert figures["fits"] and figures["step_s"] >= figures["bound_s"] > 0
     assert figures["tokens_s"] == pytest.approx(1024 / figures["step_s"])
@@ -108,7 +108,7 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
     assert 2 * 10**7 < figures["activation_bytes"] < 4 * 10**8
     text = call("plan", "gpt2-25m", "--rates", str(machine), "--endurance", "1200TB").output
     for words in (
-        "of activations not counted, and only",
+        "of activations (auto), ",
         "with other modes: ",
         "a step takes",
         "compute waits for",
@@ -150,7 +150,7 @@ def test_a_plan_of_70_b_needs_little() -> None:
         "    app(['plan', 'llama-70b', '--precision', 'bf16',\n"
         f"         '--rates', {str(MACHINES[-1])!r}])\n"
         "except SystemExit as end:\n"
-        "    assert end.code == 3, end.code\n"
+        "    assert not end.code, end.code\n"
         "assert not {'transformers', 'torch._dynamo'} & set(sys.modules)\n"
         "status = open('/proc/self/status').read()\n"  # ru_maxrss begins with the parent's memory
         "print(status.split('VmHWM:')[1].split()[0])\n"

@@ -1,0 +1,233 @@
+"""What autograd saves, drawn at random: saved, shared, needed in any order, dropped, while moves
+end in any order.  No wrong byte, no hang, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from overspill.planning.plan import Budgets, Needs
+from overspill.planning.planner import make_layout
+from overspill.schedule.arena import Place
+from overspill.schedule.invariants import validate
+from overspill.schedule.layout import SavedRoom
+from overspill.schedule.messages import (
+    CopyIn,
+    CopyOut,
+    Done,
+    Failed,
+    Fetch,
+    Forget,
+    Grant,
+    LetGo,
+    Read,
+    Refuse,
+    Saved,
+    SavedBytes,
+    Signal,
+    Turn,
+    Used,
+    Work,
+    Write,
+)
+from overspill.schedule.residency import Residency
+from tests.random_parts import Field, random_parts
+
+PAGE = 4096
+
+
+def machine_of(rng: random.Random, room: SavedRoom) -> Residency:
+    budgets = Budgets(1 << 30 if rng.random() < 0.6 else None, 1 << 30, None)
+    needs = Needs(lambda chunk: (Field("m", chunk.dtype),), 1, "step", 0)
+    layout, _, shortfalls = make_layout(random_parts(rng), budgets, needs)
+    assert not shortfalls
+    return Residency(replace(layout, saved=room))
+
+
+class Graphs:
+    """Compute and its graphs: what they saved, and where its bytes are."""
+
+    def __init__(self, rng: random.Random, room: SavedRoom) -> None:
+        self.rng, self.room = rng, room
+        self.machine = machine_of(rng, room)
+        self.pending: list[Work] = []
+        self.tickets, self.numbers = 0, 0
+        self.granted: set[int] = set()
+        self.refused: set[int] = set()
+        self.sizes: dict[int, int] = {}  # of what a graph holds
+        self.here: set[int] = set()  # whose bytes compute has
+        self.host: dict[int, tuple[Place, int]] = {}  # by offset: whose bytes are there
+        self.disk: dict[int, int] = {}
+        self.moved = 0
+
+    def send(self, signal: Signal) -> None:
+        for instruction in self.machine.handle(signal):
+            if isinstance(instruction, Grant):
+                self.granted.add(instruction.ticket)
+            elif isinstance(instruction, Refuse):
+                self.refused.add(instruction.ticket)
+            elif isinstance(instruction, LetGo):
+                assert instruction.item.number in self.here
+                self.here.discard(instruction.item.number)
+            elif isinstance(instruction, Forget):
+                assert instruction.item.number not in self.sizes, "a graph has it yet"
+                self.disk.pop(instruction.item.number, None)
+            else:
+                self.pending.append(instruction)
+                if isinstance(instruction, CopyIn):  # a stream waits for it
+                    self.here.add(instruction.item.number)
+        validate(self.machine)
+        # Of work that is under way, the bytes count already, and are never over the room.
+        assert sum(self.disk.values()) <= self.room.disk
+
+    def end(self, work: Work) -> None:
+        """The move does what it says: bytes go from one place to another."""
+        self.moved += 1
+        assert isinstance(work, (CopyIn, CopyOut, Read, Write))
+        number = work.item.number
+        alive = number in self.sizes
+        if isinstance(work, CopyOut):
+            assert not alive or number in self.here, "it left before it was copied"
+            self._fill(work.place, number)
+        elif isinstance(work, Write):
+            assert self._at(work.place) == number, "another's bytes are written"
+            self.disk[number] = work.place.nbytes
+        elif isinstance(work, Read):
+            assert not alive or number in self.disk, "it reads what was never written"
+            self._fill(work.place, number)
+        else:
+            assert self._at(work.source) == number, "another's bytes come back"
+        self.pending.remove(work)
+        self.send(Done(work))
+
+    def _fill(self, place: Place, number: int) -> None:
+        for offset in [o for o, (other, _) in self.host.items() if other.overlaps(place)]:
+            del self.host[offset]
+        self.host[place.offset] = place, number
+
+    def _at(self, place: Place) -> int:
+        return self.host[place.offset][1]
+
+    def some_end(self, share: float) -> None:
+        while self.pending and self.rng.random() < share:
+            self.end(self._next())
+
+    def _next(self) -> Work:
+        """Copies of one direction end in order."""
+        first: dict[type, Work] = {}
+        for work in self.pending:
+            first.setdefault(type(work), work)
+        free = [work for work in self.pending if isinstance(work, (Read, Write))]
+        return self.rng.choice([*free, *first.values()])
+
+    # -- what compute does ----------------------------------------------------------------------
+
+    def save(self, unit: int, again: list[int]) -> None:
+        items = [SavedBytes(n, self.sizes[n], unit) for n in again]
+        for _ in range(self.rng.randint(1, 5)):
+            nbytes = self.rng.choice([1, 3, 8, 20]) * PAGE - self.rng.choice([0, 0, 100])
+            items.append(SavedBytes(self.numbers, nbytes, unit))
+            self.sizes[self.numbers] = nbytes
+            self.here.add(self.numbers)
+            self.numbers += 1
+        if self.rng.random() < 0.3:
+            self.ask(lambda ticket: Saved(tuple(items), ticket), may_refuse=True)
+        else:
+            self.send(Saved(tuple(items)))
+
+    def ask(self, make: object, *, may_refuse: bool = False) -> None:
+        assert callable(make)
+        self.tickets += 1
+        ticket = self.tickets
+        self.send(make(ticket))
+        while ticket not in self.granted:
+            if ticket in self.refused:
+                assert may_refuse, "an item was refused"
+                return
+            assert self.pending, "who waits would wait for ever"
+            self.end(self._next())
+
+    def need(self, number: int) -> None:
+        if number not in self.here:
+            self.ask(lambda ticket: Fetch(number, ticket))
+        assert number in self.here
+
+    def drop(self, numbers: list[int]) -> None:
+        for number in numbers:
+            del self.sizes[number]
+        self.send(Used(tuple(numbers)))
+        self.here.difference_update(numbers)
+
+    def nothing_left(self) -> None:
+        self.drop(list(self.sizes))
+        while self.pending:
+            self.end(self._next())
+        assert self.machine.saved_bytes() == (0, 0, 0)
+        assert not self.disk
+        assert not [i for i in self.machine.items.all() if isinstance(i.key.number, int)
+                    and i.key.kind.value == "saved"]  # fmt: skip
+        for region, (arena, tenants) in self.machine.items.regions().items():
+            if region.base >= self.machine.layout.regions.host_bytes and region.nbytes:
+                assert not arena.used_bytes and not tenants
+
+
+def run(seed: int) -> Graphs:
+    rng = random.Random(seed)
+    policy = rng.choice(["auto", "host", "nvme", "recompute"])
+    host = rng.choice([0, 8, 24, 64, 1000]) * PAGE
+    room = SavedRoom(policy, rng.choice([0, 10, 40, 400]) * PAGE, host,
+                     rng.choice([0, 50, 10_000]) * PAGE)  # fmt: skip
+    graphs = Graphs(rng, room)
+    for _ in range(rng.randint(1, 4)):
+        for unit in range(rng.randint(1, 6)):
+            shared = [n for n in graphs.sizes if rng.random() < 0.1]
+            graphs.save(unit, shared[:3])
+            graphs.some_end(0.7)
+        if rng.random() < 0.1:
+            continue  # a second graph, or an exception
+        if rng.random() < 0.9:
+            graphs.send(Turn(True))
+        keeps = rng.random() < 0.2  # retain_graph
+        order = list(reversed(graphs.sizes))
+        if rng.random() < 0.1:
+            rng.shuffle(order)
+        for number in order:
+            if rng.random() < 0.05:
+                graphs.save(9, [])  # a checkpoint computes again
+            graphs.need(number)
+            if not keeps and rng.random() < 0.95:
+                graphs.drop([number])
+            graphs.some_end(0.6)
+        graphs.send(Turn(False))
+    graphs.nothing_left()
+    return graphs
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_no_wrong_byte_no_hang_and_nothing_left(block: int) -> None:
+    moved = sum(run(seed).moved for seed in range(block * 100, block * 100 + 100))
+    assert moved > 500, "hardly anything moved"
+
+
+@pytest.mark.soak
+def test_a_hundred_thousand_sequences() -> None:
+    for seed in range(1_000_000, 1_100_000):
+        run(seed)
+
+
+def test_what_does_not_fit_anywhere_stays_and_is_told() -> None:
+    graphs = Graphs(random.Random(3), SavedRoom("auto", 4 * PAGE, 0, 0))
+    item = SavedBytes(0, 9 * PAGE, 0)
+    graphs.send(Saved((item,), 1))
+    assert graphs.refused == {1}
+    assert graphs.machine.saved_bytes() == (9 * PAGE, 0, 0)
+
+
+def test_after_a_failure_nothing_more_leaves() -> None:
+    graphs = Graphs(random.Random(3), SavedRoom("auto", 0, 100 * PAGE, 0))
+    out = graphs.machine.handle(Saved((SavedBytes(0, 9 * PAGE, 0), SavedBytes(1, PAGE, 1))))
+    work = next(each for each in out if isinstance(each, CopyOut))
+    assert graphs.machine.handle(Failed(work)) == []
+    assert graphs.machine.handle(Saved((SavedBytes(2, PAGE, 1),))) == []
