@@ -34,7 +34,7 @@ from .state.model_state import StateHooks
 from .state.torch_state import Make, OptimizerState
 from .state.weight_door import WeightDoor
 from .state.weight_files import match_files, read_float
-from .training.activations import make_stash
+from .training.adapting import Adapting
 from .training.backward import Backward
 from .training.early import Declared, Early
 from .training.frames import Frames
@@ -44,7 +44,6 @@ from .training.held_gradients import HeldGradients
 from .training.hooks import ModuleHooks
 from .training.landing import Landing
 from .training.modelled_compute import ModelledCompute
-from .training.recompute import Recompute
 from .training.residences import Residences
 from .training.saved import SavedTensors
 from .training.showing import Showing
@@ -80,9 +79,8 @@ class Engine(Living):
         residences = Residences(parts, executor, accelerator, homes.held_slots, homes.stubs)
         machinery.when_still(residences.close)
         backward = Backward(residences, machinery.trace)
-        stash = make_stash(executor, accelerator, model, backward)
-        recompute = Recompute(config.activations == "recompute", parts)
-        saved = SavedTensors(residences, ledger.versions, backward, stash)
+        adapting = Adapting(machinery, model, backward)
+        saved = SavedTensors(residences, ledger.versions, backward, adapting.stash)
         frames = Frames(residences, saved, backward, trainer)
         showing = Showing(residences, executor, ledger)
         landing = Landing(config, executor, ledger)
@@ -118,13 +116,14 @@ class Engine(Living):
         averages = Averages(machinery, contents, weights, residences, showing, edits)
         loop = Loop(
             model, groups, machinery, trainer, frames, residences, showing, landing, weights,
-            materializing, averages, early, collector, held, stepping, commits,
+            materializing, averages, early, collector, held, stepping, commits, adapting,
         )  # fmt: skip
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
         hooks.append(ModuleHooks(
-            model, residences, backward, frames, machinery.trace, loop, stash, recompute,
+            model, residences, backward, frames, machinery.trace, loop, adapting.stash,
+            adapting.recompute,
         ))  # fmt: skip
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))

@@ -15,6 +15,7 @@ from .movement.machinery import Machinery
 from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.weight_door import WeightDoor
+from .training.adapting import Adapting
 from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradients import GradientCollector
@@ -51,6 +52,7 @@ class Loop:
         held: HeldGradients,
         stepping: Stepping,
         commits: Commits | None,
+        adapting: Adapting,
     ) -> None:
         self._machinery, self._trainer, self._roster = machinery, trainer, Roster(model, groups)
         self._executor, self._direct, self._trace = (
@@ -60,7 +62,7 @@ class Loop:
         self._showing, self._landing = showing, landing
         self._weights, self._materializing, self._averages = weights, materializing, averages
         self._early, self._collector, self._held = early, collector, held
-        self._stepping, self._commits = stepping, commits
+        self._stepping, self._commits, self._adapting = stepping, commits, adapting
 
     def require(self) -> None:
         """Raises after ``close`` and after a failure."""
@@ -147,6 +149,7 @@ class Loop:
         self._held.reconcile()
         self._stepping.step()
         self._weights.reconcile()  # whoever has a tensor over a weight sees what it is now
+        self._adapting.stepped()
 
     def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""

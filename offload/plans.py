@@ -58,7 +58,7 @@ def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = False, numel: int | None = None,
+    every_update: bool = False, numel: int | None = None, logits: bool = True,
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
 
@@ -67,6 +67,7 @@ def make_blueprint(
         prefer: this placement instead of the best one.
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
+        logits: whether the loss is computed from all logits at once.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer)
@@ -88,6 +89,8 @@ def make_blueprint(
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations,
     )  # fmt: skip
+    if config.activations == "recompute":
+        needs = replace(needs, recompute=parts.recomputable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(
@@ -95,13 +98,13 @@ def make_blueprint(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Workload(tokens, profile)
-    if (sizes := load.saved_bytes(parts)) is not None:
+    load = Workload(tokens, profile, logits)
+    if (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
     chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
-    return Blueprint(config, parts, plan, budgets, rules, update)
+    return Blueprint(config, parts, plan, budgets, rules, chosen.needs)
 
 
 def _plan_of(
@@ -112,7 +115,10 @@ def _plan_of(
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
     sizes, missing = needs.saved_bytes, None
     if sizes is not None and not chosen.shortfalls:
-        missing = shortfall(layout, budgets, chosen.disk_bytes, sizes, needs.activations)
+        missing = shortfall(
+            layout, budgets, sizes, needs.activations, parts.recomputable,
+            load.logits_bytes(parts.units),
+        )  # fmt: skip
     shortfalls = chosen.shortfalls if missing is None else (missing,)
     fits, links, bound = not shortfalls, chosen.link_bytes, None
     if rates is not None and not chosen.shortfalls:
@@ -160,9 +166,9 @@ def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *,
     tokens: int = 0, machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = True,
+    every_update: bool = True, logits: bool = True,
 ) -> Plan:  # fmt: skip
-    """What ``plan`` does; see there, and ``make_blueprint`` for the last two."""
+    """What ``plan`` does; see there, and ``make_blueprint`` for the last three."""
     if machine is not None:
         options = {"rates": machine.rates, **options}
         if machine.host_memory is not None:
@@ -172,7 +178,16 @@ def make_plan(
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
         made = make_blueprint(
-            model, optimizer, config, accelerator, tokens, machine, example, prefer, every_update
+            model,
+            optimizer,
+            config,
+            accelerator,
+            tokens,
+            machine,
+            example,
+            prefer,
+            every_update,
+            logits=logits,
         ).plan
         if machine is not None:
             _refuse_unknown_rates(made, machine, computes=tokens > 0)

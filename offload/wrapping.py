@@ -97,8 +97,7 @@ def _homes_over(
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
     blueprint = make_blueprint(model, optimizer, config, accelerator, numel=numel)
-    assert blueprint.plan.detail.layout is not None
-    check_fits(store, blueprint.plan.detail.layout, blueprint.rules[0].name, cuts=not moves)
+    check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:
         return *begun.open(blueprint, store), calibration
@@ -107,7 +106,7 @@ def _homes_over(
         store,
         store.last(),
         config.nvme,
-        blueprint.plan.detail.layout,
+        blueprint.layout,
         blueprint.plan.disk_bytes,
     ) as copy:
         return *begun.open(blueprint, copy), calibration

@@ -114,6 +114,7 @@ Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
 
 def _planner(model: Any, options: dict[str, Any]) -> Make:
     from ..plans import make_plan
+    from ..train.head import has_chunked_loss
     from ..train.skeletons import skeleton_adamw
 
     optimizer = skeleton_adamw(model)
@@ -121,7 +122,10 @@ def _planner(model: Any, options: dict[str, Any]) -> Make:
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
-        return make_plan(model, optimizer, given, tokens=tokens, machine=machine, **how)
+        return make_plan(
+            model, optimizer, given, tokens=tokens, machine=machine,
+            logits=not has_chunked_loss(), **how,
+        )  # fmt: skip
 
     return make
 

@@ -46,12 +46,11 @@ class Machinery:
         Raises:
             BudgetError: a tier has no room.
         """
-        assert blueprint.plan.detail.layout is not None
         self.blueprint, self.accelerator, self.trace, self.found = (
             blueprint, accelerator, trace, found
         )  # fmt: skip
         self.config, self.parts = blueprint.config, blueprint.parts
-        self.layout = blueprint.plan.detail.layout
+        self.layout = blueprint.layout
         self.ledger = Ledger(
             len(self.parts.parameters), len(self.parts.units), measures=blueprint.judges,
             on_trial=blueprint.update == "backward",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from ..errors import format_bytes
 from ..facts.tier import Tier
 from ..schedule.layout import Layout
+from .costs import inputs_of
 from .plan import Budgets, Shortfall
 
+LARGE_LOGITS = 0.1  # the share of what is kept from which on they are named
 WHAT = "what autograd keeps until backward (the activations)"
 
 
@@ -19,39 +22,38 @@ def left_bytes(layout: Layout, budgets: Budgets) -> int:
 
 
 def shortfall(
-    layout: Layout, budgets: Budgets, disk_bytes: int, sizes: Sequence[int], policy: str
-) -> Shortfall | None:
+    layout: Layout, budgets: Budgets, sizes: Sequence[int], policy: str, may: Collection[int],
+    logits_bytes: int = 0,
+) -> Shortfall | None:  # fmt: skip
     """What is missing where units keep ``sizes`` bytes each; ``None``: they fit.
 
-    The last unit's stay where they are, since backward begins with them.  With ``"recompute"`` a
-    unit keeps its inputs alone, but all of its own while it runs again.
+    The last unit's stay where they are, since backward begins with them.  A unit that computes
+    again, as those in ``may`` can, keeps its inputs alone, but all of its own while it does so.
+    ``logits_bytes`` of all are the logits'.
     """
     here = left_bytes(layout, budgets)
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE
     last = sizes[-1] if sizes else 0
-    if policy == "recompute":
-        inputs = sum(unit_input for unit_input in _inputs(layout, sizes))
-        need, remedy = inputs + max(sizes, default=0), "give fewer tokens"
+    if policy in ("auto", "recompute"):
+        inputs = inputs_of(layout, sizes)
+        least = (inputs[i] if i in may else size for i, size in enumerate(sizes))
+        need = min(sum(sizes), sum(least) + max(sizes, default=0))
         have = here + layout.saved.host + layout.saved.disk
+        remedy = "give fewer tokens, or more memory of any tier"
     elif policy == "keep" or (policy == "host" and budgets.device is None):
         need, have = sum(sizes), here
         remedy = "give fewer tokens, or activations='auto' or 'recompute'"
     elif policy == "host":
         need, have, tier = sum(sizes) - last, layout.saved.host, Tier.HOST
         remedy = "raise host_memory, give fewer tokens, or activations='auto' or 'recompute'"
-    elif policy == "nvme":
+    else:
         need, have, tier = sum(sizes) - last, layout.saved.disk, Tier.NVME
         remedy = "raise nvme_memory, give fewer tokens, or activations='recompute'"
-    else:
-        need, have = sum(sizes), here + layout.saved.host + layout.saved.disk
-        remedy = "give fewer tokens, activations='recompute', or more memory of any tier"
-    return None if need <= have else Shortfall(tier, WHAT, need, have, remedy)
-
-
-def _inputs(layout: Layout, sizes: Sequence[int]) -> list[int]:
-    """About what goes into each unit, by the shares that their shapes have of what they keep."""
-    found = []
-    for unit, size in zip(layout.units, sizes, strict=True):
-        kept = unit.activation_bytes
-        found.append(size * unit.input_bytes // kept if kept else size)
-    return found
+    if need <= have:
+        return None
+    if logits_bytes > LARGE_LOGITS * need:
+        remedy = (
+            f"{format_bytes(logits_bytes)} are logits: compute the loss in chunks "
+            f"(torch.nn.functional.linear_cross_entropy), or {remedy}"
+        )
+    return Shortfall(tier, WHAT, need, have, remedy)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ..config import OffloadConfig
 from ..optim import Rule
+from ..schedule.layout import Layout
 from .partition import Partition
-from .plan import Budgets, Plan
+from .plan import Budgets, Needs, Plan
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,18 @@ class Blueprint:
     plan: Plan
     budgets: Budgets
     rules: tuple[Rule, ...]  # by param group
-    update: str  # "step", "backward" or "next_forward"
+    needs: Needs
+
+    @property
+    def update(self) -> str:
+        """``"step"``, ``"backward"`` or ``"next_forward"``."""
+        return self.needs.update
+
+    @property
+    def layout(self) -> Layout:
+        """Where all that moves has its room."""
+        assert self.plan.detail.layout is not None
+        return self.plan.detail.layout
 
     @property
     def judges(self) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..facts.rates import Rates
 from ..schedule.layout import Layout
+from ..schedule.units import Unit
 from .bounds import device_update_worth, least_seconds
 from .coarse import coarsen
-from .costs import Costs, Profile
+from .costs import Costs, Profile, inputs_of
 from .partition import Partition
 from .plan import Budgets, Needs, Preference, Shortfall
 from .planner import DEFAULT_DEPTH, make_layout
+from .recompute import choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
 DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
@@ -49,28 +51,45 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a micro-step computes: ``tokens``, or what was measured in an example step."""
+    """What a micro-step computes: ``tokens``, or what was measured in an example step.
+
+    ``logits``: the loss is computed from all logits at once.
+    """
 
     tokens: int = 0
     profile: Profile | None = None
+    logits: bool = True
 
     def costs(self, layout: Layout, rates: Rates) -> Costs | None:
         """``None``: nothing is known of it."""
+        saved = self.saved_bytes(layout.units)
         if self.profile is not None and self.profile.forward_s:
-            return Costs.from_profile(layout, rates, self.profile)
-        return Costs.from_flops(layout, rates, self.tokens) if self.tokens else None
+            costs = Costs.from_profile(layout, rates, self.profile)
+        elif self.tokens:
+            costs = Costs.from_flops(layout, rates, self.tokens)
+        else:
+            return None
+        return costs if saved is None else costs.keeping(saved, inputs_of(layout, saved))
 
-    def saved_bytes(self, parts: Partition) -> list[int] | None:
+    def saved_bytes(self, units: Sequence[Unit]) -> list[int] | None:
         """By unit, bytes that autograd would keep of a micro-step: as measured, else by shapes.
         What is kept in no unit counts with the last."""
         if self.profile is not None:
             known = dict(self.profile.activation_bytes)
-            found = [known.pop(unit.name, 0) for unit in parts.units]
+            found = [known.pop(unit.name, 0) for unit in units]
             found[-1] += sum(known.values())
             return found
         if not self.tokens:
             return None
-        return [self.tokens * unit.activation_bytes for unit in parts.units]
+        logits = self.logits
+        return [
+            self.tokens * (unit.activation_bytes + (unit.logits_bytes if logits else 0))
+            for unit in units
+        ]
+
+    def logits_bytes(self, units: Sequence[Unit]) -> int:
+        """Bytes of the logits and of the loss over them, where their shapes tell."""
+        return self.tokens * sum(unit.logits_bytes for unit in units) if self.logits else 0
 
 
 def choose_layout(
@@ -91,12 +110,30 @@ def choose_layout(
     it, where it is not.
     """
     load = load or Workload()
+    best = _best_needs(parts, budgets, needs, depth, rates, prefer)
+    if rates is not None:
+        layout, _, shortfalls = make_layout(parts, budgets, best)
+        if not shortfalls:
+            again = recomputing(layout, parts, load.costs(layout, rates), best)
+            best = replace(best, recompute=again)
+    return plan_layout(parts, budgets, best, rates, load)
+
+
+def _best_needs(
+    parts: Partition,
+    budgets: Budgets,
+    needs: Needs,
+    depth: int | None,
+    rates: Rates | None,
+    prefer: Preference | None,
+) -> Needs:
+    """``needs`` with the depth and the preference of the best layout."""
     fixed = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
     if rates is None or (depth is not None and prefer is not None):
-        return plan_layout(parts, budgets, fixed, rates, load)
+        return fixed
     usual, _, shortfalls = make_layout(parts, budgets, fixed)
     if shortfalls:
-        return plan_layout(parts, budgets, fixed, rates, load)
+        return fixed
     compute_s = least_seconds(usual, rates)
     best, best_s = fixed, math.inf
     seen: list[tuple[object, ...]] = []
@@ -125,7 +162,23 @@ def choose_layout(
         for share in VISITING_SHARES:
             if share * worth > LEAST_VISITING:
                 try_out(replace(best, prefer=replace(best.prefer, visiting=share * worth)))
-    return plan_layout(parts, budgets, best, rates, load)
+    return best
+
+
+def recomputing(
+    layout: Layout, parts: Partition, costs: Costs | None, needs: Needs
+) -> frozenset[int]:
+    """The units that compute their forward again: under ``activations="auto"`` those that had best
+    do so, where the load is known."""
+    if costs is None or needs.activations != "auto" or not costs.saved_bytes:
+        return needs.recompute
+
+    def seconds(tried: Layout) -> tuple[bool, float]:
+        found = run_steps(tried, costs, needs, CHOOSING_STEPS)
+        return found.step.overflows, found.step_s
+
+    coarse = coarsen(layout, CHOOSING_SUBGROUPS)
+    return choose_recompute(coarse, costs, parts.recomputable, seconds)
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:

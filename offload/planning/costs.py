@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..facts.rates import Rates
 from ..facts.trace import Trace
@@ -70,7 +70,7 @@ class Costs:
 
     ``shared``: without a device, compute shares the processors with updates and moves; not where
     its seconds were measured beside them.  ``saved_bytes``: what autograd keeps of each unit until
-    its backward; empty where nothing is known of it.
+    its backward, and ``input_bytes``: of one that is computed again; empty where nothing is known.
     """
 
     rates: Rates
@@ -78,11 +78,16 @@ class Costs:
     backward_s: Sequence[float]
     shared: bool = True
     saved_bytes: Sequence[int] = ()
+    input_bytes: Sequence[int] = ()
 
     @property
     def compute_s(self) -> float:
         """Seconds of compute of one micro-step."""
         return sum(self.forward_s) + sum(self.backward_s)
+
+    def keeping(self, saved_bytes: Sequence[int], input_bytes: Sequence[int]) -> Costs:
+        """The same where autograd keeps so much."""
+        return replace(self, saved_bytes=saved_bytes, input_bytes=input_bytes)
 
     @classmethod
     def from_flops(cls, layout: Layout, rates: Rates, tokens: int) -> Costs:
@@ -90,8 +95,7 @@ class Costs:
         per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
         forward = [unit.flops * per_flop for unit in layout.units]
         backward = [s * (1 / FORWARD_SHARE - 1) for s in forward]
-        saved = [unit.activation_bytes * tokens for unit in layout.units] if tokens else []
-        return cls(rates, forward, backward, saved_bytes=saved)
+        return cls(rates, forward, backward)
 
     @classmethod
     def balanced(cls, layout: Layout, rates: Rates, total_s: float | None = None) -> Costs:
@@ -117,6 +121,14 @@ class Costs:
                 unseen[-1] = 1
             return [s + rest * u / sum(unseen) for s, u in zip(found, unseen, strict=True)]
 
-        saved = [profile.activation_bytes.get(unit.name, 0) for unit in layout.units]
         forward, backward = by_unit(profile.forward_s), by_unit(profile.backward_s)
-        return cls(rates, forward, backward, shared, saved if any(saved) else [])
+        return cls(rates, forward, backward, shared)
+
+
+def inputs_of(layout: Layout, saved_bytes: Sequence[int]) -> list[int]:
+    """About what goes into each unit, by the share that its shapes say it has of what is kept."""
+    found = []
+    for unit, nbytes in zip(layout.units, saved_bytes, strict=False):
+        kept = unit.activation_bytes
+        found.append(nbytes * unit.input_bytes // kept if kept else nbytes)
+    return found

@@ -49,11 +49,15 @@ class Partition:
         found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
         return tuple(found[index] for index in range(len(self.parameters)))
 
-    def recomputable(self, unit: int) -> bool:
-        """Whether the unit is a module that is called as a whole, with others after it: what the
-        last one saves is needed at once."""
-        alone = not self.found[unit].direct_only and not self.units[unit].encloses
-        return alone and unit < len(self.units) - 1
+    @cached_property
+    def recomputable(self) -> frozenset[int]:
+        """The units that are a module, called as a whole, with others after it: what the last one
+        saves is needed at once."""
+        return frozenset(
+            unit.index
+            for unit, found in zip(self.units[:-1], self.found, strict=False)
+            if not found.direct_only and not unit.encloses
+        )
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -200,6 +204,14 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     )
 
 
+def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
+    """Bytes per token of what a head gives out, and of the loss over it: its fp32 logarithms."""
+    head = found.module
+    if not isinstance(head, nn.Linear) or head.out_features <= head.in_features:
+        return 0
+    return head.out_features * ((dtype or head.weight.dtype).itemsize + torch.float32.itemsize)
+
+
 def input_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     """Bytes per token that go into the unit, about: what its first matrix takes."""
     for p in _matrices(found):
@@ -302,6 +314,8 @@ def partition(
                 shares[owner[p]] = None
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
         flops, kept = forward_flops(item), activation_bytes(item, dtype)
+        logits = logits_bytes(item, dtype) if item is found[-1] else 0
+        given = input_bytes(item, dtype)
         encloses = item.direct_only
         units.append(
             Unit(
@@ -313,8 +327,9 @@ def partition(
                 weight_bytes,
                 grad_bytes,
                 flops,
-                kept,
-                input_bytes(item, dtype),
+                given if logits else kept,
+                given,
+                logits,
             )
         )
     return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))

@@ -84,6 +84,7 @@ class Needs:
     pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
+    recompute: frozenset[int] = frozenset()  # units whose forward is computed again in backward
 
     @property
     def durable(self) -> bool:
@@ -154,7 +155,8 @@ class PlanDetail:
             if saved.policy == "keep":
                 return "activations not counted"
             return f"activations ({saved.policy}) not known yet, {room}"
-        kept = f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy})"
+        again = f", {len(saved.recompute)} units computed again" if saved.recompute else ""
+        kept = f"about {format_bytes(self.activation_bytes)} of activations ({saved.policy}{again})"
         return f"{kept}, {room}" if room else kept
 
 

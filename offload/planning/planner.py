@@ -8,7 +8,6 @@ written once a step), gradients, optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..facts.tier import Tier
@@ -19,6 +18,7 @@ from ..schedule.visits import SLOTS as VISIT_SLOTS
 from ..schedule.visits import visit_of
 from .partition import Partition
 from .plan import Budgets, Needs, Shortfall, converts_grads, host_grad_bytes
+from .spread import spread
 from .subgroups import bytes_per_element, choose_numel, cut_subgroups
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
@@ -26,21 +26,11 @@ DEFAULT_DEPTH = 3
 UNKNOWN_SHARE = 0.25  # of the room that nothing needs, to activations of which nothing is known
 KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
 UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
-STAGING_SHARE = 4  # of the room for activations, to those that are on their way to or from disk
+STAGING_SHARE = 4  # of host memory left for activations, to those on their way to or from disk
 
 
 def _pages(nbytes: int) -> int:
     return nbytes // PAGE * PAGE
-
-
-def spread(units: Sequence[Unit]) -> list[Unit]:
-    """The units in an order whose every beginning lies evenly over the model, so that those left
-    out follow each other at even distances and no lane idles while others are used.
-
-    The order is that of the numbers with their binary digits reversed (van der Corput).
-    """
-    digits = max(1, (len(units) - 1).bit_length())
-    return sorted(units, key=lambda unit: int(f"{unit.index:0{digits}b}"[::-1], 2))
 
 
 class _Spend:
@@ -235,9 +225,9 @@ class _Planner:
             assert self.budgets.device is not None
             there = max(0, self.budgets.device - regions.device_bytes)
             staged = host // STAGING_SHARE if policy == "nvme" else host
-            return SavedRoom(policy, there, _pages(staged), nvme)
-        staged = host // STAGING_SHARE if nvme else 0
-        return SavedRoom(policy, host - staged, _pages(staged), nvme)
+            return SavedRoom(policy, there, _pages(staged), nvme, self.needs.recompute)
+        staged = host // 2 if nvme else 0
+        return SavedRoom(policy, host - staged, _pages(staged), nvme, self.needs.recompute)
 
     def _ahead(self, room: int, region: object) -> int:
         assert callable(region)

@@ -113,6 +113,7 @@ class Simulation:
         # Of what autograd saved, by number: where it comes to; ``None`` while it is away.
         self._away: dict[int, Place | None] = {}
         self._saved: list[list[SavedBytes]] = [[] for _ in layout.units]
+        self.overflows = False  # not all that autograd saved had room
         self._computing = ""  # the unit that compute is at
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
@@ -129,6 +130,10 @@ class Simulation:
             Kind.GRADS: layout.grad_bytes,
             Kind.STATE: [s.nbytes for s in subgroups],
         }
+        again = layout.saved.recompute
+        self._backward_s = [
+            s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
+        ]
         rates = costs.rates
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
@@ -162,7 +167,8 @@ class Simulation:
             elif isinstance(instruction, Refuse):
                 if instruction.item.kind is not Kind.SAVED:
                     raise AssertionError(f"refused: {self.layout.name(instruction.item)}")
-                self._grants[instruction.ticket] = Grant(instruction.ticket)  # it stays, over room
+                self._grants[instruction.ticket] = Grant(instruction.ticket)
+                self.overflows = True  # it stays
             elif isinstance(instruction, LetGo):
                 self._away[instruction.item.number] = None
             elif isinstance(instruction, Forget):
@@ -353,14 +359,18 @@ class Simulation:
             self._send(Release(unit))
         self._computing = ""
 
-    def _save(self, unit: int) -> None:
-        """Autograd keeps what the unit's forward saved."""
+    def _save(self, unit: int, *, again: bool = False) -> None:
+        """Autograd keeps what the unit's forward saved; ``again``: when that was computed again."""
         if not self.costs.saved_bytes or self.layout.saved.policy == "keep":
             return
-        nbytes = self.costs.saved_bytes[unit]
+        recomputes = unit in self.layout.saved.recompute
+        if again and not recomputes:
+            return
+        kept = self.costs.input_bytes if recomputes and not again else self.costs.saved_bytes
+        nbytes = kept[unit]
         count = min(PIECES, nbytes // LEAST_BYTES)
         pieces = [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
-        self._saved[unit] = pieces
+        self._saved[unit] += pieces
         self._computing = self.layout.units[unit].name
         if pieces and self.machine.saved_bytes()[0] + nbytes > self.layout.saved.compute:
             self._ask(lambda ticket: Saved(tuple(pieces), ticket))
@@ -396,17 +406,18 @@ class Simulation:
     def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
         """One optimizer step over all units in their order; its seconds."""
         began_s = self.now_s
-        units, costs = self.layout.units, self.costs
+        units = self.layout.units
         if commit and self._protocol.open:
             self._protocol.seal(next(self._facts))
         for micro in range(micro_steps):
             for unit in units:
-                self._compute(unit.index, costs.forward_s[unit.index])
+                self._compute(unit.index, self.costs.forward_s[unit.index])
                 self._save(unit.index)
             self._send(Turn(backward=True))
             for unit in reversed(units):
                 self._recall(unit.index)
-                self._compute(unit.index, costs.backward_s[unit.index])
+                self._save(unit.index, again=True)
+                self._compute(unit.index, self._backward_s[unit.index])
                 self._consume(unit.index)
                 if unit.trainable:
                     final = update == "backward" and micro == micro_steps - 1

@@ -22,13 +22,14 @@ LIKE_SHARE = 1e-2  # by which those of three like steps do
 
 @dataclass(frozen=True)
 class Simulated:
-    """The steady state: a step's figures and bytes on average, the most in use by tier, and all
-    spans."""
+    """The steady state: a step's figures and bytes on average, the most in use by tier, all spans,
+    and whether what autograd saved found no room for once."""
 
     stats: Stats
     link_bytes: dict[str, int]
     peak_bytes: dict[Tier, int]
     trace: Trace
+    overflows: bool
 
 
 def simulate(
@@ -53,7 +54,7 @@ def simulate(
     whole = StepMark(marks[0].index, marks[0].started_ns, marks[-1].finished_ns)
     stats = step_stats(run.trace, whole, {}).per_step(count)
     links = {lane: (moved[-1][lane] - moved[-1 - count][lane]) // count for lane in LINKS}
-    return Simulated(stats, links, run.peak_bytes, run.trace)
+    return Simulated(stats, links, run.peak_bytes, run.trace, run.overflows)
 
 
 def _repeated(lasted: Sequence[float]) -> int:

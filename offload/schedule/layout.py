@@ -38,12 +38,13 @@ COUNTED = 1 << 60  # where the names of places that are only counted begin
 class SavedRoom(NamedTuple):
     """Bytes for what autograd saves: that may stay where compute has them, whoever allocates them;
     of a region of host memory that is taken piece by piece as it fills, beyond all others; and on
-    disk.  ``policy``: see ``wrap``."""
+    disk.  ``policy``: see ``wrap``; ``recompute``: the units whose forward is computed again."""
 
     policy: str = "keep"
     compute: int = 0
     host: int = 0
     disk: int = 0
+    recompute: frozenset[int] = frozenset()
 
 
 NO_ROOM = SavedRoom()

@@ -60,6 +60,7 @@ class Unit:
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
     ``flops`` are those of its forward's matrix products, per token; ``activation_bytes`` is about
     what autograd keeps of them, per token, and ``input_bytes`` what goes into it.
+    ``logits_bytes``: per token, of a head whose loss is computed from all that comes out of it.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Unit:
     flops: int = 0
     activation_bytes: int = 0
     input_bytes: int = 0
+    logits_bytes: int = 0
 
     @property
     def trainable(self) -> bool:

@@ -23,6 +23,7 @@ from ..planning.plan import Plan
 from ..planning.replay import replay
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
+from .head import chunk_loss
 from .loop import LoopSettings, StepRecord, train
 from .progress import Progress, fingerprint
 from .report import Report, link_bytes
@@ -201,6 +202,7 @@ class _Trained:
 
 def _model(job: Job, source: ModelSource) -> nn.Module:
     model = source.build()
+    chunk_loss(model)
     if job.recompute:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     return model

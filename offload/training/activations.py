@@ -70,7 +70,10 @@ class Stash:
         """``stays``: tensors whose storages never leave."""
         self._executor, self._accelerator, self._store = executor, accelerator, executor.saved
         self._device, self._room = accelerator.device, executor.layout.saved
-        self._stays = {torch_private.storage_key(t) for t in stays}
+        self._stays = {  # while they live: another may come to lie where one was
+            torch_private.storage_key(t): torch_private.StorageWatch(t.untyped_storage())
+            for t in stays
+        }
         self._arenas = [
             (arena.data_ptr(), arena.data_ptr() + arena.numel())
             for arena in (executor.arenas.host, executor.arenas.device)
@@ -82,6 +85,7 @@ class Stash:
         self._untold: list[weakref.ref[SharedStorage]] = []
         self._untold_bytes = self._bytes = 0
         self._ended: deque[int] = deque()  # bytes of what has come to its end
+        self._unit_bytes = [0] * len(executor.layout.units)
         self._lock = threading.Lock()
         self._stream: object = None
         self._unit = NOWHERE
@@ -106,6 +110,8 @@ class Stash:
                 self._known[key] = shared
                 self._bytes += shared.saved.nbytes
                 self._untold_bytes += shared.saved.nbytes
+                if not torch_private.in_backward():
+                    self._unit_bytes[self._unit] += shared.saved.nbytes  # in no unit: the last
             if shared.unit != self._unit:  # what is saved again is needed sooner
                 shared.unit = self._unit
                 self._untold.append(weakref.ref(shared))
@@ -122,7 +128,8 @@ class Stash:
         storage = t.untyped_storage()
         if storage.nbytes() < LEAST_BYTES:
             return None
-        if torch_private.identity(storage) in self._stays:
+        stays = self._stays.get(torch_private.identity(storage))
+        if stays is not None and not stays.expired:
             return None
         start = storage.data_ptr()
         if any(low <= start < high for low, high in self._arenas):
@@ -211,6 +218,12 @@ class Stash:
             self.tell()
             self._unit = NOWHERE
             self._store.turn(backward)
+            if not backward:
+                self._unit_bytes = [0] * len(self._unit_bytes)
+
+    def unit_bytes(self) -> list[int]:
+        """By unit, what was saved in forwards since the last backward."""
+        return list(self._unit_bytes)
 
     @torch_private.without_grad
     def unpack(self, handle: SavedHandle) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from . import torch_private
 from .backward import Backward
-from .recompute import Checkpoint, end
+from .recompute import Around
 from .residences import Residences
 from .saved import SavedTensors
 from .trainer import Trainer
@@ -22,12 +22,12 @@ T = TypeVar("T")
 class _Frame:
     """One unit whose forward runs in this thread."""
 
-    __slots__ = ("autocast_cache", "away", "began", "checkpoint", "unit")
+    __slots__ = ("around", "autocast_cache", "away", "began", "unit")
 
     def __init__(
-        self, unit: int, autocast_cache: bool, checkpoint: Checkpoint | None, *, away: bool
+        self, unit: int, autocast_cache: bool, around: Around | None, *, away: bool
     ) -> None:
-        self.unit, self.autocast_cache, self.checkpoint = unit, autocast_cache, checkpoint
+        self.unit, self.autocast_cache, self.around = unit, autocast_cache, around
         self.away = away  # who runs does not close it: others have, or will
         self.began = torch_private.graph_clock()
 
@@ -64,11 +64,11 @@ class Frames:
             self._mine.roots -= 1
             torch_private.pop_saved_tensor_hooks()
 
-    def push(self, unit: int, checkpoint: Checkpoint | None = None, *, away: bool = False) -> None:
-        """The unit, which is open, runs from now on, until ``pop``, and so does a ``checkpoint``
-        around it; ``away``: it is not that which lets it go."""
+    def push(self, unit: int, around: Around | None = None, *, away: bool = False) -> None:
+        """The unit, which is open, runs from now on, until ``pop``, and so does what is ``around``
+        it; ``away``: it is not that which lets it go."""
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
-        frame = _Frame(unit, torch.is_autocast_cache_enabled(), checkpoint, away=away)
+        frame = _Frame(unit, torch.is_autocast_cache_enabled(), around, away=away)
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
         if self._residences.streamed[unit]:  # a cast of what leaves would keep it
             torch.set_autocast_cache_enabled(False)
@@ -130,7 +130,8 @@ class Frames:
     def _pop(self, *, completed: bool = False) -> _Frame:
         frame = self._mine.frames.pop()
         torch_private.pop_saved_tensor_hooks()
-        end(frame.checkpoint, completed=completed)
+        if frame.around is not None:
+            frame.around.end(completed=completed)
         torch.set_autocast_cache_enabled(frame.autocast_cache)
         return frame
 

@@ -20,7 +20,7 @@ from .activations import NOWHERE, Stash
 from .backward import Backward
 from .frames import Frames
 from .handles import all_or_none, remove_all
-from .recompute import Recompute, end
+from .recompute import Recompute
 from .residences import Residences
 
 Hook = Callable[[nn.Module, Any], None]
@@ -69,7 +69,7 @@ class ModuleHooks:
     def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
         for unit, found in enumerate(self._residences.parts.found):
-            if self._residences.streamed[unit] or self._recompute.units[unit]:
+            if self._residences.streamed[unit] or unit in self._recompute.able:
                 self._hook_unit(me, unit, found.module)
             elif self._stash is not None:
                 self._hook_border(me, unit, found.module)
@@ -163,13 +163,14 @@ class ModuleHooks:
         self._loop.catch_up(unit)
         if torch_private.in_backward():
             self._backward.recomputes(unit)
-        checkpoint = self._recompute.begin(unit, module, args, kwargs)
+        around = self._recompute.begin(unit, module, args, kwargs)
         try:
             self._residences.enter(unit)
         except BaseException:
-            end(checkpoint, completed=False)
+            if around is not None:
+                around.end(completed=False)
             raise
-        self._frames.push(unit, checkpoint)
+        self._frames.push(unit, around)
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
@@ -48,6 +48,14 @@ def tell_if_untried(version: str) -> None:
 def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
     """The parameters that a module holds itself, by their names there; it follows changes."""
     return module._parameters
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """What a module has beside what every module has (parameters, buffers, hooks, its mode)."""
+    return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:

@@ -1,0 +1,101 @@
+"""What is known of a run only once it runs: what autograd keeps of each unit, and what had best be
+computed again because of it."""
+
+from __future__ import annotations
+
+import logging
+from statistics import median
+
+from torch import nn
+
+from ..errors import format_bytes
+from ..movement.machinery import Machinery
+from ..planning.choose import recomputing
+from ..planning.costs import Costs, Profile
+from .activations import make_stash
+from .backward import Backward
+from .recompute import Recompute
+
+log = logging.getLogger("overspill")
+
+_MORE = 1.1  # so much more that is kept is another load
+
+
+class Adapting:
+    """``stash`` takes what autograd saves, if it may leave; ``recompute`` has units computed again:
+    under ``activations="auto"`` those that are chosen here."""
+
+    def __init__(self, machinery: Machinery, model: nn.Module, backward: Backward) -> None:
+        accelerator, policy = machinery.accelerator, machinery.config.activations
+        self._blueprint, self._trace = machinery.blueprint, machinery.trace
+        # Whether who runs a forward waits for what it computes, so that its time is known.
+        self._waits = accelerator.stream() is None
+        self._saved_bytes: list[int] = []
+        self._stale = False  # what was chosen was chosen for another load
+        self._unwatched = False  # and that one is not known by unit
+        self.stash = make_stash(machinery.executor, accelerator, model, backward)
+        self.recompute = Recompute(
+            machinery.parts, machinery.layout.saved.recompute,
+            watching=policy == "auto" and self.stash is not None,
+        )  # fmt: skip
+        if self.recompute.watching:
+            backward.when_begun(self._backward_begins)
+
+    def _backward_begins(self) -> None:
+        """All that autograd keeps of a micro-step is there."""
+        assert self.stash is not None
+        sizes, grown = self.stash.unit_bytes(), self.recompute.grown
+        if self.recompute.watching:
+            self._saved_bytes, self._stale = sizes, True
+        elif not self.recompute.units:
+            self._unwatched = sum(sizes) > _MORE * sum(self._saved_bytes)
+        elif grown > 1.0:
+            self._saved_bytes = [int(n * grown) for n in self._saved_bytes]
+            self.recompute.grow()
+            self._stale = True
+
+    def stepped(self) -> None:
+        """A step has ended: a better choice, if the load is another one."""
+        self.recompute.stepped()
+        if self._stale:
+            self._stale = False
+            self._choose()
+        elif self._unwatched:
+            self._unwatched = False
+            self.recompute.watch()
+
+    def _choose(self) -> None:
+        recompute, kept = self.recompute, sum(self._saved_bytes)
+        layout, needs = self._blueprint.layout, self._blueprint.needs
+        room = layout.saved.compute
+        units = frozenset[int]()
+        if kept > room and (costs := self._costs()) is not None:
+            found = recomputing(layout, self._blueprint.parts, costs, needs)
+            units = found & recompute.able
+        recompute.watching = False
+        recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
+        if units != recompute.units:
+            recompute.units = units
+            log.info(
+                "overspill: autograd keeps %s of a micro-step, %s may stay: %d of %d units are "
+                "computed again", format_bytes(kept), format_bytes(room), len(units),
+                len(layout.units),
+            )  # fmt: skip
+
+    def _costs(self) -> Costs | None:
+        """What a step takes, as far as it is known."""
+        layout, rates = self._blueprint.layout, self._blueprint.config.rates
+        if rates is None:
+            return None
+        inputs = self.recompute.input_bytes
+        tokens = [n // u.input_bytes for n, u in zip(inputs, layout.units, strict=True)
+                  if n and u.input_bytes]  # fmt: skip
+        if self._waits and self._trace.steps:
+            took = Profile.from_trace(self._trace, self._blueprint.config.accumulate)
+            costs = Costs.balanced(layout, rates, took.compute_s)
+        elif tokens:
+            costs = Costs.from_flops(layout, rates, int(median(tokens)))
+        else:
+            return None
+        known = [given or size for given, size in zip(inputs, self._saved_bytes, strict=True)]
+        return costs.keeping(self._saved_bytes, known)

@@ -1,0 +1,227 @@
+"""Which units are computed again: those that do not change when they run, as many as the links
+cannot carry, and no more than the batch needs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.planning import simulate
+from overspill.training import activations
+from tests.devices import CPU, SIM, about_sim, normal
+from tests.models import adamw, weights
+
+RATES = overspill.Rates(
+    h2d_bytes_s=1e6, d2h_bytes_s=1e6, dram_bytes_s=20e9, update_params_s=1e9,
+    device_flops_s=2e10, disk_read_bytes_s=1e9, disk_write_bytes_s=1e9,
+)  # fmt: skip
+WIDE = 10**4  # of a link on which everything fits in no time
+
+
+@pytest.fixture(autouse=True)
+def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (activations, simulate):
+        monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
+
+
+class Block(nn.Module):
+    """Counts its forwards outside of itself."""
+
+    def __init__(self, calls: list[int], number: int) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.register_forward_pre_hook(lambda *_: calls.append(number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.out(torch.sigmoid(self.inner(x))))
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+def chain(calls: list[int], count: int = 8) -> Chain:
+    torch.manual_seed(0)
+    return Chain([Block(calls, i) for i in range(count)])
+
+
+def step(model: nn.Module, optimizer: Any, seed: int, batch: int = 16) -> float:
+    loss = model(normal(seed, batch, 8, 32))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+# -- what changes itself ------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """An attribute, a list, a buffer or batch statistics that a forward changes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.count, self.seen = nn.Linear(32, 32), kind, 0, []
+        self.register_buffer("steps", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(32) if kind == "statistics" else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "attribute":
+            self.count += 1
+        elif self.kind == "list":
+            self.seen.append(0)
+        elif self.kind == "buffer":
+            self.steps += 1
+        return torch.tanh(self.norm(self.inner(x).flatten(0, 1))).view_as(x)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "list", "buffer", "statistics"])
+def test_what_changes_itself_is_kept(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for policy in ("keep", "recompute"):
+        torch.manual_seed(0)
+        model = Chain([Counting(kind) for _ in range(3)])
+        with overspill.wrap(model, adamw(model), device=CPU, activations=policy) as optimizer:
+            losses = [step(model, optimizer, seed) for seed in range(6)]
+            block = model.blocks[0]
+            buffers = {name: b.clone() for name, b in model.named_buffers()}
+            found.append((losses, block.count, len(block.seen), weights(model), buffers))
+    kept, again = found
+    assert kept[:3] == again[:3]
+    for mine, other in zip(kept[3:], again[3:], strict=True):
+        for name, value in mine.items():
+            assert torch.equal(value, other[name]), name
+    told = [r for r in caplog.records if "cannot be computed again" in r.getMessage()]
+    assert len(told) == 3
+
+
+class Caching(nn.Module):
+    """Fills a table when it first runs, and once more when it is told to."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.inner, self.table = nn.Linear(32, 32), None
+        self.register_forward_pre_hook(lambda *_: calls.append(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(32.0, device=x.device)
+        return torch.tanh(self.inner(x) + self.table)
+
+
+def test_what_fills_a_cache_first_is_computed_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    torch.manual_seed(0)
+    model = Chain([Caching(calls) for _ in range(3)])
+    with overspill.wrap(model, adamw(model), device=CPU, activations="recompute") as optimizer:
+        counts = []
+        for seed in range(4):
+            step(model, optimizer, seed)
+            counts.append(len(calls))
+            calls.clear()
+        assert counts == [3, 3, 6, 6]
+        assert not [r for r in caplog.records if "again" in r.getMessage()]
+        model.blocks[1].table = None
+        step(model, optimizer, 4)
+        assert "has changed table" in caplog.text
+        calls.clear()
+        step(model, optimizer, 5)
+        assert len(calls) == 5  # that one is watched again
+
+
+# -- chosen -------------------------------------------------------------------------------------
+
+TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}
+
+
+@about_sim
+def test_auto_computes_again_what_the_link_cannot_carry(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "overspill")
+    calls: list[int] = []
+    model = chain(calls)
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
+        step(model, optimizer, 0)
+        assert len(calls) == 8
+        calls.clear()
+        step(model, optimizer, 1)
+        assert len(calls) > 8
+        assert "computed again" in caplog.text
+        calls.clear()
+        step(model, optimizer, 2, batch=1)  # all of it may stay
+        assert len(calls) == 8
+
+
+@about_sim
+def test_auto_moves_what_the_link_carries(tmp_path: Path) -> None:
+    calls: list[int] = []
+    model = chain(calls)
+    fast = overspill.Rates(
+        h2d_bytes_s=RATES.h2d_bytes_s * WIDE, d2h_bytes_s=RATES.d2h_bytes_s * WIDE,
+        dram_bytes_s=20e9, update_params_s=1e9, device_flops_s=2e9,
+        disk_read_bytes_s=1e9, disk_write_bytes_s=1e9,
+    )  # fmt: skip
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=fast) as optimizer:
+        for seed in range(3):
+            step(model, optimizer, seed)
+        assert len(calls) == 24
+
+
+@about_sim
+def test_a_larger_batch_is_another_load() -> None:
+    calls: list[int] = []
+    model = chain(calls)
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
+        counts = []
+        for seed, batch in enumerate([1, 1, 16, 16, 16, 24, 24, 1]):
+            step(model, optimizer, seed, batch)
+            counts.append(len(calls))
+            calls.clear()
+    assert counts[:3] == [8, 8, 8]
+    assert counts[4] > 8  # once it has been seen
+    assert counts[6] > 8
+    assert counts[7] == 8
+
+
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> None:
+    found = []
+    for policy in ("keep", "auto"):
+        model = chain([])
+        options: dict[str, Any] = {"device": CPU, "host_memory": "2MiB", "nvme": tmp_path}
+        if place == "device":
+            options = {**TIGHT, "device_memory": "700KiB"}
+        with overspill.wrap(
+            model, adamw(model), **options, rates=RATES, durable=False, activations=policy
+        ) as optimizer:
+            sizes = [4, 16, 16, 2, 24, 24, 1, 16]
+            losses = [step(model, optimizer, i, size) for i, size in enumerate(sizes)]
+            found.append((losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+
+
+def test_a_plan_that_knows_the_load_chooses_too() -> None:
+    model = chain([])
+    options = {"device": "sim", "device_memory": "700KiB", "host_memory": "64MiB", "rates": RATES}
+    made = overspill.plan(model, adamw(model), **options, tokens=16 * 64)
+    assert made.detail.layout is not None
+    assert made.detail.layout.saved.recompute
+    assert "computed again" in str(made)
+    few = overspill.plan(model, adamw(model), **options, tokens=8)
+    assert few.detail.layout is not None
+    assert not few.detail.layout.saved.recompute
