@@ -43,7 +43,7 @@ def chunk_loss(model: nn.Module) -> None:
         if ids is None or ids.numel() < head.in_features:
             return plain(**kwargs)
         hidden = self.base_model(input_ids=ids).last_hidden_state
-        return type_of_output()(loss=_loss(hidden, head.weight, labels))
+        return _type_of_output()(loss=_loss(hidden, head.weight, labels))
 
     model.__dict__["forward"] = MethodType(forward, model)
 
@@ -57,7 +57,7 @@ def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
     return loss
 
 
-def type_of_output() -> Any:
+def _type_of_output() -> Any:
     """What models of transformers return with a loss."""
     from transformers.modeling_outputs import CausalLMOutput
 
