@@ -89,8 +89,6 @@ def make_blueprint(
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations,
     )  # fmt: skip
-    if config.activations == "recompute":
-        needs = replace(needs, recompute=parts.recomputable)
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
         raise ValueError(

@@ -20,11 +20,16 @@ class LaneStats:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """One tier: what it may hold, holds, and held at most."""
+    """One tier: what the engine may hold there, holds, and held at most.
+
+    ``workspace_bytes``: what the process had beside that at most, on a device: what a unit needs
+    while it runs.  ``None`` where nobody counts, or where more was taken before ``wrap``.
+    """
 
     budget_bytes: int
     held_bytes: int
     peak_bytes: int
+    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True)

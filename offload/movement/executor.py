@@ -399,10 +399,12 @@ class Executor:
         total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
         unit = item.kind is Kind.WEIGHTS
         if item.kind is Kind.SAVED:
+            where = "" if refuse.unit < 0 else f" in unit {self.layout.units[refuse.unit].name!r}"
+            named = tier.value if self.layout.has_device else "host"
             return BudgetError(
-                "what autograd saves for backward", "host" if not self.layout.has_device
-                else tier.value, refuse.need_bytes, refuse.have_bytes, refuse.have_bytes,
-                "raise the budget, or pass activations='auto' or 'recompute'",
+                f"what autograd saves for backward{where}", named, refuse.need_bytes,
+                refuse.have_bytes, refuse.have_bytes, f"raise {named}_memory, give fewer tokens, "
+                "or pass activations='auto' or 'recompute'",
             )  # fmt: skip
         return BudgetError(
             f"unit {self.layout.units[item.number].name!r}" if unit else self.layout.name(item),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ class Memory:
         """
         regions = layout.regions
         self._accelerator = accelerator
+        self._before = accelerator.allocated_bytes()
         self._budgets = {
             Tier.DEVICE: Budget(Tier.DEVICE, budgets.device or 0),
             Tier.HOST: Budget(Tier.HOST, budgets.host),
@@ -99,10 +101,21 @@ class Memory:
 
     def stats(self) -> dict[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
-        return {
+        found = {
             tier: MemoryStats(b.budget_bytes, b.held_bytes, b.peak_bytes)
             for tier, b in self._budgets.items()
         }
+        device = found[Tier.DEVICE]
+        found[Tier.DEVICE] = replace(device, workspace_bytes=self._workspace(device.peak_bytes))
+        return found
+
+    def _workspace(self, peak_bytes: int) -> int | None:
+        """What the process had on the device at most, beside what was there before and what the
+        engine had at most."""
+        counted = self._accelerator.allocated_bytes()
+        if counted is None or self._before is None or counted[1] <= self._before[1]:
+            return None
+        return max(0, counted[1] - self._before[0] - peak_bytes)
 
     def for_trace(self) -> dict[str, TierBytes]:
         """The tiers of which something is held, by name."""

@@ -104,9 +104,9 @@ class SavedStore:
         """Returns when the storage was with compute; it may have left again."""
         self._ask(lambda ticket: Fetch(number, ticket))
 
-    def turn(self, backward: bool) -> None:
-        """A backward begins, or has ended."""
-        self._put(Turn(backward))
+    def turn(self, backward: bool, room: int) -> None:
+        """A backward begins, or has ended; from now on ``room`` bytes may stay with compute."""
+        self._put(Turn(backward, room))
 
     def used(self, number: int) -> None:
         """Nothing needs the storage any more.  May be called where an object is collected."""

@@ -14,7 +14,7 @@ from ..facts.machine import Machine
 from .plan import Budgets
 
 HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things
-DEVICE_MARGIN = 0.5  # of free device memory stays free for activations, gradients and kernels
+DEVICE_MARGIN = 0.25  # of free device memory stays free for what a running unit needs
 DISK_MARGIN = 0.05
 SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
 

@@ -30,6 +30,7 @@ LEAST_VISITING = 0.02  # less is not worth its slots
 SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
 CHOOSING_SUBGROUPS = 100  # fewer, and fewer steps, are simulated sooner and rank as well
 CHOOSING_STEPS = 6
+RECOMPUTING_STEPS = 2  # what autograd keeps comes and goes within one, once uses are recorded
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that
 
 
@@ -111,11 +112,12 @@ def choose_layout(
     """
     load = load or Workload()
     best = _best_needs(parts, budgets, needs, depth, rates, prefer)
-    if rates is not None:
+    if rates is not None and prefer is None:
         layout, _, shortfalls = make_layout(parts, budgets, best)
-        if not shortfalls:
-            again = recomputing(layout, parts, load.costs(layout, rates), best)
-            best = replace(best, recompute=again)
+        costs = load.costs(layout, rates)
+        if not shortfalls and costs is not None and needs.activations == "auto":
+            again = recomputing(layout, parts, costs, best)
+            best = replace(best, prefer=replace(best.prefer, recompute=again))
     return plan_layout(parts, budgets, best, rates, load)
 
 
@@ -165,16 +167,13 @@ def _best_needs(
     return best
 
 
-def recomputing(
-    layout: Layout, parts: Partition, costs: Costs | None, needs: Needs
-) -> frozenset[int]:
-    """The units that compute their forward again: under ``activations="auto"`` those that had best
-    do so, where the load is known."""
-    if costs is None or needs.activations != "auto" or not costs.saved_bytes:
-        return needs.recompute
+def recomputing(layout: Layout, parts: Partition, costs: Costs, needs: Needs) -> frozenset[int]:
+    """The units that had best compute their forward again, where what autograd keeps is known."""
+    if not costs.saved_bytes:
+        return frozenset()
 
     def seconds(tried: Layout) -> tuple[bool, float]:
-        found = run_steps(tried, costs, needs, CHOOSING_STEPS)
+        found = run_steps(tried, costs, needs, RECOMPUTING_STEPS)
         return found.step.overflows, found.step_s
 
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)

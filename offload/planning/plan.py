@@ -61,6 +61,7 @@ class Preference:
             gradients and state, and are updated there; the rest goes to weights alone.
         visiting: share of the other records of state that go to the device for their update and
             come back.
+        recompute: units whose forward is computed again in backward, under ``"auto"``.
     """
 
     kinds: tuple[str, ...] = ("weights", "gradients", "state")
@@ -68,6 +69,7 @@ class Preference:
     share: float = 1.0
     device: float = 0.0
     visiting: float = 0.0
+    recompute: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,6 @@ class Needs:
     pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
-    recompute: frozenset[int] = frozenset()  # units whose forward is computed again in backward
 
     @property
     def durable(self) -> bool:

@@ -51,6 +51,7 @@ class _Planner:
 
     def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
         self.units, self.budgets, self.needs = parts.units, budgets, needs
+        self.recomputable = parts.recomputable
         self.has_device = budgets.device is not None
         order = needs.prefer.order
         self.order = spread(self.units) if order is None else [self.units[i] for i in order]
@@ -217,6 +218,7 @@ class _Planner:
         policy = self.needs.activations
         if policy == "keep":
             return SavedRoom()
+        again = self.recomputable if policy == "recompute" else self.needs.prefer.recompute
         host = max(0, self.budgets.host - regions.host_bytes)
         nvme = 0
         if policy != "host" and self.budgets.nvme is not None:
@@ -225,9 +227,9 @@ class _Planner:
             assert self.budgets.device is not None
             there = max(0, self.budgets.device - regions.device_bytes)
             staged = host // STAGING_SHARE if policy == "nvme" else host
-            return SavedRoom(policy, there, _pages(staged), nvme, self.needs.recompute)
+            return SavedRoom(policy, there, _pages(staged), nvme, again)
         staged = host // 2 if nvme else 0
-        return SavedRoom(policy, host - staged, _pages(staged), nvme, self.needs.recompute)
+        return SavedRoom(policy, host - staged, _pages(staged), nvme, again)
 
     def _ahead(self, room: int, region: object) -> int:
         assert callable(region)

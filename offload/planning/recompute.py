@@ -9,7 +9,7 @@ from ..schedule.layout import Layout
 from .costs import Costs
 from .spread import spread
 
-PARTS = 4  # the numbers of units that are tried: none, a quarter of them, a half, ...
+FINEST = 4  # the least difference of what is tried: a quarter of the units that may
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that
 
 # Whether what is kept finds no room for once, and the seconds of a step.
@@ -28,34 +28,39 @@ def choose_recompute(
     able = [i for i in may if costs.saved_bytes[i] > costs.input_bytes[i]]
     if not able or sum(costs.saved_bytes) <= layout.saved.compute:
         return frozenset()
-    best = frozenset[int]()
-    best_over, best_s = timed(layout)
-    tried = {best}
+    search = _Search(layout, timed)
+    search.try_out(())
+    evenly, most = spread(able), len(able)
+    search.try_out(evenly)
+    search.try_out(evenly[: most // 2])
+    step = most // 4
+    while step and step >= most // FINEST:
+        count = len(search.best)
+        for other in (count - step, count + step):
+            if 0 < other < most:
+                search.try_out(evenly[:other])
+        step //= 2
+    search.try_out(able[: len(search.best)])
+    return search.best
 
-    def try_out(units: Iterable[int]) -> None:
-        nonlocal best, best_over, best_s
+
+class _Search:
+    """The best of what was tried; the one tried first where others save too little."""
+
+    def __init__(self, layout: Layout, timed: Timed) -> None:
+        self._layout, self._timed = layout, timed
+        self._tried: set[frozenset[int]] = set()
+        self._least: tuple[bool, float] | None = None
+        self.best = frozenset[int]()
+
+    def try_out(self, units: Sequence[int]) -> None:
         chosen = frozenset(units)
-        if chosen in tried:
+        if chosen in self._tried:
             return
-        tried.add(chosen)
-        over, taken_s = timed(with_recompute(layout, chosen))
-        if (over, taken_s) < (best_over, WORTH * best_s):
-            best, best_over, best_s = chosen, over, taken_s
-
-    orders = (spread(able), able)
-    for order in orders:
-        for part in range(1, PARTS + 1):
-            try_out(order[: len(able) * part // PARTS])
-    found = len(best)
-    for order in orders:  # and once more, closer by
-        for count in _beside(found, len(able)):
-            try_out(order[:count])
-    return best
-
-
-def _beside(count: int, most: int) -> Sequence[int]:
-    step = max(1, most // (2 * PARTS))
-    return [n for n in (count - step, count + step) if 0 < n <= most]
+        self._tried.add(chosen)
+        found = over, seconds = self._timed(with_recompute(self._layout, chosen))
+        if self._least is None or (over, seconds) < (self._least[0], WORTH * self._least[1]):
+            self.best, self._least = chosen, found
 
 
 def with_recompute(layout: Layout, units: frozenset[int]) -> Layout:

@@ -49,7 +49,7 @@ def simulate(
         lasted.append(run.step(micro_steps, update, commit=commit))
         moved.append(dict(run.moved))
         count = _repeated(lasted[RECORDING_STEPS:])
-    count = count or most_steps - WARM_STEPS
+    count = count or max(1, most_steps - WARM_STEPS)
     marks = run.trace.steps[-count:]
     whole = StepMark(marks[0].index, marks[0].started_ns, marks[-1].finished_ns)
     stats = step_stats(run.trace, whole, {}).per_step(count)

@@ -61,7 +61,7 @@ class Activations:
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
         self._items, self._emit, self._room = items, emit, layout.saved
-        self._has_device = layout.has_device
+        self._has_device, self._compute_room = layout.has_device, layout.saved.compute
         items.govern(Kind.SAVED, self)
         self._tally = items.arena(Kind.SAVED, Tier.DEVICE)
         named = self._room.policy in ("host", "nvme")
@@ -142,6 +142,8 @@ class Activations:
     def turn(self, signal: Turn) -> None:
         """A backward begins, or has ended."""
         self._returning = signal.backward
+        if signal.room is not None:
+            self._compute_room = signal.room
         if signal.backward:
             self._expected = self._all_bytes
             self._border = self._turn
@@ -216,7 +218,7 @@ class Activations:
 
     def _excess(self) -> int:
         """Bytes that must leave compute's memory, or had better while there is time."""
-        room, used = self._room.compute, self._tally.used_bytes - self._leaving_bytes
+        room, used = self._compute_room, self._tally.used_bytes - self._leaving_bytes
         over = used - room
         if self._returning:
             return over
@@ -231,7 +233,7 @@ class Activations:
             past = item.turn <= self._border
             if not (self._leaves_at_once and past and not self._returning):
                 excess = self._excess()
-                pressed = self._tally.used_bytes - self._leaving_bytes > self._room.compute
+                pressed = self._tally.used_bytes - self._leaving_bytes > self._compute_room
                 if excess <= 0 or not (past or pressed):
                     return
             if not self._leave(item):
@@ -316,7 +318,7 @@ class Activations:
             return True
         if not item.host.valid:
             return True
-        if not urgent and self._tally.used_bytes + item.nbytes > self._room.compute:
+        if not urgent and self._tally.used_bytes + item.nbytes > self._compute_room:
             return False
         del self._absent[item.key.number]
         self._away_bytes -= item.nbytes
@@ -342,7 +344,7 @@ class Activations:
         """While a backward runs, brings back what it needs next, as far as there is room."""
         if not self._returning or not self._absent:
             return
-        room = self._room.compute - self._tally.used_bytes
+        room = self._compute_room - self._tally.used_bytes
         soonest = [
             item for item, _ in zip(reversed(self._absent.values()), range(AT_ONCE), strict=False)
         ]
@@ -358,7 +360,7 @@ class Activations:
         if self._saved:
             self._serve()
             self._relieve()
-        if self._waits and self._tally.used_bytes <= self._room.compute:
+        if self._waits and self._tally.used_bytes <= self._compute_room:
             for ticket in self._waits:
                 self._emit(Grant(ticket))
             self._waits.clear()
@@ -368,8 +370,8 @@ class Activations:
         cost of what stays beside it."""
         for ticket in self._waits:
             newest = next(reversed(self._saved.values()))
-            used, room = self._tally.used_bytes, self._room.compute
-            self._emit(Refuse(ticket, newest.key, Tier.DEVICE, used, room))
+            used, room = self._tally.used_bytes, self._compute_room
+            self._emit(Refuse(ticket, newest.key, Tier.DEVICE, used, room, newest.unit))
         self._waits.clear()
         for number in list(self._fetches):
             # Its slot to be read into is taken by what has no other copy: that goes to compute.
@@ -380,4 +382,5 @@ class Activations:
                 item = self._saved[number]
                 nbytes = self._items.arena(Kind.SAVED, Tier.HOST).nbytes
                 for ticket in self._fetches.pop(number):
-                    self._emit(Refuse(ticket, item.key, Tier.HOST, item.nbytes, nbytes))
+                    refused = Refuse(ticket, item.key, Tier.HOST, item.nbytes, nbytes, item.unit)
+                    self._emit(refused)

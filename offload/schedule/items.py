@@ -200,15 +200,15 @@ class Items:
         tier = arena.tier
         victims: list[tuple[int, int, Item, Copy]] = []
         for item in tenants:
-            copy, policy = item.copy(tier), self._policies[item.key.kind]
+            copy = item.copy(tier)
             assert copy is not None
-            if copy.slot.nbytes and self.may_drop(item, tier):
-                if policy.spares(item, tier, spare):
-                    continue
-                use = policy.next_use(item, tier)
-                if use > distance:
-                    victims.append((use, item.key.number, item, copy))
-        if not arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims]):
+            if copy.holds or not copy.slot.nbytes or not self.may_drop(item, tier):
+                continue
+            policy = self._policies[item.key.kind]
+            use = policy.next_use(item, tier)
+            if use > distance and not policy.spares(item, tier, spare):
+                victims.append((use, item.key.number, item, copy))
+        if not victims or not arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims]):
             return None
         victims.sort(key=lambda victim: (-victim[0], victim[1]))
         for _, _, item, _ in victims:

@@ -134,13 +134,15 @@ class Grant:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Nothing under way could make room for ``item``: ``need_bytes`` against ``have_bytes``."""
+    """Nothing under way could make room for ``item``: ``need_bytes`` against ``have_bytes``.
+    ``unit``: in which autograd saved it; negative for others."""
 
     ticket: int
     item: Key
     tier: Tier
     need_bytes: int
     have_bytes: int
+    unit: int = -1
 
 
 @dataclass(frozen=True)
@@ -283,9 +285,11 @@ class Used:
 
 @dataclass(frozen=True)
 class Turn:
-    """From now on a backward runs, which needs first what was saved last; or none does."""
+    """From now on a backward runs, which needs first what was saved last; or none does.
+    ``room``: bytes that may stay with compute from now on; ``None``: as before."""
 
     backward: bool
+    room: int | None = None
 
 
 # -- signals: waiting ---------------------------------------------------------------------------

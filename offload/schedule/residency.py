@@ -142,9 +142,10 @@ class Residency:
             self._quiet = self._quiet and not isinstance(signal, (Need, GradRoom, GradReady, Step))
         if not self._failed:
             # What autograd saved has room of its own: it keeps nothing else, and nothing else it.
-            if _about_saved(signal):
+            saved = _about_saved(signal)
+            if saved:
                 self._advance_saved()
-            if not self.in_flight or not _about_saved(signal):
+            if not saved or not self.in_flight:
                 self._advance()
         out, self._out = self._out, []
         return out

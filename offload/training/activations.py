@@ -69,7 +69,8 @@ class Stash:
     ) -> None:
         """``stays``: tensors whose storages never leave."""
         self._executor, self._accelerator, self._store = executor, accelerator, executor.saved
-        self._device, self._room = accelerator.device, executor.layout.saved
+        self._device, self._policy = accelerator.device, executor.layout.saved.policy
+        self.room_bytes = executor.layout.saved.compute  # that may stay where they are
         self._stays = {  # while they live: another may come to lie where one was
             torch_private.storage_key(t): torch_private.StorageWatch(t.untyped_storage())
             for t in stays
@@ -90,7 +91,7 @@ class Stash:
         self._stream: object = None
         self._unit = NOWHERE
         self._refused_bytes = 0  # that were saved when there was no room for more
-        self._chunk = max(LEAST_BYTES, self._room.compute // TELL_SHARE)
+        self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
 
     # -- out ------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class Stash:
             self.tell()
         self._settle()
         here = self._bytes - self._store.away_bytes
-        if here > self._room.compute and self._bytes > self._refused_bytes + self._chunk:
+        if here > self.room_bytes and self._bytes > self._refused_bytes + self._chunk:
             self._wait()
         elif self._untold_bytes > self._chunk:
             self.tell()
@@ -195,7 +196,7 @@ class Stash:
             self._store.save(items, new, wait=True)
         except BudgetError as error:
             self._settle()
-            if self._room.policy in ("host", "nvme"):
+            if self._policy in ("host", "nvme"):
                 raise
             if not self._refused_bytes:
                 log.warning(
@@ -217,7 +218,7 @@ class Stash:
         if not self._executor.ended:
             self.tell()
             self._unit = NOWHERE
-            self._store.turn(backward)
+            self._store.turn(backward, self.room_bytes)
             if not backward:
                 self._unit_bytes = [0] * len(self._unit_bytes)
 

@@ -9,6 +9,7 @@ from statistics import median
 from torch import nn
 
 from ..errors import format_bytes
+from ..facts.tier import Tier
 from ..movement.machinery import Machinery
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
@@ -28,6 +29,7 @@ class Adapting:
     def __init__(self, machinery: Machinery, model: nn.Module, backward: Backward) -> None:
         accelerator, policy = machinery.accelerator, machinery.config.activations
         self._blueprint, self._trace = machinery.blueprint, machinery.trace
+        self._memory = machinery.memory
         # Whether who runs a forward waits for what it computes, so that its time is known.
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
@@ -57,6 +59,7 @@ class Adapting:
     def stepped(self) -> None:
         """A step has ended: a better choice, if the load is another one."""
         self.recompute.stepped()
+        self._leave_workspace()
         if self._stale:
             self._stale = False
             self._choose()
@@ -64,10 +67,23 @@ class Adapting:
             self._unwatched = False
             self.recompute.watch()
 
+    def _leave_workspace(self) -> None:
+        """Under ``device_memory="auto"``, less may stay where running units need more than was left
+        free."""
+        budgets, stash = self._blueprint.budgets, self.stash
+        auto = self._blueprint.config.device_memory == "auto"
+        if stash is None or not auto or budgets.device is None or budgets.compute_bytes is None:
+            return
+        needed = self._memory.stats()[Tier.DEVICE].workspace_bytes
+        if needed is not None:
+            over = max(0, needed - (budgets.compute_bytes - budgets.device))
+            stash.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
+
     def _choose(self) -> None:
         recompute, kept = self.recompute, sum(self._saved_bytes)
         layout, needs = self._blueprint.layout, self._blueprint.needs
-        room = layout.saved.compute
+        assert self.stash is not None
+        room = self.stash.room_bytes
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
             found = recomputing(layout, self._blueprint.parts, costs, needs)

@@ -77,6 +77,9 @@ class InOrder:
     def keep(self, memory: torch.Tensor) -> None:
         return None
 
+    def allocated_bytes(self) -> tuple[int, int] | None:
+        return None
+
     def instant(self) -> Instant:
         return HostInstant()
 
@@ -195,6 +198,11 @@ class Accelerator(Protocol):
 
     def update_stream(self) -> AbstractContextManager[object]:
         """Within it, the calling thread's compute goes to the stream of optimizer updates."""
+        ...
+
+    def allocated_bytes(self) -> tuple[int, int] | None:
+        """Of the device's memory, what the whole process has now, and the most that it had at once;
+        ``None`` where nobody counts."""
         ...
 
     def synchronize(self) -> None:

@@ -277,6 +277,12 @@ class StreamsAccelerator:
     def update_stream(self) -> AbstractContextManager[object]:
         return self._make.on(self._update)
 
+    def allocated_bytes(self) -> tuple[int, int] | None:
+        if not hasattr(torch.accelerator, "max_memory_allocated"):  # from torch 2.9 on
+            return None
+        now = torch.accelerator.memory_allocated(self.device)
+        return now, torch.accelerator.max_memory_allocated(self.device)
+
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
