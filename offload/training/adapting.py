@@ -37,7 +37,7 @@ class Adapting:
         self._unwatched = False  # and that one is not known by unit
         self.stash = make_stash(machinery.executor, accelerator, model, backward)
         self.recompute = Recompute(
-            machinery.parts, machinery.layout.saved.recompute,
+            machinery.parts, machinery.layout.saved.recompute, accelerator.device,
             watching=policy == "auto" and self.stash is not None,
         )  # fmt: skip
         if self.recompute.watching:

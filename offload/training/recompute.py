@@ -9,12 +9,14 @@ user's own computes again must be as it was.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -56,12 +58,14 @@ class Recompute:
     ``keeps_below``: the share of those inputs up to which nothing needs to be computed again.
     """
 
-    def __init__(self, parts: Partition, units: frozenset[int], *, watching: bool) -> None:
+    def __init__(
+        self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool
+    ) -> None:
         self.units, self.watching = units, watching
         self.able = parts.recomputable if units or watching else frozenset()
         self.input_bytes = [0] * len(parts.units)
         self.grown, self.keeps_below = 1.0, 0.0
-        self._found = parts.found
+        self._found, self._device = parts.found, device
         self._again = _Again()
         # Units that do not change when they run, by the mode that they train or are tried in.
         self._steady: set[tuple[int, bool]] = set()
@@ -90,6 +94,10 @@ class Recompute:
                 "change (a cache? pass use_cache=False)",
             )  # fmt: skip
             return None
+        if not any(
+            isinstance(leaf, torch.Tensor) and leaf.device == self._device for leaf in leaves
+        ):
+            return None  # torch knows by these whose random numbers to bring back
         return _Checkpointed(self, unit, module, leaves, structure)
 
     def _keep(self, unit: int, why: str) -> None:
@@ -209,9 +217,20 @@ def _state_of(module: nn.Module) -> _State:
         found[name] = buffer, torch_private.version_of(buffer)
     for prefix, each in module.named_modules():
         for name, value in torch_private.own_attributes(each):
-            size = len(value) if isinstance(value, (list, dict, set)) else 0
-            found[f"{prefix}.{name}" if prefix else name] = value, size
+            found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
+    # Checkpoints bring back torch's own random numbers, and no others.
+    found["Python's random numbers"] = None, random.getstate()
+    found["NumPy's random numbers"] = None, np.random.get_state(legacy=False)["state"]["pos"]
     return found
+
+
+def _inside(value: object) -> object:
+    """What tells that an object has changed that is the same as before."""
+    if isinstance(value, (list, dict, set)):
+        return len(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy())
+    return None
 
 
 def _changed(module: nn.Module, before: _State) -> str | None:

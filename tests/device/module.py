@@ -29,7 +29,7 @@ def _module(native: ModuleType) -> ModuleType:
 
     module.device = device
     module.is_available = lambda: True
-    module.is_initialized = lambda: True
+    module.is_initialized, module._initialized = lambda: True, True
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module.device_count = lambda: 1

@@ -4,9 +4,11 @@ cannot carry, and no more than the batch needs."""
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,12 +73,13 @@ def step(model: nn.Module, optimizer: Any, seed: int, batch: int = 16) -> float:
 
 
 class Counting(nn.Module):
-    """An attribute, a list, a buffer or batch statistics that a forward changes."""
+    """An attribute, a list, a buffer, batch statistics or random numbers that a forward changes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.inner, self.kind, self.count, self.seen = nn.Linear(32, 32), kind, 0, []
         self.register_buffer("steps", torch.zeros(()))
+        self.draws = torch.Generator()
         self.norm = nn.BatchNorm1d(32) if kind == "statistics" else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,14 +89,24 @@ class Counting(nn.Module):
             self.seen.append(0)
         elif self.kind == "buffer":
             self.steps += 1
+        elif self.kind == "generator":
+            x = x + torch.rand((), generator=self.draws, device="cpu").to(x.device)
+        elif self.kind == "python":
+            x = x + random.random()
+        elif self.kind == "numpy":
+            x = x + float(np.random.rand())
         return torch.tanh(self.norm(self.inner(x).flatten(0, 1))).view_as(x)
 
 
-@pytest.mark.parametrize("kind", ["attribute", "list", "buffer", "statistics"])
+@pytest.mark.parametrize(
+    "kind", ["attribute", "list", "buffer", "statistics", "generator", "python", "numpy"]
+)
 def test_what_changes_itself_is_kept(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for policy in ("keep", "recompute"):
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         model = Chain([Counting(kind) for _ in range(3)])
         with overspill.wrap(model, adamw(model), device=CPU, activations=policy) as optimizer:
             losses = [step(model, optimizer, seed) for seed in range(6)]
@@ -216,7 +229,7 @@ def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> N
 
 
 def test_a_plan_that_knows_the_load_chooses_too() -> None:
-    model = chain([])
+    model = chain([]).cpu()
     options = {"device": "sim", "device_memory": "700KiB", "host_memory": "64MiB", "rates": RATES}
     made = overspill.plan(model, adamw(model), **options, tokens=16 * 64)
     assert made.detail.layout is not None

@@ -258,7 +258,14 @@ void Device::release(const Memory::Block& block, std::vector<Race>& races) {
   const Access access{block.start, block.start + block.nbytes, true};
   const Clock kept = queue.clock;
   come_after(queue);
-  const uint64_t at = follow(queue, block.stream, "free", {access}, races);
+  std::vector<Race> found;
+  const uint64_t at = follow(queue, block.stream, "free", {access}, found);
+  // Who copies out holds the memory until the copy is over, whoever then drops it last: that order
+  // is the host's, and not known to the thread.  A copy that still runs is a race.
+  for (const Race& race : found) {
+    const bool copied = !race.first_wrote && std::string(race.first.name) == "copy out";
+    if (!copied || !queues_[race.first.stream].over(race.first.at)) races.push_back(race);
+  }
   queue.clock = kept;
   queue.clock[block.stream] = at;
   char* bytes = memory_.worker(reinterpret_cast<void*>(block.start));
