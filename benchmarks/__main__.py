@@ -1,5 +1,5 @@
-"""``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``, or ``report``, ``compare``
-or ``gpu`` with words of their own."""
+"""``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``, or ``report``, ``compare``,
+``longest`` or ``gpu`` with words of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 SUITES = (
+    "activations",
     "bound",
     "checkpoint",
     "copy",
@@ -22,7 +23,7 @@ SUITES = (
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
 PEERED = ("step", "memory")
-TOOLS = ("compare", "gpu", "report")
+TOOLS = ("compare", "gpu", "longest", "report")
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ class Shape:
     """Sizes of a model, and of its batches in sequences and tokens.
 
     ``kv_heads`` and ``inner``, the width of the feed-forward layer, make it a Llama; ``recompute``
-    keeps no more of a block for the backward pass than its input.
+    keeps no more of a block for the backward pass than its input.  ``chunked``: head and loss in
+    chunks, by torch's own op.
     """
 
     layers: int
@@ -27,6 +28,7 @@ class Shape:
     kv_heads: int = 0
     inner: int = 0
     recompute: bool = False
+    chunked: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -68,7 +70,7 @@ class Gpt(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.recompute = shape.recompute
+        self.recompute, self.chunked = shape.recompute, shape.chunked
         self.tokens = _table(shape.vocabulary, shape.width)
         self.places = _table(shape.tokens, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -81,7 +83,7 @@ class Gpt(nn.Module):
         x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return _loss(self.head(self.norm(x)), targets)
+        return _loss(self.head, self.norm(x), targets, chunked=self.chunked)
 
 
 class LlamaBlock(nn.Module):
@@ -120,7 +122,8 @@ class Llama(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.recompute, self.size = shape.recompute, shape.width // shape.heads
+        self.recompute, self.chunked = shape.recompute, shape.chunked
+        self.size = shape.width // shape.heads
         self.tokens = _table(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, 1e-5)
@@ -139,7 +142,7 @@ class Llama(nn.Module):
                 if self.recompute
                 else block(x, turns)
             )
-        return _loss(self.head(self.norm(x)), targets)
+        return _loss(self.head, self.norm(x), targets, chunked=self.chunked)
 
 
 def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -148,8 +151,15 @@ def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return x * turns[0] + torch.cat((-second, first), -1) * turns[1]
 
 
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+def _loss(
+    head: nn.Linear, x: torch.Tensor, targets: torch.Tensor, *, chunked: bool
+) -> torch.Tensor:
+    if not chunked:
+        return functional.cross_entropy(head(x).flatten(0, 1).float(), targets.flatten())
+    loss: torch.Tensor = functional.linear_cross_entropy(
+        x.flatten(0, 1), head.weight, targets.flatten(), options=nn.LinearCrossEntropyOptions()
+    )
+    return loss
 
 
 def build(shape: Shape, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -28,9 +28,12 @@ class Trainee:
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
         self.model, self.optimizer, self._device = model, optimizer, device
 
-    def step(self, tokens: torch.Tensor) -> float:
-        """``tokens``: (batch, tokens + 1), int64, on the host."""
+    def step(self, tokens: torch.Tensor, between: Callable[[], None] | None = None) -> float:
+        """``tokens``: (batch, tokens + 1), int64, on the host.  ``between``: called after forward,
+        by the engines that have it apart."""
         loss = self.model(tokens.to(self._device))
+        if between is not None:
+            between()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -45,7 +48,7 @@ class Trainee:
 class DeepSpeedTrainee(Trainee):
     """DeepSpeed's engine does all three parts of a step."""
 
-    def step(self, tokens: torch.Tensor) -> float:
+    def step(self, tokens: torch.Tensor, between: Callable[[], None] | None = None) -> float:
         loss = self.model(tokens.to(self._device))
         self.model.backward(loss)
         self.model.step()

@@ -27,6 +27,7 @@ class Training:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._shape, self._step = Shape(**spec["shape"]), 0
+        self._after_forward = 0  # bytes resident, at most
         if torch.cuda.is_available():
             torch.cuda.init()  # its share of memory belongs to no arm
         self._idle_rss_bytes = peak_rss_bytes()
@@ -56,7 +57,10 @@ class Training:
         """One training step with so many sequences; returns its loss."""
         tokens = batch_of(replace(self._shape, batch=batch), self._step)
         self._step += 1
-        return self.trainee.step(tokens)
+        return self.trainee.step(tokens, self._note_forward)
+
+    def _note_forward(self) -> None:
+        self._after_forward = max(self._after_forward, rss_bytes())
 
     def timed(self, steps: int, lead_in: int = 0, batch: int | None = None) -> dict[str, Any]:
         """Runs ``steps`` steps; seconds, CPU seconds and bytes are per step.
@@ -82,6 +86,7 @@ class Training:
             "read_bytes": (after[0] - read) // steps,
             "written_bytes": (after[1] - written) // steps,
             "peak_rss_bytes": peak_rss_bytes(),
+            "after_forward_bytes": self._after_forward,
         }
         stats = getattr(self.trainee.optimizer, "stats", None)
         if stats is not None:
@@ -117,6 +122,12 @@ def peak_rss_bytes() -> int:
     that started this one had."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def rss_bytes() -> int:
+    """Memory that this process has now, files mapped into it left out."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
 
 def begin(order: dict[str, Any]) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:

@@ -33,6 +33,10 @@ def shortfall(
     """
     here = left_bytes(layout, budgets)
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE
+    largest = max(range(len(sizes)), key=lambda i: sizes[i], default=0)
+    if sizes and sizes[largest] > here:
+        what = f"what autograd keeps of unit {layout.units[largest].name!r} while it runs"
+        return Shortfall(tier, what, sizes[largest], here, "give fewer tokens, or smaller units")
     last = sizes[-1] if sizes else 0
     if policy in ("auto", "recompute"):
         inputs = inputs_of(layout, sizes)

@@ -202,14 +202,16 @@ class _Planner:
                     self.grads[unit.index] = Tier.DEVICE
                 self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
 
-    def _for_saved(self, spare: int) -> int:
-        """Room that is left to what autograd saves, of that which nothing needs."""
+    def _for_saved(self, spare: int, *, ends: bool = False) -> int:
+        """Room that is left to what autograd saves, of that which nothing needs; ``ends``: it
+        cannot go further."""
         policy, sizes = self.needs.activations, self.needs.saved_bytes
         if sizes is None:
             share = 0.0 if policy == "keep" else UNKNOWN_SHARE
             return int(max(0, spare) * share)
         want = sum(sizes)
-        if policy != "keep":  # what does not stay comes and goes beside what backward is at
+        stays = policy == "keep" or (ends and self.has_device)
+        if not stays:  # it comes and goes beside what backward is at
             want = min(want, max(int(KNOWN_SHARE * spare), UNITS_BESIDE * max(sizes, default=0)))
         return int(min(max(0, spare), want))
 
@@ -247,7 +249,7 @@ class _Planner:
         """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
         budget = self.budgets.host
         least = self._homes() + self._regions(min(1, self.depth), STATE_SLOTS)
-        self.saved_room = self._for_saved(budget - least)
+        self.saved_room = self._for_saved(budget - least, ends=self.needs.activations == "host")
         self._fill()
         need = self._homes() + self._regions(0, 1)
         if need > budget:

@@ -1,0 +1,135 @@
+"""What autograd saves: a step whose activations stay, beside one whose activations move or are
+computed again; and the longest sequence of each in so much memory.
+
+Arms train in processes of their own.  Peaks are of a whole step and after forward: what is saved by
+the end of forward is not saved where backward needs most.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .arms import GIB, Plan, Worker, parameters
+from .model import Shape
+from .results import Column, Comparison, Outcome, number, others, outcome, spread
+from .runner import Row, run_interleaved
+
+SMALL = Shape(layers=8, width=256, heads=4, vocabulary=2048, batch=4, tokens=512)
+GPT_311M = Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=8, tokens=1024)
+SHORT = replace(GPT_311M, batch=1, tokens=512)
+LIMIT_S = 1200.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``kept`` is the budget where activations stay beside it, ``all_in`` where they count."""
+
+    shape: Shape
+    short: Shape
+    rounds: int
+    kept: int
+    all_in: int
+    resident: int  # of a process, for the longest sequence
+    engine: int  # of that, what the engine gets
+    lengths: tuple[int, ...]
+
+
+QUICK = Sizes(SMALL, replace(SMALL, batch=1), 2, 64 << 20, 160 << 20, 800 << 20, 160 << 20,
+              (512, 1024, 2048))  # fmt: skip
+FULL = Sizes(GPT_311M, SHORT, 2, 2 * GIB, 6 * GIB, 4 * GIB, 3 * GIB,
+             (1024, 1536, 2048, 3072, 4096, 8192, 16384))  # fmt: skip
+
+
+def _columns() -> list[Column]:
+    def gib(row: Row, key: str) -> str:
+        found = [sample.seen[key] for sample in row.samples]
+        return number(max(found) / GIB if found else None, " GiB")
+
+    return [
+        ("step", lambda row: number(row.median_s, " s")),
+        ("over the first", spread),
+        ("peak RSS", lambda row: gib(row, "peak_rss_bytes")),
+        ("after forward", lambda row: gib(row, "after_forward_bytes")),
+        ("written a step", lambda row: gib(row, "written_bytes")),
+        ("loss", lambda r: number(r.samples[-1].seen["loss"] if r.samples else None, "", 6)),
+        ("others", others),
+    ]
+
+
+def _worker(name: str, plan: Plan, store: Path, host: int, options: Mapping[str, Any]) -> Worker:
+    folder = store / name.replace(" ", "-").replace(",", "")
+    folder.mkdir()
+    disk = {"nvme": str(folder), "durable": False, "host_memory": host}
+    return Worker(name, plan, "cpu", {**disk, **options})
+
+
+def _step(sizes: Sizes, store: Path) -> Comparison:
+    """Activations that stay beside the budget, and those that have to be in a larger one."""
+    plan = Plan(sizes.shape, "fp32", sizes.rounds, 1, 2, lead_in=0, limit_s=LIMIT_S, budget_s=3600)
+    arms = [
+        _worker("keep", plan, store, sizes.kept, {"activations": "keep"}),
+        _worker("auto", plan, store, sizes.all_in, {"activations": "auto"}),
+        _worker("recompute", plan, store, sizes.all_in, {"activations": "recompute"}),
+    ]
+    title = (
+        f"One step, {parameters(sizes.shape) / 1e6:.0f} M parameters, fp32, "
+        f"{sizes.shape.tokens_per_step} tokens, NVMe; host memory {sizes.kept / GIB:.3g} GiB, "
+        f"{sizes.all_in / GIB:.3g} GiB for those whose activations count"
+    )
+    return Comparison(title, asdict(plan), run_interleaved(arms, plan.rounds), _columns())
+
+
+def _nothing_to_move(sizes: Sizes, store: Path) -> Comparison:
+    """Where all has room, ``auto`` costs what it takes to look."""
+    plan = Plan(sizes.short, "fp32", 5, 2, 3, lead_in=0)
+    arms = [
+        _worker(f"{policy}, all in memory", plan, store, 16 * GIB, {"activations": policy})
+        for policy in ("keep", "auto")
+    ]
+    title = f"Where nothing has to move, {sizes.short.tokens_per_step} tokens a step"
+    return Comparison(title, asdict(plan), run_interleaved(arms, plan.rounds), _columns())
+
+
+def _longest(sizes: Sizes, store: Path) -> Comparison:
+    """One sequence a step, ever longer ones, until a process takes more than it may."""
+    ways: dict[str, tuple[str, bool]] = {
+        "keep": ("keep", False), "keep, checkpointed": ("keep", True),
+        "auto": ("auto", False), "auto, checkpointed": ("auto", True),
+    }  # fmt: skip
+    rows = []
+    for name, (policy, checkpointed) in ways.items():
+        best: Row | None = None
+        host = sizes.engine if policy == "auto" else sizes.kept
+        for tokens in sizes.lengths:
+            shape = replace(
+                sizes.shape, batch=1, tokens=tokens, recompute=checkpointed, chunked=True
+            )
+            plan = Plan(shape, "fp32", 1, 1, 2, lead_in=0, limit_s=LIMIT_S)
+            arm = _worker(f"{name} {tokens}", plan, store, host, {"activations": policy})
+            (row,) = run_interleaved([arm], 1)
+            peak = row.samples[-1].seen["peak_rss_bytes"] if row.samples else None
+            if peak is None or peak > sizes.resident:
+                break
+            best = replace(row, name=name, facts={**row.facts, "tokens": tokens}, ratio=None)
+        rows.append(best or Row(name, {"tokens": 0}, ()))
+    columns: list[Column] = [
+        ("longest", lambda row: str(row.facts["tokens"])),
+        ("tokens/s", lambda r: number(r.median_s and r.facts["tokens"] / r.median_s)),
+        *_columns()[2:],
+    ]
+    title = f"The longest sequence in {sizes.resident / GIB:.3g} GiB of resident memory"
+    return Comparison(title, asdict(sizes), rows, columns)
+
+
+def run(*, quick: bool, folder: Path) -> Outcome:
+    """Runs the suite; its stores live in ``folder`` as long as it runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = QUICK if quick else FULL
+    with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as made:
+        store = Path(made)
+        found = [_step(sizes, store), _nothing_to_move(sizes, store), _longest(sizes, store)]
+    return outcome("activations", found, folder)
