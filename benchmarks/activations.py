@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .arms import GIB, Plan, Worker, parameters
+from .drawn_activations import compared
 from .model import Shape
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
 from .runner import Row, run_interleaved
@@ -22,6 +23,7 @@ SMALL = Shape(layers=8, width=256, heads=4, vocabulary=2048, batch=4, tokens=512
 GPT_311M = Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=8, tokens=1024)
 SHORT = replace(GPT_311M, batch=1, tokens=512)
 LIMIT_S = 1200.0
+SEEDS = 20  # of drawn machines
 
 
 @dataclass(frozen=True)
@@ -131,5 +133,8 @@ def run(*, quick: bool, folder: Path) -> Outcome:
     sizes = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as made:
         store = Path(made)
-        found = [_step(sizes, store), _nothing_to_move(sizes, store), _longest(sizes, store)]
+        found = [
+            _step(sizes, store), _nothing_to_move(sizes, store), _longest(sizes, store),
+            compared(2 if quick else SEEDS),
+        ]  # fmt: skip
     return outcome("activations", found, folder)

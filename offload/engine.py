@@ -23,6 +23,7 @@ from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
 from .planning.bounds import lane_seconds
+from .planning.costs import Costs
 from .planning.plan import Plan
 from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
@@ -207,6 +208,11 @@ class Engine(Living):
     def trace(self) -> Trace:
         """The recorded steps."""
         return self.machinery.trace
+
+    def adapted(self) -> tuple[frozenset[int], Costs] | None:
+        """What was chosen once activations were known: the units that are computed again, and what
+        a step was taken to cost."""
+        return self._loop.adapted()
 
     # -- training -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import nn
 from .durable.commits import Commits
 from .errors import OffloadError
 from .movement.machinery import Machinery
+from .planning.costs import Costs
 from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.weight_door import WeightDoor
@@ -156,6 +157,10 @@ class Loop:
         return self._early.declared(final)
 
     # -- commits --------------------------------------------------------------------------------
+
+    def adapted(self) -> tuple[frozenset[int], Costs] | None:
+        """See ``Adapting``."""
+        return self._adapting.adapted()
 
     def commit(self, what: str) -> None:
         """Makes the present state durable; ``what`` the user has called."""

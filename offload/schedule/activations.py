@@ -36,6 +36,11 @@ FIRST_SHARE = 0.75  # of the room, from which on things leave while nobody knows
 AT_ONCE = 32  # items that a signal looks at, to bring them back
 
 
+def room_beside(room: int, largest: int) -> int:
+    """Of a room, what may be full when one more comes, which is there before anyone is told."""
+    return max(room - largest, room // 2)
+
+
 class SavedItem(Item):
     """One storage that autograd saved.
 
@@ -61,7 +66,8 @@ class Activations:
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
         self._items, self._emit, self._room = items, emit, layout.saved
-        self._has_device, self._compute_room = layout.has_device, layout.saved.compute
+        self._has_device, self._whole_room = layout.has_device, layout.saved.compute
+        self._largest = 0  # item until now
         items.govern(Kind.SAVED, self)
         self._tally = items.arena(Kind.SAVED, Tier.DEVICE)
         named = self._room.policy in ("host", "nvme")
@@ -101,6 +107,10 @@ class Activations:
         self._waits.clear()
         self._fetches.clear()
 
+    @property
+    def _compute_room(self) -> int:
+        return room_beside(self._whole_room, self._largest)
+
     # -- signals --------------------------------------------------------------------------------
 
     def saved(self, signal: Saved) -> None:
@@ -112,6 +122,7 @@ class Activations:
                 self._items.add(item)
                 self._items.take(item, Tier.DEVICE, valid=True)
                 self._all_bytes += item.nbytes
+                self._largest = max(self._largest, item.nbytes)
             if unit != self._unit:
                 self._unit, self._border = unit, self._turn
             self._turn += 1
@@ -143,7 +154,7 @@ class Activations:
         """A backward begins, or has ended."""
         self._returning = signal.backward
         if signal.room is not None:
-            self._compute_room = signal.room
+            self._whole_room = signal.room
         if signal.backward:
             self._expected = self._all_bytes
             self._border = self._turn

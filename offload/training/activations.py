@@ -20,7 +20,7 @@ from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator
 from ..movement.executor import Executor
 from ..movement.saved import SavedStorage
-from ..schedule.activations import LEAST_BYTES
+from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from . import torch_private
 from .backward import Backward
@@ -84,7 +84,7 @@ class Stash:
         self._known = weakref.WeakValueDictionary()  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []
-        self._untold_bytes = self._bytes = 0
+        self._untold_bytes = self._bytes = self._largest = 0
         self._ended: deque[int] = deque()  # bytes of what has come to its end
         self._unit_bytes = [0] * len(executor.layout.units)
         self._lock = threading.Lock()
@@ -110,6 +110,7 @@ class Stash:
                 shared = SharedStorage(self, SavedStorage(next(self._numbers), flat), t)
                 self._known[key] = shared
                 self._bytes += shared.saved.nbytes
+                self._largest = max(self._largest, shared.saved.nbytes)
                 self._untold_bytes += shared.saved.nbytes
                 if not torch_private.in_backward():
                     self._unit_bytes[self._unit] += shared.saved.nbytes  # in no unit: the last
@@ -151,7 +152,8 @@ class Stash:
             self.tell()
         self._settle()
         here = self._bytes - self._store.away_bytes
-        if here > self.room_bytes and self._bytes > self._refused_bytes + self._chunk:
+        room = room_beside(self.room_bytes, self._largest)
+        if here > room and self._bytes > self._refused_bytes + self._chunk:
             self._wait()
         elif self._untold_bytes > self._chunk:
             self.tell()

@@ -19,6 +19,7 @@ from .recompute import Recompute
 
 log = logging.getLogger("overspill")
 
+_LATER = 2  # steps: the first is slower than those that follow
 _MORE = 1.1  # so much more that is kept is another load
 
 
@@ -34,6 +35,7 @@ class Adapting:
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
         self._stale = False  # what was chosen was chosen for another load
+        self._again = 0  # steps until the choice is looked at again
         self._unwatched = False  # and that one is not known by unit
         self.stash = make_stash(machinery.executor, accelerator, model, backward)
         self.recompute = Recompute(
@@ -60,12 +62,21 @@ class Adapting:
         """A step has ended: a better choice, if the load is another one."""
         self.recompute.stepped()
         self._leave_workspace()
-        if self._stale:
-            self._stale = False
-            self._choose()
-        elif self._unwatched:
+        self._again -= 1
+        if self._unwatched:
             self._unwatched = False
             self.recompute.watch()
+        elif self._stale or not self._again:
+            self._again = _LATER if self._stale else 0
+            self._stale = False
+            self._choose()
+
+    def adapted(self) -> tuple[frozenset[int], Costs] | None:
+        """The units that are computed again, and what a step was taken to cost when they were
+        chosen; ``None``: nothing is known of the load."""
+        if not sum(self._saved_bytes) or (costs := self._costs()) is None:
+            return None
+        return self.recompute.units, costs
 
     def _leave_workspace(self) -> None:
         """Under ``device_memory="auto"``, less may stay where running units need more than was left

@@ -231,7 +231,7 @@ def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> N
 def test_a_plan_that_knows_the_load_chooses_too() -> None:
     model = chain([]).cpu()
     options = {"device": "sim", "device_memory": "700KiB", "host_memory": "64MiB", "rates": RATES}
-    made = overspill.plan(model, adamw(model), **options, tokens=16 * 64)
+    made = overspill.plan(model, adamw(model), **options, tokens=256)
     assert made.detail.layout is not None
     assert made.detail.layout.saved.recompute
     assert "computed again" in str(made)
