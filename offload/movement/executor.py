@@ -238,7 +238,11 @@ class Executor:
         if before is not None or computing is not None:
             self._waited(waiter.lane, started_ns, computing or before or "")
         if waiter.error is not None:
-            self._raise(waiter.error)
+            error, waiter.error = waiter.error, None
+            try:
+                self._raise(error)
+            finally:  # else what the frames around hold would live until the collector comes
+                del error
         assert waiter.grant is not None
         return waiter.grant
 
@@ -293,16 +297,19 @@ class Executor:
             self._raise(self._error)
 
     def _raise(self, error: BaseException) -> None:
-        if isinstance(error, BudgetError) and self._error is None:
-            raise error
-        if self._raised:
-            raise OffloadError(
-                "the engine stopped after an earlier error; close it, and wrap the model again"
-            ) from error
-        self._raised = True
-        if isinstance(error, OffloadError):
-            raise error
-        raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+        try:
+            if isinstance(error, BudgetError) and self._error is None:
+                raise error
+            if self._raised:
+                raise OffloadError(
+                    "the engine stopped after an earlier error; close it, and wrap the model again"
+                ) from error
+            self._raised = True
+            if isinstance(error, OffloadError):
+                raise error
+            raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+        finally:  # an error that its own frame names lives until the collector comes
+            del error
 
     @property
     def failed(self) -> bool:

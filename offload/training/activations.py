@@ -27,7 +27,7 @@ from .backward import Backward
 
 log = logging.getLogger("overspill")
 
-LEAST_SHARE = 4  # a storage that is longer than what was saved of it, so many times, stays
+LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
 TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
 NOWHERE = -1  # saved in no unit
 
@@ -35,19 +35,27 @@ NOWHERE = -1  # saved in no unit
 class SharedStorage:
     """A storage as all handles over it hold it; with the last of them it comes to its end."""
 
-    __slots__ = ("__weakref__", "_stash", "saved", "told", "unit", "version", "watch")
+    __slots__ = (
+        "__weakref__", "_stash", "covered", "saved", "told", "unit", "version", "watch"
+    )  # fmt: skip
 
     def __init__(self, stash: Stash, saved: SavedStorage, t: torch.Tensor) -> None:
         self._stash, self.saved = stash, saved
         self.version = torch_private.version_of(t)
         self.watch = torch_private.StorageWatch(t.untyped_storage())
         self.unit, self.told = NOWHERE - 1, False
+        self.covered = 0  # bytes of what was saved of it
+
+    @property
+    def leaves(self) -> bool:
+        """Whether so much of it was saved that nobody else may be thought to hold it for long."""
+        return self.covered * LEAST_SHARE >= self.saved.nbytes
 
     def __del__(self) -> None:
         saved = getattr(self, "saved", None)
         if saved is not None:
             saved.let_go()
-            self._stash.ended(saved.number, saved.nbytes, told=self.told)
+            self._stash.ended(saved.number, saved.nbytes if self.leaves else 0, told=self.told)
 
 
 class SavedHandle:
@@ -103,23 +111,28 @@ class Stash:
         key, version = torch_private.identity(storage), torch_private.version_of(t)
         with self._lock:
             shared = self._known.get(key)
-            if shared is None and storage.nbytes() > LEAST_SHARE * t.nbytes:
-                return None
             if shared is None or shared.watch.expired or shared.version != version:
                 flat = torch_private.bytes_of(storage)
                 shared = SharedStorage(self, SavedStorage(next(self._numbers), flat), t)
                 self._known[key] = shared
-                self._bytes += shared.saved.nbytes
-                self._largest = max(self._largest, shared.saved.nbytes)
-                self._untold_bytes += shared.saved.nbytes
-                if not torch_private.in_backward():
-                    self._unit_bytes[self._unit] += shared.saved.nbytes  # in no unit: the last
-            if shared.unit != self._unit:  # what is saved again is needed sooner
+            left = shared.leaves
+            shared.covered += t.nbytes
+            if shared.leaves and not left:
+                self._count(shared.saved.nbytes)
+            if shared.leaves and shared.unit != self._unit:  # what is saved again is needed sooner
                 shared.unit = self._unit
                 self._untold.append(weakref.ref(shared))
         handle = SavedHandle(shared, t, torch_private.version_counter(t))
         self._look()
         return handle
+
+    def _count(self, nbytes: int) -> None:
+        """A storage of so many bytes may leave from now on."""
+        self._bytes += nbytes
+        self._largest = max(self._largest, nbytes)
+        self._untold_bytes += nbytes
+        if not torch_private.in_backward():
+            self._unit_bytes[self._unit] += nbytes  # in no unit: the last
 
     def _storage_of(self, t: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of a tensor that may leave."""

@@ -35,6 +35,7 @@ class Adapting:
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
         self._stale = False  # what was chosen was chosen for another load
+        self._grown = 1.0  # so much larger is that one, where units are computed again
         self._again = 0  # steps until the choice is looked at again
         self._unwatched = False  # and that one is not known by unit
         self.stash = make_stash(machinery.executor, accelerator, model, backward)
@@ -54,9 +55,7 @@ class Adapting:
         elif not self.recompute.units:
             self._unwatched = sum(sizes) > _MORE * sum(self._saved_bytes)
         elif grown > 1.0:
-            self._saved_bytes = [int(n * grown) for n in self._saved_bytes]
-            self.recompute.grow()
-            self._stale = True
+            self._grown, self._stale = grown, True
 
     def stepped(self) -> None:
         """A step has ended: a better choice, if the load is another one."""
@@ -69,6 +68,10 @@ class Adapting:
         elif self._stale or not self._again:
             self._again = _LATER if self._stale else 0
             self._stale = False
+            if self._grown > 1.0:
+                self._saved_bytes = [int(n * self._grown) for n in self._saved_bytes]
+                self.recompute.grow()
+                self._grown = 1.0
             self._choose()
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class _Frame:
     """One unit whose forward runs in this thread."""
 
-    __slots__ = ("around", "autocast_cache", "away", "began", "unit")
+    __slots__ = ("around", "autocast_cache", "away", "began", "task", "unit")
 
     def __init__(
         self, unit: int, autocast_cache: bool, around: Around | None, *, away: bool
@@ -30,6 +30,7 @@ class _Frame:
         self.unit, self.autocast_cache, self.around = unit, autocast_cache, around
         self.away = away  # who runs does not close it: others have, or will
         self.began = torch_private.graph_clock()
+        self.task = torch_private.current_graph_task()
 
 
 class _Stack(threading.local):
@@ -129,7 +130,9 @@ class Frames:
 
     def _pop(self, *, completed: bool = False) -> _Frame:
         frame = self._mine.frames.pop()
-        torch_private.pop_saved_tensor_hooks()
+        # A backward that raised has taken its hooks with it.
+        if frame.task == torch_private.current_graph_task():
+            torch_private.pop_saved_tensor_hooks()
         if frame.around is not None:
             frame.around.end(completed=completed)
         torch.set_autocast_cache_enabled(frame.autocast_cache)

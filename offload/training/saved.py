@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..errors import OffloadError
 from . import torch_private
 from .activations import SavedHandle, Stash
 from .backward import Backward
@@ -155,7 +156,12 @@ class SavedTensors:
     @torch_private.without_grad
     def _tensor(self, handle: WeightHandle, *, copy: bool) -> torch.Tensor:
         residence = self._residences.current[handle.unit]
-        assert residence is not None
+        if residence is None:
+            name = self._residences.parts.units[handle.unit].name
+            raise OffloadError(
+                f"backward needs weights of unit {name!r} as the engine had them, which is closed; "
+                "run backward before close() or unwrap()"
+            )
         self._residences.used_here(residence)
         t = self._residences.view(handle.unit, handle.view)
         return t.clone() if copy else t

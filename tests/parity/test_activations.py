@@ -19,8 +19,8 @@ import overspill
 from overspill.errors import BudgetError
 from overspill.facts.tier import Tier
 from overspill.training import activations
-from tests.devices import CPU, DEVICE, SIM, about_cpu, forget_races, normal
-from tests.models import adamw, train, weights
+from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, forget_races, normal
+from tests.models import adamw, batch, train, weights
 from tests.parity.twins import make
 from tests.patience import WAIT_S
 
@@ -208,6 +208,44 @@ def test_a_named_policy_raises_instead(tight: Any) -> None:
         model(normal(0, 16, 64, 32))
 
 
+def test_after_a_refusal_a_smaller_batch_trains(tight: Any) -> None:
+    """Nothing of the forward that was refused waits for the collector."""
+    model, _ = tight("host")
+    gc.disable()
+    try:
+        with pytest.raises(BudgetError):
+            model(normal(0, 16, 64, 32))
+        model(normal(0, 1, 4, 32)).backward()
+    finally:
+        gc.enable()
+
+
+class Pieces(nn.Module):
+    """Saves an eighth of a storage at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 512), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros((), device=x.device)
+        for piece in self.first(x).chunk(8, dim=-1):
+            found = found + piece * piece
+        return x + self.last(torch.tanh(found))
+
+
+@about_sim
+def test_pieces_that_make_up_a_storage_leave_with_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Pieces() for _ in range(4)), nn.Linear(32, 1))
+    with overspill.wrap(
+        model, adamw(model), device=SIM, device_memory="2MiB", host_memory="64MiB",
+        activations="host",
+    ) as optimizer:  # fmt: skip
+        model(normal(0, 64, 8, 32)).sum().backward()
+        assert moved(optimizer) > 3 * 64 * 8 * 512 * 4
+
+
 # -- graphs -------------------------------------------------------------------------------------
 
 
@@ -378,3 +416,22 @@ def test_a_cache_is_not_filled_twice(caplog: pytest.LogCaptureFixture) -> None:
             optimizer.step()
     assert cache.seen == 6
     assert any("use_cache=False" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("policy", ["keep", "host", "auto"])
+def test_a_graph_that_outlives_the_engine_says_so(policy: str) -> None:
+    torch.manual_seed(0)
+    model = make(depth=3)
+    before = nn.Linear(32, 32).to(DEVICE)
+    tokens, targets = batch(0)
+    optimizer = overspill.wrap(
+        model, adamw(model), device=SIM, device_memory="500KiB", host_memory="8MiB",
+        activations=policy,
+    )  # fmt: skip
+    loss = model(tokens, targets) + before(normal(0, 4, 32)).sum() * 0
+    overspill.unwrap(model)
+    try:
+        loss.backward()
+    except overspill.OffloadError as error:
+        assert "close" in str(error)
+    optimizer.close()

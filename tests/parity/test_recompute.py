@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.planning import simulate
@@ -156,6 +157,46 @@ def test_what_fills_a_cache_first_is_computed_again_later(caplog: pytest.LogCapt
         assert len(calls) == 5  # that one is watched again
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("whose", ["recompute", "keep"])
+def test_an_interrupt_while_it_is_computed_again(
+    whose: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine, or by a checkpoint of the user's."""
+    model = chain([], 3)
+    if whose == "keep":
+        model = Checkpointed(list(model.blocks))
+    options = {"device": SIM, "device_memory": "150KiB", "host_memory": "64MiB"}
+    with overspill.wrap(model, adamw(model), **options, activations=whose) as optimizer:
+        for seed in range(2):
+            step(model, optimizer, seed)
+        loss, plain, calls = model(normal(3, 16, 8, 32)), torch.sigmoid, []
+
+        def interrupted(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 2:
+                raise raised
+            return plain(x)
+
+        monkeypatch.setattr(torch, "sigmoid", interrupted)
+        with pytest.raises(raised):
+            loss.backward()
+        monkeypatch.setattr(torch, "sigmoid", plain)
+        model.zero_grad()
+        assert step(model, optimizer, 3) > 0
+
+
+class Checkpointed(Chain):
+    """Checkpoints of the user's own around all blocks, once they are asked for."""
+
+    asked = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.asked else block(x)
+        return self.head(x).pow(2).mean()
+
+
 # -- chosen -------------------------------------------------------------------------------------
 
 TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}
@@ -207,6 +248,22 @@ def test_a_larger_batch_is_another_load() -> None:
     assert counts[4] > 8  # once it has been seen
     assert counts[6] > 8
     assert counts[7] == 8
+
+
+@about_sim
+def test_nothing_is_decided_anew_within_a_step() -> None:
+    """What a checkpoint of the user's computes again saves what it saved before, also where a
+    larger batch came in between."""
+    model = Checkpointed([Block([], i) for i in range(8)])
+    model.asked = False
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
+        for seed in range(2):
+            step(model, optimizer, seed)
+        model.asked = True
+        for small in range(1, 16, 3):
+            losses = [model(normal(1, size, 8, 32).requires_grad_()) for size in (small, 32)]
+            sum(losses).backward()  # type: ignore[union-attr]
+            optimizer.step()
 
 
 @pytest.mark.parametrize("place", ["cpu", "device"])
