@@ -40,11 +40,12 @@ class SharedStorage:
     )  # fmt: skip
 
     def __init__(self, stash: Stash, saved: SavedStorage, t: torch.Tensor) -> None:
-        self._stash, self.saved = stash, saved
-        self.version = torch_private.version_of(t)
-        self.watch = torch_private.StorageWatch(t.untyped_storage())
         self.unit, self.told = NOWHERE - 1, False
         self.covered = 0  # bytes of what was saved of it
+        self._stash = stash
+        self.version = torch_private.version_of(t)
+        self.watch = torch_private.StorageWatch(t.untyped_storage())
+        self.saved = saved  # last: from here on it has an end
 
     @property
     def leaves(self) -> bool:
@@ -138,7 +139,7 @@ class Stash:
         """The storage of a tensor that may leave."""
         if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.device != self._device:
             return None
-        if t.layout is not torch.strided or t.is_conj() or t.is_neg() or t.is_quantized:
+        if t.is_conj() or t.is_neg() or t.is_quantized or t.is_inference():
             return None
         storage = t.untyped_storage()
         if storage.nbytes() < LEAST_BYTES:

@@ -100,8 +100,9 @@ class Adapting:
         room = self.stash.room_bytes
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
-            found = recomputing(layout, self._blueprint.parts, costs, needs)
-            units = found & recompute.able
+            may = recompute.known(self._blueprint.parts.recomputable)
+            found = recomputing(layout, may, costs, needs)
+            units = recompute.known(found)
         recompute.watching = False
         recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
         if units != recompute.units:

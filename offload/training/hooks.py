@@ -69,7 +69,8 @@ class ModuleHooks:
     def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
         for unit, found in enumerate(self._residences.parts.found):
-            if self._residences.streamed[unit] or unit in self._recompute.able:
+            whole = not found.direct_only and self._stash is not None
+            if self._residences.streamed[unit] or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
             elif self._stash is not None:
                 self._hook_border(me, unit, found.module)

@@ -9,11 +9,14 @@ user's own computes again must be as it was.
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,9 +31,13 @@ log = logging.getLogger("overspill")
 Checkpoint = Generator[None, None, None]
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, nn.Module,
+    torch.memory_format,
 )  # fmt: skip
-_VALUES = (bool, int, float, complex, str, bytes)
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_DEEP, _LONG = 3, 256  # how far what a module has is looked into, and how many members of it
+# Whose modules compute the same again, as far as can be told: of others nobody knows but who wrote
+# them, and may ask for ``"recompute"``.
+KNOWN = ("torch.nn.", "transformers.")
 _GROWN = 1.1  # inputs so much larger are another load
 _CHANCES = 3  # forwards that may change their module, as the first does that fills a cache
 
@@ -61,6 +68,7 @@ class Recompute:
     def __init__(
         self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool
     ) -> None:
+        """``watching``: units are yet to be chosen, of those that are ``known``."""
         self.units, self.watching = units, watching
         self.able = parts.recomputable if units or watching else frozenset()
         self.input_bytes = [0] * len(parts.units)
@@ -84,21 +92,21 @@ class Recompute:
         leaves, structure = torch_private.tree_flatten((tuple(args), dict(kwargs)))
         small = self._measure(unit, leaves)
         if (unit, module.training) not in self._steady:
-            return _Watched(self, unit, module)
+            return _Watched(self, unit, module, leaves)
         if small or not wanted:
             return None
-        others = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
-        if others:
-            self._keep(
-                unit, f"is called with an object of class {type(others[0]).__name__} that it may "
-                "change (a cache? pass use_cache=False)",
-            )  # fmt: skip
+        if (why := _obstacle(leaves)) is not None:
+            self._keep(unit, why)
             return None
         if not any(
             isinstance(leaf, torch.Tensor) and leaf.device == self._device for leaf in leaves
         ):
             return None  # torch knows by these whose random numbers to bring back
         return _Checkpointed(self, unit, module, leaves, structure)
+
+    def known(self, units: frozenset[int]) -> frozenset[int]:
+        """Those of the units of which it is known that they compute the same again."""
+        return frozenset(unit for unit in units & self.able if _known(self._found[unit].module))
 
     def _keep(self, unit: int, why: str) -> None:
         """From now on the unit is not computed again."""
@@ -166,21 +174,30 @@ class _Checkpointed:
     def __init__(
         self, recompute: Recompute, unit: int, module: nn.Module, leaves: list[Any], structure: Any
     ) -> None:
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        inputs = [leaves[i] for i in tensors]
-        for i in tensors:
-            leaves[i] = None  # autograd has them, and may let them leave
+        inputs: dict[int, torch.Tensor] = {}
+        places: list[tuple[int, int]] = []  # of tensors among the leaves, and among the inputs
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                inputs.setdefault(id(leaf), leaf)
+                places.append((i, list(inputs).index(id(leaf))))
+                leaves[i] = None  # autograd has them, and may let them leave
+        modes = [(each, each.training) for each in module.modules()]
 
         def again(*inputs: torch.Tensor) -> None:
             given = list(leaves)
-            for i, tensor in zip(tensors, inputs, strict=True):
-                given[i] = tensor
+            for i, number in places:
+                given[i] = inputs[number]
             args, kwargs = torch_private.tree_unflatten(given, structure)
-            recompute.compute(unit, partial(module, *args, **kwargs))
+            now = [(each, each.training) for each, _ in modes]
+            try:
+                _set_modes(modes)
+                recompute.compute(unit, partial(module, *args, **kwargs))
+            finally:
+                _set_modes(now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
         self._before = _state_of(module)
-        self._checkpoint: Checkpoint = torch_private.checkpoint(again, inputs)
+        self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
         next(self._checkpoint)
 
     def end(self, *, completed: bool) -> None:
@@ -195,13 +212,19 @@ class _Checkpointed:
 class _Watched:
     """A forward that is kept, to see whether it changes its module."""
 
-    def __init__(self, recompute: Recompute, unit: int, module: nn.Module) -> None:
+    def __init__(
+        self, recompute: Recompute, unit: int, module: nn.Module, leaves: Sequence[Any]
+    ) -> None:
         self._recompute, self._unit, self._module = recompute, unit, module
         self._before, self._training = _state_of(module), module.training
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._inputs = [(t, torch_private.version_of(t)) for t in tensors]
 
     def end(self, *, completed: bool) -> None:
         if completed:
             changed = _changed(self._module, self._before)
+            if any(torch_private.version_of(t) != version for t, version in self._inputs):
+                changed = "its input"
             self._recompute.watched(self._unit, changed, training=self._training)
 
 
@@ -220,17 +243,33 @@ def _state_of(module: nn.Module) -> _State:
             found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
     # Checkpoints bring back torch's own random numbers, and no others.
     found["Python's random numbers"] = None, random.getstate()
-    found["NumPy's random numbers"] = None, np.random.get_state(legacy=False)["state"]["pos"]
+    found["NumPy's random numbers"] = None, pickle.dumps(np.random.get_state(legacy=False))
     return found
 
 
-def _inside(value: object) -> object:
+def _inside(value: Any, depth: int = 0) -> object:
     """What tells that an object has changed that is the same as before."""
-    if isinstance(value, (list, dict, set)):
-        return len(value)
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), torch_private.version_of(value)
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
-    return None
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Iterator):
+        return object()  # nobody can tell
+    if depth == _DEEP or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
+        return id(value)
+    if isinstance(value, Mapping):
+        return len(value), [(k, _inside(v, depth + 1)) for k, v in islice(value.items(), _LONG)]
+    if isinstance(value, Collection):
+        return len(value), [_inside(each, depth + 1) for each in islice(value, _LONG)]
+    return id(value), _inside(getattr(value, "__dict__", None), depth + 1)
 
 
 def _changed(module: nn.Module, before: _State) -> str | None:
@@ -241,6 +280,31 @@ def _changed(module: nn.Module, before: _State) -> str | None:
         if was is None or found is None or not _same(was, found):
             return name
     return None
+
+
+def _obstacle(leaves: Sequence[Any]) -> str | None:
+    """Why a forward that is called with these cannot be computed again."""
+    for leaf in leaves:
+        if isinstance(leaf, nn.Parameter):
+            return "is called with a weight"
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            return (
+                f"is called with an object of class {type(leaf).__name__} that it may change (a "
+                "cache? pass use_cache=False)"
+            )
+    return "runs in compiled code" if torch_private.in_compiled_code() else None
+
+
+def _known(module: nn.Module) -> bool:
+    return all(
+        type(each).__module__.startswith(KNOWN) and torch_private.calls_as_modules_do(each)
+        for each in module.modules()
+    )
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
 
 
 def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:

@@ -99,14 +99,15 @@ class SavedTensors:
         found = self._residences.whereabouts(t) if isinstance(t, Elsewhere) else None
         if found is not None:
             return self._handle(*found)
-        residence = self._residences.by_storage.get(torch_private.storage_key(t))
+        plain = torch_private.has_memory(t)
+        residence = self._residences.by_storage.get(torch_private.storage_key(t)) if plain else None
         if residence is not None:
             self._residences.used_here(residence)
             view = View(int(t.storage_offset()), t.dtype, tuple(t.shape), tuple(t.stride()))
             return self._handle(residence.unit, view)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
-        handle = None if self.stash is None else self.stash.pack(t)
+        handle = self.stash.pack(t) if plain and self.stash is not None else None
         return _Plain(t) if handle is None else handle
 
     def _handle(self, unit: int, view: View) -> WeightHandle:

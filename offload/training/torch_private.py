@@ -160,6 +160,32 @@ def _is_compiled(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo")
 
 
+def in_compiled_code() -> bool:
+    """Whether code that was compiled is among this thread's callers.  What is kept from being
+    compiled, as the engine's hooks are, has a caller of dynamo's as well."""
+    names = (frame.f_code.co_name for frame in callers())
+    return any(n == "compile_wrapper" or n.startswith("torch_dynamo_resume") for n in names)
+
+
+def has_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor is a view of plain memory: no sparse one, nor one of several lengths."""
+    return t.layout is torch.strided and not t.is_nested and not t._is_zerotensor()
+
+
+def calls_as_modules_do(module: torch.nn.Module) -> bool:
+    """Whether nothing but the engine runs around a module's forward: no ``__call__`` of its own, no
+    hooks of others, on it or on all modules."""
+    if type(module).__call__ is not torch.nn.Module.__call__:
+        return False
+    own = (module._forward_pre_hooks, module._forward_hooks)
+    shared = torch.nn.modules.module
+    if shared._global_forward_pre_hooks or shared._global_forward_hooks:
+        return False
+    package = __name__.partition(".")[0]
+    hooks = (hook for each in own for hook in each.values())
+    return all(getattr(hook, "__module__", "").partition(".")[0] == package for hook in hooks)
+
+
 def is_scripted(module: torch.nn.Module) -> bool:
     """Whether a part of a module runs in TorchScript, which asks no tensor's class."""
     return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
@@ -194,7 +220,7 @@ def identity(storage: torch.UntypedStorage) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory has been written in place."""
-    return int(tensor._version)
+    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

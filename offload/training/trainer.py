@@ -37,8 +37,8 @@ class Trainer:
         self._closer = threading.current_thread()
 
     def require(self) -> None:
-        """Raises unless the calling thread trains, or runs a backward pass.  After the end of the
-        one that trained, any may go on.
+        """Raises unless the calling thread trains, runs a part of the same forward, or a backward
+        pass.  After the end of the one that trained, any may go on.
 
         Raises:
             OffloadError: it does neither.
@@ -46,7 +46,8 @@ class Trainer:
         if in_backward():  # maybe on a thread of autograd's, which Python is not to hear of
             return
         current = threading.current_thread()
-        if current not in (self._thread, self._closer) and self._thread.is_alive():
+        mine = current in (self._thread, self._closer) or current in self._at_work
+        if not mine and self._thread.is_alive():
             raise OffloadError(
                 f"thread {current.name!r} uses the model or its optimizer while "
                 "another one trains it; do this in the thread that trains, and hand the result over"

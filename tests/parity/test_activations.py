@@ -435,3 +435,38 @@ def test_a_graph_that_outlives_the_engine_says_so(policy: str) -> None:
         with pytest.raises(overspill.OffloadError, match="close"):
             loss.backward()
     optimizer.close()
+
+
+@about_cpu
+@pytest.mark.parametrize("policy", ["auto", "host"])
+def test_what_has_no_plain_memory_stays(policy: str) -> None:
+    """Sparse tensors, nested ones, and those of forward-mode differentiation."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+                x = x + torch.sparse.mm(torch.eye(32).to_sparse(), x.t()).t()
+                x = x + torch.sparse.mm(torch.eye(32).to_sparse_csr(), x.t()).t()
+            parts = torch.nested.as_nested_tensor([x[:4], x[4:]])
+            return torch.nested.to_padded_tensor(parts * parts, 0.0).sum()
+
+    found = []
+    for each in ("keep", policy):
+        torch.manual_seed(0)
+        model = Net()
+        with overspill.wrap(
+            model, adamw(model), device=CPU, host_memory="1MiB", activations=each
+        ) as optimizer:
+            losses = []
+            for seed in range(3):
+                loss = model(normal(seed, 64, 32))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            found.append(losses)
+    assert found[0] == found[1]

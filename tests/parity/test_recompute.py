@@ -3,6 +3,7 @@ cannot carry, and no more than the batch needs."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.planning import simulate
-from overspill.training import activations
+from overspill.training import activations, recompute
 from tests.devices import CPU, SIM, about_sim, normal
 from tests.models import adamw, weights
 
@@ -31,17 +32,20 @@ WIDE = 10**4  # of a link on which everything fits in no time
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (activations, simulate):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
+    monkeypatch.setattr(recompute, "KNOWN", (*recompute.KNOWN, __name__))
+    CALLS.clear()
+
+
+CALLS: list[int] = []  # of blocks, outside of them
 
 
 class Block(nn.Module):
-    """Counts its forwards outside of itself."""
-
-    def __init__(self, calls: list[int], number: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner, self.out = nn.Linear(32, 128), nn.Linear(128, 32)
-        self.register_forward_pre_hook(lambda *_: calls.append(number))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
         return x + torch.tanh(self.out(torch.sigmoid(self.inner(x))))
 
 
@@ -57,9 +61,9 @@ class Chain(nn.Module):
         return self.head(x).pow(2).mean()
 
 
-def chain(calls: list[int], count: int = 8) -> Chain:
+def chain(count: int = 8) -> Chain:
     torch.manual_seed(0)
-    return Chain([Block(calls, i) for i in range(count)])
+    return Chain([Block() for _ in range(count)])
 
 
 def step(model: nn.Module, optimizer: Any, seed: int, batch: int = 16) -> float:
@@ -80,7 +84,8 @@ class Counting(nn.Module):
         super().__init__()
         self.inner, self.kind, self.count, self.seen = nn.Linear(32, 32), kind, 0, []
         self.register_buffer("steps", torch.zeros(()))
-        self.draws = torch.Generator()
+        self.draws, self.numbers = torch.Generator(), np.random.default_rng(0)
+        self.own, self.many, self.inside = torch.zeros(()), itertools.count(), {"a": [0]}
         self.norm = nn.BatchNorm1d(32) if kind == "statistics" else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,13 +100,23 @@ class Counting(nn.Module):
         elif self.kind == "python":
             x = x + random.random()
         elif self.kind == "numpy":
-            x = x + float(np.random.rand())
+            x = x + float(np.random.randn())
+        elif self.kind == "tensor":
+            self.own += 0.1
+            x = x + self.own.to(x.device)
+        elif self.kind == "numpy generator":
+            x = x + self.numbers.random()
+        elif self.kind == "iterator":
+            x = x + next(self.many)
+        elif self.kind == "nested":
+            self.inside["a"][0] += 1
         return torch.tanh(self.norm(self.inner(x).flatten(0, 1))).view_as(x)
 
 
 @pytest.mark.parametrize(
-    "kind", ["attribute", "list", "buffer", "statistics", "generator", "python", "numpy"]
-)
+    "kind", ["attribute", "list", "buffer", "statistics", "generator", "python", "numpy", "tensor",
+             "numpy generator", "iterator", "nested"],
+)  # fmt: skip
 def test_what_changes_itself_is_kept(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for policy in ("keep", "recompute"):
@@ -126,35 +141,34 @@ def test_what_changes_itself_is_kept(kind: str, caplog: pytest.LogCaptureFixture
 class Caching(nn.Module):
     """Fills a table when it first runs, and once more when it is told to."""
 
-    def __init__(self, calls: list[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner, self.table = nn.Linear(32, 32), None
-        self.register_forward_pre_hook(lambda *_: calls.append(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
         if self.table is None:
             self.table = torch.arange(32.0, device=x.device)
         return torch.tanh(self.inner(x) + self.table)
 
 
 def test_what_fills_a_cache_first_is_computed_again_later(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[int] = []
     torch.manual_seed(0)
-    model = Chain([Caching(calls) for _ in range(3)])
+    model = Chain([Caching() for _ in range(3)])
     with overspill.wrap(model, adamw(model), device=CPU, activations="recompute") as optimizer:
         counts = []
         for seed in range(4):
             step(model, optimizer, seed)
-            counts.append(len(calls))
-            calls.clear()
+            counts.append(len(CALLS))
+            CALLS.clear()
         assert counts == [3, 3, 6, 6]
         assert not [r for r in caplog.records if "again" in r.getMessage()]
         model.blocks[1].table = None
         step(model, optimizer, 4)
         assert "has changed table" in caplog.text
-        calls.clear()
+        CALLS.clear()
         step(model, optimizer, 5)
-        assert len(calls) == 5  # that one is watched again
+        assert len(CALLS) == 5  # that one is watched again
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ValueError])
@@ -163,18 +177,18 @@ def test_an_interrupt_while_it_is_computed_again(
     whose: str, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the engine, or by a checkpoint of the user's."""
-    model = chain([], 3)
+    model = chain(3)
     if whose == "keep":
         model = Checkpointed(list(model.blocks))
     options = {"device": SIM, "device_memory": "150KiB", "host_memory": "64MiB"}
     with overspill.wrap(model, adamw(model), **options, activations=whose) as optimizer:
         for seed in range(2):
             step(model, optimizer, seed)
-        loss, plain, calls = model(normal(3, 16, 8, 32)), torch.sigmoid, []
+        loss, plain, drawn = model(normal(3, 16, 8, 32)), torch.sigmoid, []
 
         def interrupted(x: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == 2:
+            drawn.append(1)
+            if len(drawn) == 2:
                 raise raised
             return plain(x)
 
@@ -197,6 +211,60 @@ class Checkpointed(Chain):
         return self.head(x).pow(2).mean()
 
 
+class Twice(nn.Module):
+    """Asks whether its two inputs are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x * 2 if x is y else x * 3))
+
+
+class OfTwice(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, x)
+        return self.head(x).pow(2).mean()
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(32, 32), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.drop(self.inner(x)))
+
+
+@pytest.mark.parametrize("kind", ["one input twice", "eval before backward", "compiled"])
+def test_it_runs_again_as_it_ran(kind: str) -> None:
+    found = []
+    for policy in ("keep", "recompute"):
+        torch.manual_seed(0)
+        model = OfTwice([Twice() for _ in range(3)]) if "twice" in kind else Chain(
+            [Drops() for _ in range(3)]
+        )  # fmt: skip
+        with overspill.wrap(model, adamw(model), device=CPU, activations=policy) as optimizer:
+            run = torch.compile(model, backend="aot_eager") if kind == "compiled" else model
+            losses = []
+            for seed in range(4):
+                torch.manual_seed(seed)
+                loss = run(normal(seed, 4, 8, 32))
+                if "eval" in kind:
+                    model.eval()
+                loss.backward()
+                model.train()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append((losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+
+
 # -- chosen -------------------------------------------------------------------------------------
 
 TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}
@@ -205,24 +273,44 @@ TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}
 @about_sim
 def test_auto_computes_again_what_the_link_cannot_carry(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "overspill")
-    calls: list[int] = []
-    model = chain(calls)
+    model = chain()
     with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
         step(model, optimizer, 0)
-        assert len(calls) == 8
-        calls.clear()
+        assert len(CALLS) == 8
+        CALLS.clear()
         step(model, optimizer, 1)
-        assert len(calls) > 8
+        assert len(CALLS) > 8
         assert "computed again" in caplog.text
-        calls.clear()
+        CALLS.clear()
         step(model, optimizer, 2, batch=1)  # all of it may stay
-        assert len(calls) == 8
+        assert len(CALLS) == 8
+
+
+@about_sim
+def test_auto_leaves_modules_alone_of_which_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = chain()
+    handle = model.blocks[2].register_forward_pre_hook(lambda _m, args: args)
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
+        for seed in range(2):
+            step(model, optimizer, seed)
+        chosen = optimizer._engine._loop._adapting.recompute.units
+        assert chosen
+        assert 2 not in chosen, "a hook of the user's runs around it"
+    handle.remove()
+    monkeypatch.setattr(recompute, "KNOWN", ("torch.nn.",))
+    model = chain()
+    CALLS.clear()
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
+        for seed in range(3):
+            step(model, optimizer, seed)
+    assert len(CALLS) == 24
 
 
 @about_sim
 def test_auto_moves_what_the_link_carries(tmp_path: Path) -> None:
-    calls: list[int] = []
-    model = chain(calls)
+    model = chain()
     fast = overspill.Rates(
         h2d_bytes_s=RATES.h2d_bytes_s * WIDE, d2h_bytes_s=RATES.d2h_bytes_s * WIDE,
         dram_bytes_s=20e9, update_params_s=1e9, device_flops_s=2e9,
@@ -231,19 +319,18 @@ def test_auto_moves_what_the_link_carries(tmp_path: Path) -> None:
     with overspill.wrap(model, adamw(model), **TIGHT, rates=fast) as optimizer:
         for seed in range(3):
             step(model, optimizer, seed)
-        assert len(calls) == 24
+        assert len(CALLS) == 24
 
 
 @about_sim
 def test_a_larger_batch_is_another_load() -> None:
-    calls: list[int] = []
-    model = chain(calls)
+    model = chain()
     with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
         counts = []
         for seed, batch in enumerate([1, 1, 16, 16, 16, 24, 24, 1]):
             step(model, optimizer, seed, batch)
-            counts.append(len(calls))
-            calls.clear()
+            counts.append(len(CALLS))
+            CALLS.clear()
     assert counts[:3] == [8, 8, 8]
     assert counts[4] > 8  # once it has been seen
     assert counts[6] > 8
@@ -254,7 +341,7 @@ def test_a_larger_batch_is_another_load() -> None:
 def test_nothing_is_decided_anew_within_a_step() -> None:
     """What a checkpoint of the user's computes again saves what it saved before, also where a
     larger batch came in between."""
-    model = Checkpointed([Block([], i) for i in range(8)])
+    model = Checkpointed([Block() for _ in range(8)])
     model.asked = False
     with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:
         for seed in range(2):
@@ -270,7 +357,7 @@ def test_nothing_is_decided_anew_within_a_step() -> None:
 def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> None:
     found = []
     for policy in ("keep", "auto"):
-        model = chain([])
+        model = chain()
         options: dict[str, Any] = {"device": CPU, "host_memory": "2MiB", "nvme": tmp_path}
         if place == "device":
             options = {**TIGHT, "device_memory": "700KiB"}
@@ -286,7 +373,7 @@ def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> N
 
 
 def test_a_plan_that_knows_the_load_chooses_too() -> None:
-    model = chain([]).cpu()
+    model = chain().cpu()
     options = {"device": "sim", "device_memory": "700KiB", "host_memory": "64MiB", "rates": RATES}
     made = overspill.plan(model, adamw(model), **options, tokens=256)
     assert made.detail.layout is not None
