@@ -191,6 +191,7 @@ class Loop:
     def end(self) -> None:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
         self._trainer.closes()
+        self._frames.forget()
         if self._commits is None or self._executor.failed:
             return
         self._materializing.end_if_over()

@@ -182,6 +182,12 @@ class Frames:
             self._clear()
             self._trainer.begins()
 
+    def forget(self) -> None:
+        """The engine ends: an exception may have left its hooks on this thread."""
+        while self._mine.frames:
+            self._pop()
+        self._forget_roots()
+
     def _clear(self) -> None:
         self._leave_all()
         self._backward.abandon()
@@ -190,6 +196,9 @@ class Frames:
     def _leave_all(self) -> None:
         while self._mine.frames:
             self._leave(self._pop())
+        self._forget_roots()
+
+    def _forget_roots(self) -> None:
         while self._saved.is_packing(torch_private.top_saved_tensor_hooks()):
             torch_private.pop_saved_tensor_hooks()
         self._mine.roots = 0

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import OffloadError
 from ..planning.partition import Partition
 from . import torch_private
 
@@ -183,7 +184,15 @@ class _Checkpointed:
                 leaves[i] = None  # autograd has them, and may let them leave
         modes = [(each, each.training) for each in module.modules()]
 
+        after: list[_State] = []  # as the forward has left the module
+
         def again(*inputs: torch.Tensor) -> None:
+            if after and (changed := _changed(_state_of(module), after[0])) is not None:
+                raise OffloadError(
+                    f"{type(module).__name__}: {changed} has changed since its forward, which "
+                    "backward computes again with it; change it after backward, or pass "
+                    "activations='host'"
+                )
             given = list(leaves)
             for i, number in places:
                 given[i] = inputs[number]
@@ -196,7 +205,7 @@ class _Checkpointed:
                 _set_modes(now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
-        self._before = _state_of(module)
+        self._before, self._drawn, self._after = _state_of(module), _drawn(), after
         self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
         next(self._checkpoint)
 
@@ -205,7 +214,9 @@ class _Checkpointed:
             self._checkpoint.close()
             return
         next(self._checkpoint, None)
-        if (changed := _changed(self._module, self._before)) is not None:
+        self._after.append(_state_of(self._module))
+        changed = _changed(self._before, self._after[0]) or _changed(self._drawn, _drawn())
+        if changed is not None:
             self._recompute.surprised(self._unit, changed)
 
 
@@ -216,13 +227,13 @@ class _Watched:
         self, recompute: Recompute, unit: int, module: nn.Module, leaves: Sequence[Any]
     ) -> None:
         self._recompute, self._unit, self._module = recompute, unit, module
-        self._before, self._training = _state_of(module), module.training
+        self._before, self._training = {**_state_of(module), **_drawn()}, module.training
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._inputs = [(t, torch_private.version_of(t)) for t in tensors]
 
     def end(self, *, completed: bool) -> None:
         if completed:
-            changed = _changed(self._module, self._before)
+            changed = _changed(self._before, {**_state_of(self._module), **_drawn()})
             if any(torch_private.version_of(t) != version for t, version in self._inputs):
                 changed = "its input"
             self._recompute.watched(self._unit, changed, training=self._training)
@@ -241,10 +252,15 @@ def _state_of(module: nn.Module) -> _State:
     for prefix, each in module.named_modules():
         for name, value in torch_private.own_attributes(each):
             found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
-    # Checkpoints bring back torch's own random numbers, and no others.
-    found["Python's random numbers"] = None, random.getstate()
-    found["NumPy's random numbers"] = None, pickle.dumps(np.random.get_state(legacy=False))
     return found
+
+
+def _drawn() -> _State:
+    """Where random numbers come from that a checkpoint does not bring back, as torch's own."""
+    return {
+        "Python's random numbers": (None, random.getstate()),
+        "NumPy's random numbers": (None, pickle.dumps(np.random.get_state(legacy=False))),
+    }
 
 
 def _inside(value: Any, depth: int = 0) -> object:
@@ -272,9 +288,8 @@ def _inside(value: Any, depth: int = 0) -> object:
     return id(value), _inside(getattr(value, "__dict__", None), depth + 1)
 
 
-def _changed(module: nn.Module, before: _State) -> str | None:
+def _changed(before: _State, now: _State) -> str | None:
     """The first thing that is not as it was."""
-    now = _state_of(module)
     for name in {**before, **now}:
         was, found = before.get(name), now.get(name)
         if was is None or found is None or not _same(was, found):

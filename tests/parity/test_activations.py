@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from overspill.errors import BudgetError
 from overspill.facts.tier import Tier
-from overspill.training import activations
+from overspill.training import activations, torch_private
 from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, forget_races, normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import make
@@ -353,6 +353,22 @@ def test_after_an_exception_nothing_is_left(wrapped: Any, where: str) -> None:
     model(normal(3, 4, 24, 32)).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_nothing_is_left_on_the_thread_of_an_interrupted_run() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = overspill.wrap(model, adamw(model), device=CPU, activations="auto")
+    handle = model.head.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(normal(0, 2, 4, 32))
+    handle.remove()
+    optimizer.close()
+    assert torch_private.top_saved_tensor_hooks() is None
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_evaluation_and_dropped_graphs_leave_nothing(wrapped: Any) -> None:

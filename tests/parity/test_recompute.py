@@ -265,6 +265,19 @@ def test_it_runs_again_as_it_ran(kind: str) -> None:
         assert torch.equal(value, found[1][1][name]), name
 
 
+def test_what_changes_before_backward_is_told() -> None:
+    model = chain(3)
+    with overspill.wrap(model, adamw(model), device=CPU, activations="recompute") as optimizer:
+        for seed in range(2):
+            step(model, optimizer, seed)
+        loss = model(normal(3, 4, 8, 32))
+        model.blocks[1].scale = 2.0
+        with pytest.raises(overspill.OffloadError, match="scale has changed"):
+            loss.backward()
+        model.zero_grad()
+        assert step(model, optimizer, 4) > 0
+
+
 # -- chosen -------------------------------------------------------------------------------------
 
 TIGHT = {"device": SIM, "device_memory": "700KiB", "host_memory": "64MiB"}
