@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ..errors import BudgetError, OffloadError
-from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..io_engine.once import Once
 from ..schedule.arena import Place
@@ -63,6 +62,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .moves import Mover, Transfer
 from .pools import Arenas
+from .refusals import refusal
 from .saved import SavedStore
 from .update_lane import UpdateLane, UpdateWork
 from .visits import RecordParts, Visits
@@ -387,7 +387,7 @@ class Executor:
         if isinstance(instruction, Grant):
             self._answer(instruction.ticket, instruction, None)
         elif isinstance(instruction, Refuse):
-            self._answer(instruction.ticket, None, self._refusal(instruction))
+            self._answer(instruction.ticket, None, refusal(self.layout, instruction))
         elif isinstance(instruction, AtHome):
             self._at_home[instruction.unit] = instruction.free
         elif isinstance(instruction, LetGo):
@@ -400,24 +400,6 @@ class Executor:
                 self._start(instruction)
             except BaseException as error:
                 self._finished(instruction, error)
-
-    def _refusal(self, refuse: Refuse) -> BudgetError:
-        regions, tier, item = self.layout.regions, refuse.tier, refuse.item
-        total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
-        unit = item.kind is Kind.WEIGHTS
-        if item.kind is Kind.SAVED:
-            where = "" if refuse.unit < 0 else f" in unit {self.layout.units[refuse.unit].name!r}"
-            named = tier.value if self.layout.has_device else "host"
-            return BudgetError(
-                f"what autograd saves for backward{where}", named, refuse.need_bytes,
-                refuse.have_bytes, refuse.have_bytes, f"raise {named}_memory, give fewer tokens, "
-                "or pass activations='auto' or 'recompute'",
-            )  # fmt: skip
-        return BudgetError(
-            f"unit {self.layout.units[item.number].name!r}" if unit else self.layout.name(item),
-            tier.value, refuse.need_bytes, refuse.have_bytes, total,
-            f"raise {tier.value}_memory, or free graphs that still hold weights",
-        )  # fmt: skip
 
     def _start(self, work: Work) -> None:
         if isinstance(work, Update) and work.visit is not None:

@@ -1,0 +1,28 @@
+"""What a refusal of the machine's says to whoever asked."""
+
+from __future__ import annotations
+
+from ..errors import BudgetError
+from ..facts.tier import Tier
+from ..schedule.layout import Layout
+from ..schedule.messages import Kind, Refuse
+
+
+def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
+    """The error for whoever asked for room that nothing under way could make."""
+    regions, tier, item = layout.regions, refuse.tier, refuse.item
+    total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
+    unit = item.kind is Kind.WEIGHTS
+    if item.kind is Kind.SAVED:
+        where = "" if refuse.unit < 0 else f" in unit {layout.units[refuse.unit].name!r}"
+        named = tier.value if layout.has_device else "host"
+        return BudgetError(
+            f"what autograd saves for backward{where}", named, refuse.need_bytes,
+            refuse.have_bytes, refuse.have_bytes, f"raise {named}_memory, give fewer tokens, "
+            "or pass activations='auto' or 'recompute'",
+        )  # fmt: skip
+    return BudgetError(
+        f"unit {layout.units[item.number].name!r}" if unit else layout.name(item),
+        tier.value, refuse.need_bytes, refuse.have_bytes, total,
+        f"raise {tier.value}_memory, or free graphs that still hold weights",
+    )  # fmt: skip
