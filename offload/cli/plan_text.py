@@ -125,6 +125,8 @@ def show_plan(
         console.print(f"does not fit: {shortfall}", soft_wrap=True)
     if plan.fits:
         console.print(verdict(plan, tokens), highlight=False, soft_wrap=True)
+    elif plan.detail.activation_bytes is not None:
+        console.print(plan.detail.about_activations, highlight=False, soft_wrap=True)
 
 
 def verdict(plan: Plan, tokens: int) -> str:

@@ -87,7 +87,7 @@ class Ranges(Protocol):
 
     def end(self) -> None: ...
 
-    def during(self, name: str) -> AbstractContextManager[object]:
+    def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block's length in the present thread."""
         ...
 
@@ -127,12 +127,14 @@ class Trace:
 
     def add(self, lane: str, name: str, started_ns: int, finished_ns: int, nbytes: int = 0) -> None:
         """Records work of ``lane``.  ``KeyError`` for a lane that does not exist."""
-        _check(lane)
+        if lane not in LANES:
+            raise _no_lane(lane)
         self._spans.append(Span(lane, name, started_ns, finished_ns, nbytes))
 
     def stall(self, lane: str, started_ns: int, finished_ns: int, name: str) -> None:
         """Records that compute waited for ``lane``."""
-        _check(lane)
+        if lane not in LANES:
+            raise _no_lane(lane)
         self._stalls.append(Span(lane, name, started_ns, finished_ns, 0))
 
     def level(self, at_ns: int, device_bytes: int, host_bytes: int) -> None:
@@ -143,7 +145,8 @@ class Trace:
 
     def compute_resume(self, name: str) -> None:
         """The training thread computes from now on, in the part of the model called ``name``."""
-        self.compute_pause()
+        if self._computing is not None:
+            self.compute_pause()
         if self._ranges is not None:
             self._ranges.begin(name)
         self._computing = (name, self.instant())
@@ -157,7 +160,8 @@ class Trace:
 
     def compute_waited(self, lane: str, name: str) -> None:
         """What it waited for was ``lane``; it goes on in the part called ``name``."""
-        _check(lane)
+        if lane not in LANES:
+            raise _no_lane(lane)
         since = self._stopped
         self.compute_resume(name)
         assert self._computing is not None
@@ -175,8 +179,20 @@ class Trace:
         return name
 
     def _later(self, pending: _Pending) -> None:
+        end_ns = None if self._pending else pending.finished.ns()
+        if end_ns is not None and self._keep(pending, end_ns):  # at once, as on the host
+            return
         self._pending.append(pending)
         self._resolve()
+
+    @staticmethod
+    def _keep(pending: _Pending, end_ns: int) -> bool:
+        spans, lane, name, started, _ = pending
+        start_ns = started.ns()
+        if start_ns is None:  # on another stream, which has not come there
+            return False
+        spans.append(Span(lane, name, min(start_ns, end_ns), end_ns, 0))
+        return True
 
     def _resolve(self) -> None:
         """Keeps the spans that compute has come to the end of; they end in order.  One at a time
@@ -185,21 +201,16 @@ class Trace:
             return
         try:
             while self._pending:
-                spans, lane, name, started, finished = self._pending[0]
-                end_ns = finished.ns()
-                if end_ns is None:
-                    return
-                start_ns = started.ns()
-                if start_ns is None:  # on another stream, which has not come there
+                end_ns = self._pending[0].finished.ns()
+                if end_ns is None or not self._keep(self._pending[0], end_ns):
                     return
                 self._pending.popleft()
-                spans.append(Span(lane, name, min(start_ns, end_ns), end_ns, 0))
         finally:
             self._resolving.release()
 
     def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block for a profiler that is active; the span itself is added later."""
-        return NO_RANGE if self._ranges is None else self._ranges.during(f"{lane}: {name}")
+        return NO_RANGE if self._ranges is None else self._ranges.during(lane, name)
 
     @property
     def computing(self) -> bool:
@@ -258,9 +269,8 @@ class Trace:
         return covered / total if total else 1.0
 
 
-def _check(lane: str) -> None:
-    if lane not in LANES:
-        raise KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
+def _no_lane(lane: str) -> KeyError:
+    return KeyError(f"no lane {lane!r}; lanes are {', '.join(LANES)}")
 
 
 def _inside(spans: Iterable[Span], started_ns: int, finished_ns: int) -> list[Span]:

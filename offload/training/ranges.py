@@ -32,7 +32,7 @@ class ProfilerRanges:
             if thread == threading.get_ident():
                 opened.__exit__(None, None, None)
 
-    def during(self, name: str) -> AbstractContextManager[object]:
+    def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         if torch_private.profiler_active():
-            return record_function(f"overspill {name}")
+            return record_function(f"overspill {lane}: {name}")
         return NO_RANGE

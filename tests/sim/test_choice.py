@@ -89,7 +89,7 @@ def test_every_way_to_update_is_foretold(tmp_path: object) -> None:
 
     def plan_of(**more: object) -> overspill.Plan:
         return overspill.plan(
-            model, adamw, tokens=64, rates=RATES, device="sim", device_memory="64KiB",
+            model, adamw, tokens=32, rates=RATES, device="sim", device_memory="64KiB",
             host_memory="256KiB", nvme=tmp_path, **more,
         )  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_a_rates_file(tmp_path: Path) -> None:
     given = {"disk_read_bytes_s": 1e6, **dict.fromkeys(rest, 1e10)}
     (tmp_path / "rates.json").write_text(json.dumps(given))
     common = ["plan", "--model", "gpt2-1m", "--device", "sim", "--device-memory", "3MiB",
-              "--host-memory", "6MiB", "--nvme", tmp_path]  # fmt: skip
+              "--host-memory", "6MiB", "--nvme", tmp_path, "--tokens", "64"]  # fmt: skip
     result = call(*common, "--rates", tmp_path / "rates.json")
     assert result.exit_code == 0, result.output
     assert "(read)" in result.output
@@ -109,7 +109,8 @@ def test_a_rates_file(tmp_path: Path) -> None:
 
 def test_plan_shows_where_things_go_and_takes_nothing(tmp_path: Path) -> None:
     result = call("plan", "--model", "gpt2-1m", "--device", "sim", "--device-memory", "3MiB",
-                  "--host-memory", "6MiB", "--nvme", tmp_path, "--every-unit")  # fmt: skip
+                  "--host-memory", "6MiB", "--nvme", tmp_path, "--every-unit",
+                  "--tokens", "64")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "transformer.h.3" in result.output and "fits" in result.output
     assert list(tmp_path.iterdir()) == []

@@ -51,6 +51,7 @@ def test_without_a_profiler_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert trace.during("read", "weights h.0") is NO_RANGE
 
 
+@pytest.mark.alone
 def test_a_span_with_its_range_costs_little_while_no_profiler_runs() -> None:
     """At most 2 us a span, resume and pause of compute included."""
     trace = Trace(ranges=ProfilerRanges())
