@@ -25,6 +25,7 @@ class Case:
 
     ``engine``: ``TORCH``, ``HOST`` or ``DISK`` for overspill with its state there, else a peer.
     ``update``: overspill's mode.  ``batches``: sequences a step, one after the other.
+    ``activations``: of overspill; those that are kept lie beside its budget.
     ``limit_s``: it is ended after that.
     """
 
@@ -33,18 +34,21 @@ class Case:
     update: str = ""
     batches: tuple[int, ...] = (8,)
     limit_s: float = 90
+    activations: str = "keep"
 
     @property
     def name(self) -> str:
         if self.engine == TORCH:
             return "torch, all on the device"
-        return f"overspill, {self.engine}, {self.update}" if self.update else self.engine
+        beside = "" if self.activations == "keep" else f", activations {self.activations}"
+        return f"overspill, {self.engine}, {self.update}{beside}" if self.update else self.engine
 
 
 BOTH = (8, 32)  # 16 K and 64 K tokens a step
 CASES: Sequence[Case] = (
     Case("1 B", TORCH, batches=BOTH),
     Case("1 B", HOST, "next_forward", BOTH),
+    Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
     Case("1 B", "deepspeed-zero3", limit_s=150),  # compiles its update first
     Case("1 B", DISK, "next_forward"),
     Case("7 B", TORCH, batches=BOTH),
@@ -81,10 +85,11 @@ class Scale:
         state would not fit the disk.
         """
         count = parameters(self.shapes[case.model])
+        given = {"update": case.update, "activations": case.activations}
         if case.engine == HOST:
-            return {"update": case.update, "device_memory": 5 * count + self.device_room}
+            return {**given, "device_memory": 5 * count + self.device_room}
         return {
-            "update": case.update,
+            **given,
             "device_memory": count + self.device_room,
             "host_memory": 2 * count + self.host_room,
             "nvme": str(store),

@@ -49,8 +49,9 @@ class Model:
         self.parts: Partition = partition(model, groups)
         (rule,) = rules_for(optimizer)
         self.needs = Needs(
-            lambda chunk: rule.state_fields(chunk.dtype, "split", "fp32"), 1, "next_forward", 0
-        )
+            lambda chunk: rule.state_fields(chunk.dtype, "split", "fp32"), 1, "next_forward", 0,
+            recomputable=self.parts.recomputable,
+        )  # fmt: skip
 
     def fits(self, tokens: int, card: int, policy: str) -> bool:
         """Whether one sequence of so many tokens has room."""

@@ -98,13 +98,15 @@ def _measured(sizes: tuple[int, int], peers: Sequence[str], folder: Path) -> Com
             "torch, bf16": None,
             "overspill, in host memory": {"update": "backward"},
             "overspill, NVMe": {**disk, "update": "backward"},
+            "overspill, NVMe, keep": {**disk, "update": "backward", "activations": "keep"},
         }
         if name in ours:
             return Worker(name, plan, device, ours[name])
         return peer(name, plan, Path(store), device)
 
     rows = []
-    for name in ("torch, bf16", "overspill, in host memory", "overspill, NVMe", *peers):
+    ours = "overspill, in host memory", "overspill, NVMe", "overspill, NVMe, keep"
+    for name in ("torch, bf16", *ours, *peers):
         pair = []
         for size in sizes:
             plan = Plan(shape_of(size), "bf16", 1, 1, 2, host_memory=GIB >> 2, limit_s=LIMIT_S)

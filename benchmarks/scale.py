@@ -95,6 +95,7 @@ class Point:
     shape: Shape
     host: int
     directories: int = 1
+    activations: str = "auto"
 
 
 def _measured(point: Point, name: str, folder: Path) -> Row:
@@ -107,7 +108,7 @@ def _measured(point: Point, name: str, folder: Path) -> Row:
             place.mkdir()
         options = {
             "nvme": [str(place) for place in places], "durable": False,
-            "host_memory": point.host, "update": "backward",
+            "host_memory": point.host, "update": "backward", "activations": point.activations,
         }  # fmt: skip
         (row,) = run_interleaved([Worker(name, plan, device, options)], ROUNDS)
     return replace(row, ratio=None)
@@ -120,14 +121,20 @@ def series(quick: bool) -> dict[str, dict[str, Point]]:
     middle = Point(shapes[len(shapes) // 2], host)
     tokens = middle.shape.tokens
 
-    def long(times: int) -> Point:
-        return replace(middle, shape=replace(middle.shape, tokens=times * tokens))
+    longer = [
+        replace(middle, shape=replace(middle.shape, tokens=times * tokens))
+        for times in ((1, 2) if quick else (1, 4, 8))
+    ]
+    kept = [replace(point, activations="keep") for point in longer]
 
     of = f", {parameters(middle.shape) / 1e6:.0f} M parameters"
     by_size = {f"{parameters(shape) / 1e6:.0f} M": Point(shape, host) for shape in shapes}
     return {
         f"Step by model size, {tokens} tokens, host budget {host / GIB:.3g} GiB": by_size,
-        f"Step by tokens{of}": {str(n * tokens): long(n) for n in ((1, 2) if quick else (1, 4, 8))},
+        f"Step by tokens{of}": {str(point.shape.tokens): point for point in longer},
+        f"Step by tokens, activations beside the budget{of}": {
+            str(point.shape.tokens): point for point in kept
+        },
         f"Step by host budget{of}": {
             f"{host * share / GIB:.3g} GiB": replace(middle, host=int(host * share))
             for share in ((1, 2) if quick else (0.5, 1, 2))

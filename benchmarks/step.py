@@ -30,7 +30,10 @@ FULL_X4 = Plan(GPT_311M_X4, "bf16", rounds=2, steps=1, warmup=2, modes=("backwar
 
 
 def arms(plan: Plan, store: Path, device: str, in_host: bool = True) -> list[Worker]:
-    """Plain torch, and overspill with its state on NVMe and, if ``in_host``, all in memory."""
+    """Plain torch, and overspill with its state on NVMe and, if ``in_host``, all in memory.
+
+    The last keeps activations beside its budget; in those of the others, they count.
+    """
     small = {"nvme": str(store), "durable": False, "host_memory": plan.host_memory}
     if device == "cuda":
         small["device_memory"] = max(parameters(plan.shape), 1 << 28)
@@ -42,6 +45,10 @@ def arms(plan: Plan, store: Path, device: str, in_host: bool = True) -> list[Wor
         (store / mode).mkdir(parents=True, exist_ok=True)
         options = {**small, "nvme": str(store / mode), "update": mode}
         made.append(Worker(f"overspill, NVMe, {mode}", plan, device, options))
+    kept = store / "kept"
+    kept.mkdir(parents=True, exist_ok=True)
+    options = {**small, "nvme": str(kept), "update": plan.modes[-1], "activations": "keep"}
+    made.append(Worker(f"overspill, NVMe, {plan.modes[-1]}, keep", plan, device, options))
     return made
 
 

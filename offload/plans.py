@@ -34,6 +34,7 @@ from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
+from .training.known_code import known
 from .training.profiling import profile_step
 
 
@@ -87,7 +88,7 @@ def make_blueprint(
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
-        activations=config.activations,
+        activations=config.activations, recomputable=_recomputable(parts, config.activations),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -105,6 +106,14 @@ def make_blueprint(
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs)
 
 
+def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
+    """The units whose forward may be computed again: unless it was asked for, those alone of which
+    it is known that they compute the same."""
+    if policy != "auto":
+        return parts.recomputable
+    return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
+
+
 def _plan_of(
     chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig,
     load: Workload, step_s_by_update: Mapping[str, float],
@@ -114,7 +123,7 @@ def _plan_of(
     sizes, missing = needs.saved_bytes, None
     if sizes is not None and not chosen.shortfalls:
         missing = shortfall(
-            layout, budgets, sizes, needs.activations, parts.recomputable,
+            layout, budgets, sizes, needs.activations, needs.recomputable,
             load.logits_bytes(parts.units),
         )  # fmt: skip
     shortfalls = chosen.shortfalls if missing is None else (missing,)

@@ -55,11 +55,13 @@ class _Pending(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Bytes in use of device and host memory, from an instant on."""
+    """Bytes in use of device and host memory, from an instant on; of those where compute is, what
+    autograd saved."""
 
     at_ns: int
     device_bytes: int
     host_bytes: int
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Trace:
         self._stalls: deque[Span] = deque(maxlen=longest)
         self._steps: deque[StepMark] = deque(maxlen=1000)
         self._levels: deque[Level] = deque(maxlen=longest)
-        self._last_level = (-1, -1)
+        self._last_level = (-1, -1, -1)
         self.tiers: Mapping[str, TierBytes] = {}  # by name; empty where nothing is held
         if origin_ns is None:
             origin_ns = time.perf_counter_ns()
@@ -137,11 +139,12 @@ class Trace:
             raise _no_lane(lane)
         self._stalls.append(Span(lane, name, started_ns, finished_ns, 0))
 
-    def level(self, at_ns: int, device_bytes: int, host_bytes: int) -> None:
+    def level(self, at_ns: int, device_bytes: int, host_bytes: int, saved_bytes: int = 0) -> None:
         """Records how much memory is in use from now on; the same as before costs nothing."""
-        if (device_bytes, host_bytes) != self._last_level:
-            self._last_level = (device_bytes, host_bytes)
-            self._levels.append(Level(at_ns, device_bytes, host_bytes))
+        used = (device_bytes, host_bytes, saved_bytes)
+        if used != self._last_level:
+            self._last_level = used
+            self._levels.append(Level(at_ns, *used))
 
     def compute_resume(self, name: str) -> None:
         """The training thread computes from now on, in the part of the model called ``name``."""

@@ -54,7 +54,8 @@ def load_trace(path: Path) -> Trace:
         for event in events:
             if event["ph"] == "C":
                 used = event["args"]
-                trace.level(round(event["ts"] * 1000), used["device"], used["host"])
+                saved = used.get("activations", 0)  # traces of before know nothing of them
+                trace.level(round(event["ts"] * 1000), used["device"], used["host"], saved)
             if event["ph"] != "X":
                 continue
             started_ns = round(event["ts"] * 1000)
@@ -83,7 +84,11 @@ def _counter(origin_ns: int, level: Level) -> dict[str, object]:
         "pid": 0,
         "name": "bytes in use",
         "ts": (level.at_ns - origin_ns) / 1000,
-        "args": {"device": level.device_bytes, "host": level.host_bytes},
+        "args": {
+            "device": level.device_bytes,
+            "host": level.host_bytes,
+            "activations": level.saved_bytes,
+        },
     }
 
 

@@ -12,14 +12,15 @@ from .pictures import FAINT, PIXELS_PER_INCH, TIER_COLOURS, blank_figure, last_s
 
 MIB, GIB = 2**20, 2**30
 FAR = 1.6  # times what is held: a budget beyond that is written, not drawn
-PLANNED, BUDGET = "#222222", "#cc3311"
+PLANNED, BUDGET, SAVED = "#222222", "#cc3311", "#ddaa33"
 
 
 def draw_memory(trace: Trace, path: Path, planned: Trace | None = None) -> None:
     """Bytes in use of device and host memory over the last steps, with what is held and the budget.
 
-    The disk holds the same all the time, so it is written, not drawn.  With ``planned``, a
-    simulated trace, its last step is laid over each measured one, stretched to its length.
+    What autograd saved is shown where compute has it.  The disk holds the same all the time, so it
+    is written, not drawn.  With ``planned``, a simulated trace, its last step is laid over each
+    measured one, stretched to its length.
 
     Raises:
         OffloadError: nothing was recorded, or matplotlib is missing.
@@ -42,6 +43,12 @@ def draw_memory(trace: Trace, path: Path, planned: Trace | None = None) -> None:
             times, [*used, used[-1]], step="post", color=TIER_COLOURS[name], alpha=0.75,
             linewidth=0, label="in use, measured",
         )  # fmt: skip
+        if name == tiers[0] and any(level.saved_bytes for level in levels):
+            saved = [level.saved_bytes / size for level in levels]
+            axes.fill_between(
+                times, [*saved, saved[-1]], step="post", color=SAVED, alpha=0.6, linewidth=0,
+                label="of that, activations",
+            )  # fmt: skip
         if planned is not None:
             _overlay(axes, planned, steps, name, (start, scale, size))
         _limits(axes, trace.tiers.get(name), top, size)

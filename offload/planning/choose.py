@@ -116,7 +116,7 @@ def choose_layout(
         layout, _, shortfalls = make_layout(parts, budgets, best)
         costs = load.costs(layout, rates)
         if not shortfalls and costs is not None and needs.activations == "auto":
-            again = recomputing(layout, parts.recomputable, costs, best)
+            again = recomputing(layout, costs, best)
             best = replace(best, prefer=replace(best.prefer, recompute=again))
     return plan_layout(parts, budgets, best, rates, load)
 
@@ -167,9 +167,9 @@ def _best_needs(
     return best
 
 
-def recomputing(layout: Layout, may: frozenset[int], costs: Costs, needs: Needs) -> frozenset[int]:
-    """The units, of those that ``may``, that had best compute their forward again, where what
-    autograd keeps is known."""
+def recomputing(layout: Layout, costs: Costs, needs: Needs) -> frozenset[int]:
+    """The units, of those that may, that had best compute their forward again, where what autograd
+    keeps is known."""
     if not costs.saved_bytes:
         return frozenset()
 
@@ -178,7 +178,7 @@ def recomputing(layout: Layout, may: frozenset[int], costs: Costs, needs: Needs)
         return found.step.overflows, found.step_s
 
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
-    return choose_recompute(coarse, costs, may, seconds)
+    return choose_recompute(coarse, costs, needs.recomputable, seconds)
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:

@@ -86,6 +86,7 @@ class Needs:
     pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
+    recomputable: frozenset[int] = frozenset()  # units whose forward may be computed again
 
     @property
     def durable(self) -> bool:

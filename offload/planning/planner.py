@@ -51,7 +51,6 @@ class _Planner:
 
     def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
         self.units, self.budgets, self.needs = parts.units, budgets, needs
-        self.recomputable = parts.recomputable
         self.has_device = budgets.device is not None
         order = needs.prefer.order
         self.order = spread(self.units) if order is None else [self.units[i] for i in order]
@@ -220,7 +219,7 @@ class _Planner:
         policy = self.needs.activations
         if policy == "keep":
             return SavedRoom()
-        again = self.recomputable if policy == "recompute" else self.needs.prefer.recompute
+        again = self.needs.recomputable if policy == "recompute" else self.needs.prefer.recompute
         host = max(0, self.budgets.host - regions.host_bytes)
         nvme = 0
         if policy != "host" and self.budgets.nvme is not None:

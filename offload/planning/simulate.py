@@ -313,7 +313,7 @@ class Simulation:
             peak[Tier.DEVICE] = device
         if host > peak[Tier.HOST]:
             peak[Tier.HOST] = host
-        self.trace.level(_ns(self.now_s), device, host)
+        self.trace.level(_ns(self.now_s), device, host, machine.saved_bytes()[0])
 
     # -- compute --------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ computed again because of it."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from statistics import median
 
 from torch import nn
@@ -100,9 +101,8 @@ class Adapting:
         room = self.stash.room_bytes
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
-            may = recompute.known(self._blueprint.parts.recomputable)
-            found = recomputing(layout, may, costs, needs)
-            units = recompute.known(found)
+            may = recompute.known(needs.recomputable)  # what was found out since counts too
+            units = recomputing(layout, costs, replace(needs, recomputable=may))
         recompute.watching = False
         recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
         if units != recompute.units:

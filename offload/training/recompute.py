@@ -26,6 +26,7 @@ from torch import nn
 from ..errors import OffloadError
 from ..planning.partition import Partition
 from . import torch_private
+from .known_code import known
 
 log = logging.getLogger("overspill")
 
@@ -36,9 +37,6 @@ _PLAIN = (
 )  # fmt: skip
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _DEEP, _LONG = 3, 256  # how far what a module has is looked into, and how many members of it
-# Whose modules compute the same again, as far as can be told: of others nobody knows but who wrote
-# them, and may ask for ``"recompute"``.
-KNOWN = ("torch.nn.", "transformers.")
 _GROWN = 1.1  # inputs so much larger are another load
 _CHANCES = 3  # forwards that may change their module, as the first does that fills a cache
 
@@ -107,7 +105,7 @@ class Recompute:
 
     def known(self, units: frozenset[int]) -> frozenset[int]:
         """Those of the units of which it is known that they compute the same again."""
-        return frozenset(unit for unit in units & self.able if _known(self._found[unit].module))
+        return frozenset(unit for unit in units & self.able if known(self._found[unit].module))
 
     def _keep(self, unit: int, why: str) -> None:
         """From now on the unit is not computed again."""
@@ -308,13 +306,6 @@ def _obstacle(leaves: Sequence[Any]) -> str | None:
                 "cache? pass use_cache=False)"
             )
     return "runs in compiled code" if torch_private.in_compiled_code() else None
-
-
-def _known(module: nn.Module) -> bool:
-    return all(
-        type(each).__module__.startswith(KNOWN) and torch_private.calls_as_modules_do(each)
-        for each in module.modules()
-    )
 
 
 def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:

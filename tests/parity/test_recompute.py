@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from overspill.planning import simulate
-from overspill.training import activations, recompute
+from overspill.training import activations, known_code
 from tests.devices import CPU, SIM, about_sim, normal
 from tests.models import adamw, weights
 
@@ -32,7 +32,7 @@ WIDE = 10**4  # of a link on which everything fits in no time
 def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (activations, simulate):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
-    monkeypatch.setattr(recompute, "KNOWN", (*recompute.KNOWN, __name__))
+    monkeypatch.setattr(known_code, "LIBRARIES", (*known_code.LIBRARIES, __name__))
     CALLS.clear()
 
 
@@ -312,7 +312,7 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
         assert chosen
         assert 2 not in chosen, "a hook of the user's runs around it"
     handle.remove()
-    monkeypatch.setattr(recompute, "KNOWN", ("torch.nn.",))
+    monkeypatch.setattr(known_code, "LIBRARIES", ("torch.nn.",))  # what it appends to is seen
     model = chain()
     CALLS.clear()
     with overspill.wrap(model, adamw(model), **TIGHT, rates=RATES) as optimizer:

@@ -120,7 +120,38 @@ def test_levels_in_a_window() -> None:
     for at, used in ((10, 1), (20, 2), (25, 2), (30, 3)):
         trace.level(at, used, 10 * used)
     assert [level.at_ns for level in trace.levels()] == [10, 20, 30], "the same is not repeated"
-    assert [tuple(level) for level in trace.levels(22, 30)] == [(22, 2, 20)]
+    assert [tuple(level) for level in trace.levels(22, 30)] == [(22, 2, 20, 0)]
+
+
+def test_activations_are_seen_where_compute_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run and its simulation, in the file and in the picture."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr("overspill.training.activations.LEAST_BYTES", 1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    adamw = torch.optim.AdamW(model.parameters())
+    path = tmp_path / "trace.json"
+    with overspill.wrap(model, adamw, device="sim", activations="host") as optimizer:
+        for _ in range(2):
+            model(torch.ones(32, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.trace(path)
+        levels = optimizer._engine.trace.levels()
+    known = load_trace(path)
+    saved = [level.saved_bytes for level in known.levels()]
+    assert max(saved) == max(level.saved_bytes for level in levels) >= 4 * 32 * 64
+    assert all(level.saved_bytes <= level.device_bytes for level in levels)
+
+    labels: list[str] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **more: labels.extend(
+        text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()
+    ))  # fmt: skip
+    draw_memory(known, tmp_path / "memory.png")
+    assert labels.count("of that, activations") == 1
 
 
 def test_a_budget_far_away_is_written(tmp_path: Path) -> None:

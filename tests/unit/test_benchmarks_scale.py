@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,14 @@ from benchmarks.runner import Row, Sample
 
 def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
     """Size from 30 M to 1.3 B, sequence, disks, host budget."""
-    sizes, tokens, hosts, disks = (list(p.values()) for p in scale.series(quick=False).values())
+    series = [list(points.values()) for points in scale.series(quick=False).values()]
+    sizes, tokens, kept, hosts, disks = series
     counts = [parameters(point.shape) for point in sizes]
     assert counts[0] < 31e6 and 1.3e9 < counts[-1] < 1.4e9
     assert counts[-1] * scale.PLAIN_BYTES > 16e9
     assert len({point.host for point in sizes}) == 1
     assert [point.shape.tokens for point in tokens] == [128, 512, 1024]
+    assert kept == [replace(point, activations="keep") for point in tokens]
     assert [point.host / scale.GIB for point in hosts] == [0.5, 1, 2]
     assert [point.directories for point in disks] == [1, 2]
     for points in (tokens, hosts, disks):
@@ -38,7 +41,7 @@ def test_a_point_of_several_series_is_measured_once(
 
     monkeypatch.setattr(scale, "_measured", measured)
     made = scale.run(quick=True, folder=tmp_path)
-    assert len(asked) == len(set(asked)) == 5
-    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2]
+    assert len(asked) == len(set(asked)) == 7
+    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2, 2]
     kept = json.loads((tmp_path / "scale.json").read_text())["comparisons"]
     assert [row["name"] for row in kept[-1]["rows"]] == ["1", "2"]
