@@ -44,7 +44,6 @@ def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    tokens: int = 0,
     machine: Machine | None = None,
     measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None,
@@ -57,6 +56,7 @@ def plan(
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
+    tokens: int = 0,
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
@@ -80,8 +80,8 @@ def plan(
     Lack of room is not an error: ``plan.fits`` and ``plan.shortfalls`` tell.
 
     Args:
-        tokens: of one micro-step.  They let compute count; without them, time is that of moves and
-            updates alone.
+        tokens: of one micro-step.  They let compute and activations count; without them, time is
+            that of moves and updates alone.
         machine: plan for that one; with sizes in it, its memory and disks count, not those here.
         example: runs one micro-batch forward and returns its loss, as in
             ``lambda: model(**batch).loss``.  It and its backward run a few times, in memory, and
@@ -95,12 +95,10 @@ def plan(
         TypeError: an unknown option, or an optimizer that is not supported.
         ValueError: an option's value makes no sense.
     """
-    options = _options(locals(), "model", "optimizer", "tokens", "machine", "measure", "example")
+    options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
     if machine is not None:  # what it says counts, unless it was asked for otherwise
         options = {name: value for name, value in options.items() if value is not None}
-    return make_plan(
-        model, optimizer, options, tokens=tokens, machine=machine, measure=measure, example=example
-    )
+    return make_plan(model, optimizer, options, machine=machine, measure=measure, example=example)
 
 
 def wrap(
@@ -116,6 +114,7 @@ def wrap(
     master: Literal["auto", "split", "fp32"] = "auto",
     moments: Literal["fp32", "bf16", "int8"] = "fp32",
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
+    tokens: int = 0,
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,
@@ -168,6 +167,7 @@ def resume(
     master: Literal["auto", "split", "fp32"] | None = None,
     moments: Literal["fp32", "bf16", "int8"] | None = None,
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
+    tokens: int = 0,
     max_grad_norm: float | None = None,
     update: Literal["auto", "step", "backward", "next_forward"] = "auto",
     accumulate: int = 1,

@@ -98,6 +98,8 @@ class OffloadConfig:
         activations: where what autograd saves waits for backward: ``"keep"`` (where it is),
             ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs, and run again), or
             ``"auto"`` (what the budgets have no room for leaves).
+        tokens: of the largest micro-batch, where they are known: what stays in place leaves room
+            for what autograd saves of it, and a plan counts compute.  0: not known.
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
         accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
@@ -123,6 +125,7 @@ class OffloadConfig:
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
+    tokens: int = 0
     max_grad_norm: float | None = None
     update: Literal["auto", "step", "backward", "next_forward"] = "auto"
     accumulate: int = 1
@@ -179,6 +182,7 @@ class OffloadConfig:
         _choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
         for name in ("checksum", "durable", "verbose"):
             _choice(name, getattr(self, name), (True, False))
+        _at_least("tokens", self.tokens, 0)
         _at_least("accumulate", self.accumulate, 1)
         _at_least("commit_every", self.commit_every, 1)
         if self.prefetch_depth is not None:

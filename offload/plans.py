@@ -57,14 +57,14 @@ def _fields_of(
 
 def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, tokens: int = 0, machine: Machine | None = None,
+    accelerator: Accelerator, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = False, numel: int | None = None, logits: bool = True,
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
 
     Args:
-        tokens, example: what a micro-step computes, see ``plan``.
+        example: what a micro-step computes, see ``plan``.
         prefer: this placement instead of the best one.
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
@@ -97,7 +97,7 @@ def make_blueprint(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Workload(tokens, profile, logits)
+    load = Workload(config.tokens, profile, logits)
     if (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
     chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
@@ -171,7 +171,7 @@ def _plan_of(
 
 def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *,
-    tokens: int = 0, machine: Machine | None = None, measure: bool = False,
+    machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = True, logits: bool = True,
 ) -> Plan:  # fmt: skip
@@ -189,7 +189,6 @@ def make_plan(
             optimizer,
             config,
             accelerator,
-            tokens,
             machine,
             example,
             prefer,
@@ -197,7 +196,7 @@ def make_plan(
             logits=logits,
         ).plan
         if machine is not None:
-            _refuse_unknown_rates(made, machine, computes=tokens > 0)
+            _refuse_unknown_rates(made, machine, computes=config.tokens > 0)
         return made
     finally:
         accelerator.close()

@@ -34,10 +34,14 @@ log = logging.getLogger("overspill")
 
 
 def raise_shortfall(plan: Plan) -> None:
-    """Raises ``BudgetError`` for a plan that does not fit."""
+    """Raises ``BudgetError`` for a plan that does not fit; of activations that may stay over the
+    budget, that is only said."""
     if plan.fits:
         return
-    first = plan.shortfalls[0]
+    first, layout = plan.shortfalls[0], plan.detail.layout
+    if plan.detail.activations_short and layout is not None and layout.saved.policy == "auto":
+        log.warning("overspill: %s; until then what has no room stays, over the budget", first)
+        return
     raise BudgetError(
         first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes,
         first.remedy,

@@ -120,11 +120,10 @@ def _planner(model: Any, options: dict[str, Any]) -> Make:
     optimizer = skeleton_adamw(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
-        given = {**options, **more}
+        given = {**options, "tokens": tokens, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
         return make_plan(
-            model, optimizer, given, tokens=tokens, machine=machine,
-            logits=not has_chunked_loss(), **how,
+            model, optimizer, given, machine=machine, logits=not has_chunked_loss(), **how,
         )  # fmt: skip
 
     return make

@@ -222,3 +222,40 @@ def test_meta_models_are_initialised_unit_by_unit(tmp_path: Path) -> None:
         again = TinyLM()
     with overspill.wrap(again, adamw(again), nvme=tmp_path, durable=False, **NVME) as optimizer:
         train(again, optimizer, 1)
+
+
+def test_what_has_no_room_in_the_plan_is_said_and_trains(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With tokens, ``wrap`` makes the plan that was shown; activations that may stay over the
+    budget do not end it, but for a policy that was named."""
+    options: dict[str, Any] = {
+        "device": "sim", "device_memory": "96KiB", "host_memory": "8MiB",
+        "rates": overspill.Rates(1e9, 1e9),
+    }  # fmt: skip
+
+    def model_of() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    bare, few, many = (
+        overspill.plan(*model_of(), **options, tokens=n).detail.layout for n in (0, 48, 4096)
+    )
+    assert bare is not None and few is not None and many is not None
+    assert bare.regions.device_bytes > few.regions.device_bytes, "room is left"
+    for tokens, planned in ((0, bare), (48, few), (4096, many)):
+        model, adamw = model_of()
+        with (
+            caplog.at_level("WARNING", logger="overspill"),
+            overspill.wrap(model, adamw, **options, tokens=tokens) as optimizer,
+        ):
+            assert optimizer.plan.detail.layout is not None
+            assert optimizer.plan.detail.layout.homes == planned.homes
+            assert optimizer.plan.detail.layout.saved == planned.saved
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+        assert ("over the budget" in caplog.text) is (tokens == 4096)
+    with pytest.raises(overspill.BudgetError, match="while it runs"):
+        overspill.wrap(*model_of(), **options, tokens=4096, activations="host")
+    with pytest.raises(ValueError, match="tokens must be a whole number"):
+        overspill.wrap(*model_of(), **options, tokens=-1)
