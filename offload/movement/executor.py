@@ -63,7 +63,7 @@ from .extents import Extents
 from .moves import Mover, Transfer
 from .pools import Arenas
 from .refusals import refusal
-from .saved import SavedStore
+from .saved import End, SavedStore
 from .update_lane import UpdateLane, UpdateWork
 from .visits import RecordParts, Visits
 
@@ -125,7 +125,7 @@ class Executor:
         self._trace, self._check, self._commits = trace, check, commits
         self._ledger, self._before_asking = ledger, before_asking
         self.waited_ns = 0  # by compute, in all
-        self._queue: queue.SimpleQueue[Signal | _Waiter | Once | None]
+        self._queue: queue.SimpleQueue[Signal | _Waiter | Once | End | None]
         self._queue = queue.SimpleQueue()
         self._tickets = itertools.count()
         self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
@@ -327,8 +327,10 @@ class Executor:
             if isinstance(told, Once):  # somebody waits for all that was put before
                 told.set()
             else:
-                with self._lock:
-                    self._hear(told)
+                heard = self.saved.has_ended(told) if isinstance(told, End) else told
+                if heard is not None:
+                    with self._lock:
+                        self._hear(heard)
             if self._drained is not None and not self._started and self._queue.empty():
                 self._drained.set()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from weakref import WeakValueDictionary
+from typing import Any
+from weakref import ref
 
 import torch
 
@@ -41,40 +43,61 @@ class SavedStorage:
         self.memory = memory
 
 
+class End(ref[Any]):
+    """Goes to the machine when what holds a storage is collected.  C alone has it do so: a signal
+    that came while Python code ran there would be lost, or what was to be told.
+
+    Attributes:
+        number: of the storage's item.
+        told: whether the machine knows of it.
+        counted: what whoever counts has counted of it, in bytes.
+        beside: what comes to its end with it, on the machine's thread.
+    """
+
+    __slots__ = ("beside", "counted", "number", "told")
+    beside: object
+    counted: int
+    number: int
+    told: bool
+
+
 class SavedStore:
     """The storages that the machine knows, and how graphs speak with it about them.
 
     Attributes:
         here_bytes, away_bytes: with compute, and not there.
+        ended: what was counted of those that have come to their end since.
     """
 
     def __init__(
         self,
-        put: Callable[[Signal], None],
+        put: Callable[[Signal | End], None],
         ask: Callable[[Callable[[int], Signal]], Grant],
         changed: Callable[[int, int], None],
     ) -> None:
         """
         Args:
-            put: sends a signal, and goes on; never raises.
+            put: sends a signal, and goes on; never raises, and is written in C.
             ask: sends one, and waits for its grant.
             changed: told how many bytes compute has, and disks.
         """
         self._put, self._ask, self._changed = put, ask, changed
-        # As long as a graph has them.
-        self._known: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._known: dict[int, ref[SavedStorage]] = {}  # until their end has come
+        self._ends: dict[int, End] = {}
         self.here_bytes = self.away_bytes = 0
+        self.ended: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def get(self, number: int) -> SavedStorage | None:
         """The storage of that number, if a graph has it."""
-        return self._known.get(number)
+        known = self._known.get(number)
+        return None if known is None else known()
 
     def let_go(self, number: int) -> None:
         """Compute's copy is of no more use."""
-        if (saved := self._known.get(number)) is not None:
+        if (saved := self.get(number)) is not None:
             saved.let_go()
 
     def counted(self, here: int, away: int, disk: int) -> None:
@@ -83,6 +106,13 @@ class SavedStore:
         if here != self.here_bytes:
             self.here_bytes = here
             self._changed(here, disk)
+
+    def has_ended(self, end: End) -> Used | None:
+        """Nothing needs a storage any more: what to tell the machine, if it knows of it."""
+        del self._ends[end.number]
+        self._known.pop(end.number, None)
+        self.ended.append(end.counted)
+        return Used((end.number,)) if end.told else None
 
     # -- for the graphs -------------------------------------------------------------------------
 
@@ -94,7 +124,7 @@ class SavedStore:
         Raises:
             BudgetError: it cannot.
         """
-        self._known.update((each.number, each) for each in new)
+        self._known.update((each.number, ref(each)) for each in new)
         if wait:
             self._ask(lambda ticket: Saved(items, ticket))
         else:
@@ -108,6 +138,8 @@ class SavedStore:
         """A backward begins, or has ended; from now on ``room`` bytes may stay with compute."""
         self._put(Turn(backward, room))
 
-    def used(self, number: int) -> None:
-        """Nothing needs the storage any more.  May be called where an object is collected."""
-        self._put(Used((number,)))
+    def watch(self, holder: object, number: int, beside: object) -> End:
+        """With ``holder`` the storage of that number comes to its end, and ``beside``."""
+        end = self._ends[number] = End(holder, self._put)
+        end.number, end.told, end.counted, end.beside = number, False, 0, beside
+        return end

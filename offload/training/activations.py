@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator
 from ..movement.executor import Executor
-from ..movement.saved import SavedStorage
+from ..movement.saved import SavedStorage, SavedStore
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from . import torch_private
@@ -36,27 +35,27 @@ class SharedStorage:
     """A storage as all handles over it hold it; with the last of them it comes to its end."""
 
     __slots__ = (
-        "__weakref__", "_stash", "covered", "saved", "told", "unit", "version", "watch"
+        "__weakref__", "covered", "end", "saved", "unit", "version"
     )  # fmt: skip
 
-    def __init__(self, stash: Stash, saved: SavedStorage, t: torch.Tensor) -> None:
-        self.unit, self.told = NOWHERE - 1, False
+    def __init__(self, store: SavedStore, saved: SavedStorage, t: torch.Tensor) -> None:
+        self.unit, self.saved = NOWHERE - 1, saved
         self.covered = 0  # bytes of what was saved of it
-        self._stash = stash
         self.version = torch_private.version_of(t)
-        self.watch = torch_private.StorageWatch(t.untyped_storage())
-        self.saved = saved  # last: from here on it has an end
+        watch = torch_private.StorageWatch(t.untyped_storage())  # its end is Python code
+        self.end = store.watch(self, saved.number, watch)
 
     @property
     def leaves(self) -> bool:
         """Whether so much of it was saved that nobody else may be thought to hold it for long."""
         return self.covered * LEAST_SHARE >= self.saved.nbytes
 
-    def __del__(self) -> None:
-        saved = getattr(self, "saved", None)
-        if saved is not None:
-            saved.let_go()
-            self._stash.ended(saved.number, saved.nbytes if self.leaves else 0, told=self.told)
+    @property
+    def expired(self) -> bool:
+        """Whether nobody has the storage itself any more."""
+        watch = self.end.beside
+        assert isinstance(watch, torch_private.StorageWatch)
+        return watch.expired
 
 
 class SavedHandle:
@@ -89,12 +88,10 @@ class Stash:
             for arena in (executor.arenas.host, executor.arenas.device)
             if arena is not None
         ]
-        self._known: weakref.WeakValueDictionary[int, SharedStorage]
-        self._known = weakref.WeakValueDictionary()  # by storage
+        self._known: dict[int, weakref.ref[SharedStorage]] = {}  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []
         self._untold_bytes = self._bytes = self._largest = 0
-        self._ended: deque[int] = deque()  # bytes of what has come to its end
         self._unit_bytes = [0] * len(executor.layout.units)
         self._lock = threading.Lock()
         self._stream: object = None
@@ -111,14 +108,16 @@ class Stash:
             return None
         key, version = torch_private.identity(storage), torch_private.version_of(t)
         with self._lock:
-            shared = self._known.get(key)
-            if shared is None or shared.watch.expired or shared.version != version:
+            known = self._known.get(key)
+            shared = None if known is None else known()
+            if shared is None or shared.expired or shared.version != version:
                 flat = torch_private.bytes_of(storage)
-                shared = SharedStorage(self, SavedStorage(next(self._numbers), flat), t)
-                self._known[key] = shared
+                shared = SharedStorage(self._store, SavedStorage(next(self._numbers), flat), t)
+                self._known[key] = weakref.ref(shared)
             left = shared.leaves
             shared.covered += t.nbytes
             if shared.leaves and not left:
+                shared.end.counted = shared.saved.nbytes
                 self._count(shared.saved.nbytes)
             if shared.leaves and shared.unit != self._unit:  # what is saved again is needed sooner
                 shared.unit = self._unit
@@ -174,10 +173,10 @@ class Stash:
 
     def _settle(self) -> None:
         """Counts what has come to its end."""
-        while self._ended:
+        while self._store.ended:
             with self._lock:
                 try:
-                    self._bytes -= self._ended.popleft()
+                    self._bytes -= self._store.ended.popleft()
                 except IndexError:
                     return
         self._refused_bytes = min(self._refused_bytes, self._bytes)
@@ -191,9 +190,9 @@ class Stash:
     def _announced(self, untold: list[SharedStorage]) -> tuple[SavedBytes, ...]:
         event = self._accelerator.record()
         for shared in untold:
-            if not shared.told:
+            if not shared.end.told:
                 shared.saved.event = event
-                shared.told = True
+                shared.end.told = True
         return tuple(
             SavedBytes(shared.saved.number, shared.saved.nbytes, shared.unit) for shared in untold
         )
@@ -201,12 +200,12 @@ class Stash:
     def tell(self) -> None:
         """Tells the machine of what was saved since it was told."""
         if self._untold and (untold := self._take()):
-            new = [shared.saved for shared in untold if not shared.told]
+            new = [shared.saved for shared in untold if not shared.end.told]
             self._store.save(self._announced(untold), new)
 
     def _wait(self) -> None:
         untold = self._take()
-        new = [shared.saved for shared in untold if not shared.told]
+        new = [shared.saved for shared in untold if not shared.end.told]
         items = self._announced(untold)
         try:
             self._store.save(items, new, wait=True)
@@ -221,12 +220,6 @@ class Stash:
                 )  # fmt: skip
             self._refused_bytes = self._bytes
 
-    def ended(self, number: int, nbytes: int, *, told: bool) -> None:
-        """Nothing needs a storage any more.  Called where an object is being collected."""
-        self._ended.append(nbytes)
-        if told:
-            self._store.used(number)
-
     # -- back -----------------------------------------------------------------------------------
 
     def turn(self, backward: bool) -> None:
@@ -237,6 +230,8 @@ class Stash:
             self._store.turn(backward, self.room_bytes)
             if not backward:
                 self._unit_bytes = [0] * len(self._unit_bytes)
+                with self._lock:
+                    self._known = {k: each for k, each in self._known.items() if each() is not None}
 
     def unit_bytes(self) -> list[int]:
         """By unit, what was saved in forwards since the last backward."""

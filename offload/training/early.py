@@ -83,7 +83,7 @@ class Early:
         if unit in self._partly_frozen and not over:
             return False  # backward may come to the frozen part later, and all is copied in
         users = self._residences.users[unit]  # itself, and those that share its weights
-        return over or not any(self._saved.live[u] or self._residences.uses[u] for u in users)
+        return over or not any(self._saved.holds(u) or self._residences.uses[u] for u in users)
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
         """Backward is about to have a unit updated, whose ``params`` have a gradient."""

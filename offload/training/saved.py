@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -17,17 +19,17 @@ from .residences import Residences, View
 class WeightHandle:
     """A saved weight: enough to make the same view again, and the version it must still have."""
 
-    __slots__ = ("_counts", "unit", "version", "view")
+    __slots__ = ("_held", "unit", "version", "view")
 
-    def __init__(self, unit: int, version: int, view: View, counts: list[int]) -> None:
-        self.unit, self.version, self.view = unit, version, view
-        counts[unit] += 1
-        self._counts = counts  # last: one that was interrupted here takes nothing back
+    def __init__(self, unit: int, version: int, view: View, held: _Held) -> None:
+        self.unit, self.version, self.view, self._held = unit, version, view, held
 
-    def __del__(self) -> None:
-        counts = getattr(self, "_counts", None)
-        if counts is not None:
-            counts[self.unit] -= 1
+
+class _Held:
+    """Lives as long as a graph holds handles of its unit.  No Python code runs where they come to
+    their end: a signal that came meanwhile would be lost."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Plain:
@@ -77,7 +79,8 @@ class SavedTensors:
         """``stash``: takes what is no weight; ``None``: that stays as it is."""
         self._residences, self._versions, self._backward = residences, versions, backward
         self.stash = stash
-        self.live = [0] * len(versions)
+        self._held: list[weakref.ref[_Held]] = [weakref.ref(_Held())] * len(versions)
+        self._lock = threading.Lock()
 
     def packing(self, outer: Hooks | None) -> _Packing:
         """The first of the pair of hooks; ``outer``: the pair that encloses it."""
@@ -111,7 +114,15 @@ class SavedTensors:
         return _Plain(t) if handle is None else handle
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
-        return WeightHandle(unit, self._versions[unit], view, self.live)
+        with self._lock:
+            if (held := self._held[unit]()) is None:
+                held = _Held()
+                self._held[unit] = weakref.ref(held)
+        return WeightHandle(unit, self._versions[unit], view, held)
+
+    def holds(self, unit: int) -> bool:
+        """Whether a graph holds handles of the unit."""
+        return self._held[unit]() is not None
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """The tensor again; fetches the unit when it is not there."""

@@ -9,10 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.devices import CPU, SIM
+import overspill
+from tests.devices import CPU, DEVICE, SIM
 from tests.patience import WAIT_S
 
 CHILD = """
@@ -117,3 +120,25 @@ def test_many_interrupts(update: str, device: str, tmp_path: Path) -> None:
         after_s = rng.uniform(0, 0.2)
         status, out, err = interrupted(folder, update, device, True, after_s)
         assert (status, out) == (0, "clean\n"), (after_s, err)
+
+
+@pytest.mark.parametrize("activations", ["keep", "auto", "host"])
+def test_no_python_code_runs_where_graphs_end(
+    activations: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt that comes where Python collects an object is printed, and lost."""
+    monkeypatch.setattr("overspill.training.activations.LEAST_BYTES", 1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    options: dict[str, Any] = {
+        "device": SIM, "device_memory": "90KiB", "host_memory": "2MiB", "nvme": tmp_path,
+        "durable": False, "activations": activations,
+    }  # fmt: skip
+    called: list[str] = []
+    with overspill.wrap(model, torch.optim.SGD(model.parameters()), **options):
+        loss = model(torch.ones(32, 64, device=DEVICE)).sum()
+        sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame.f_code.co_name}"))
+        try:
+            del loss
+        finally:
+            sys.setprofile(None)
+    assert [each for each in called if each.startswith("call ")] == []
