@@ -26,6 +26,29 @@ def ordered() -> Iterator[None]:
         assert not races, f"{len(races)} races, the first: {races[0]}"
 
 
+# What is trained, lost and found again there is right in every placement; which one is best is
+# asked in tests/sim and tests/unit, and drawn placements are trained by ``Preference``.
+ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations")
+
+
+@pytest.fixture(autouse=True)
+def first_placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual placement, and not the best of ten: to simulate these takes longer than to train
+    what is so small.  ``searches``: not for that test."""
+    searches = request.node.get_closest_marker("searches") is not None
+    if request.path.parent.name not in ABOUT_TRAINING or searches:
+        return
+    from overspill.planning import choose
+
+    best = choose._best_needs
+    monkeypatch.setattr(
+        choose, "_best_needs",
+        lambda parts, budgets, needs, depth, rates, prefer: best(
+            parts, budgets, needs, depth, None, prefer
+        ),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")

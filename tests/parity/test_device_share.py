@@ -98,6 +98,7 @@ def test_state_that_goes_there_for_its_update(
     same_bits(seen)
 
 
+@pytest.mark.searches
 def test_the_plan_updates_there_where_that_pays() -> None:
     """Where the CPU is slow and the device fast, units go there; where the link is the slower one,
     weights do; and the simulated step is the shorter one."""
@@ -127,6 +128,7 @@ def test_commits_and_updates_in_backward_stay_on_the_host() -> None:
         assert layout == make_layout(parts, budgets, ruled_out)[0], "the room is not lost"
 
 
+@pytest.mark.searches
 def test_the_plan_sends_state_there_where_that_pays() -> None:
     """With a CPU that is slow and a link that is fast, part of the state goes to the device, and a
     step is shorter by about that part; the other way round none goes."""

@@ -79,8 +79,12 @@ def child(tmp_path: Path, **options: Any) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
-@pytest.mark.parametrize("device", [CPU, SIM])
+@pytest.mark.parametrize(("device", "update"), [
+    (CPU, "next_forward"), (SIM, "step"), (SIM, "backward"),
+    *(pytest.param(*each, marks=pytest.mark.soak) for each in (
+        (CPU, "step"), (CPU, "backward"), (SIM, "next_forward"),
+    )),
+])  # fmt: skip
 def test_held_bytes_are_resident_bytes_and_traffic_is_the_plans(
     device: str, update: str, tmp_path: Path
 ) -> None:

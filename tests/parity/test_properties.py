@@ -137,7 +137,8 @@ def check(seed: int, steps: int, folder: Path) -> None:
         assert torch.equal(value, got[name]), f"seed {seed}: {name} differs under {options}"
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.searches
+@pytest.mark.parametrize("seed", range(6))
 def test_options_do_not_change_a_bit(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def test_the_placement_with_the_least_time_is_chosen() -> None:
     """Better than by habit, hardly worse than the best of 12 others and 8 drawn; the load that is
     known only beforehand changes nothing, so that a run chooses the same."""
     better = 0
-    for seed in range(10):
+    for seed in range(5):
         parts, budgets, needs = draw(seed)
         best = choose_layout(parts, budgets, needs, None, RATES)
         assert not best.shortfalls
@@ -75,7 +75,7 @@ def test_the_placement_with_the_least_time_is_chosen() -> None:
         better += mine < usual_s * 0.98
         known = choose_layout(parts, budgets, needs, None, RATES, Workload(64))
         assert known.layout.homes == best.layout.homes
-    assert better >= 4, better
+    assert better >= 2, better
 
 
 def needs_with(needs: Needs, depth: int, prefer: Preference) -> Needs:
