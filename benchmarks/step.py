@@ -24,7 +24,7 @@ SMALL = Shape(layers=6, width=256, heads=4, vocabulary=2048, batch=4, tokens=128
 GPT_311M = Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=2, tokens=256)
 GPT_311M_X4 = replace(GPT_311M, batch=8)
 PEER_LIMIT_S = 240.0  # of a peer's start or sample, which may compile its extensions first
-QUICK = Plan(SMALL, "bf16", rounds=3, steps=2, warmup=2, host_memory=64 << 20)
+QUICK = Plan(SMALL, "fp32", rounds=3, steps=2, warmup=2, host_memory=64 << 20)
 FULL = Plan(GPT_311M, "bf16", rounds=3, steps=1, warmup=2)
 FULL_X4 = Plan(GPT_311M_X4, "bf16", rounds=2, steps=1, warmup=2, modes=("backward", "next_forward"))
 

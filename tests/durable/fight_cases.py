@@ -1,7 +1,7 @@
 """Two processes fight for one store, and are killed at it; run as a program.
 
-``python fight_cases.py FOLDER CASES SEED``: a case is a store over two directories.  Always two
-processes at a time do something with it, drawn anew each time: wrap a model there, resume and
+``python fight_cases.py FOLDER CASES SEED [STEPS]``: a case is a store over two directories.  Always
+two processes at a time do something with it, drawn anew each time: wrap a model there, resume and
 train, export, inspect; whichever directory they name first.  Many of them are killed.  What a
 process was told is committed must be found by all that come after it, until training has come to
 its end; then the weights are those of a run that had the store to itself.
@@ -27,9 +27,10 @@ import overspill
 from overspill.durable.export import export_store
 from overspill.durable.inspect import inspect_store
 from overspill.io_engine import manifest
+from overspill.planning import choose
 from tests.resumed import adamw, build, options, train
 
-STEPS = 20
+STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 20
 Weights = dict[str, torch.Tensor]
 BEFORE = (  # what may be said as long as there is no commit that anybody may want
     "no store here", "never committed", "store file", "is missing", "made a new store here",
@@ -160,7 +161,7 @@ def play(folder: Path, rng: random.Random, wanted: list[Weights]) -> int:
             fighter = Fighter(places, told, wanted, rng.getrandbits(32))
             running.add(begun(fighter.fight))
         time.sleep(rng.uniform(0, 0.1))
-        if rng.random() < 0.05 and running:
+        if rng.random() < 0.1 and running:
             killed.add(victim := rng.choice(sorted(running)))
             os.kill(victim, signal.SIGKILL)
         for pid in sorted(running):
@@ -176,6 +177,7 @@ def play(folder: Path, rng: random.Random, wanted: list[Weights]) -> int:
 
 def main(folder: Path, cases: int, seed: int) -> None:
     torch.set_num_threads(1)
+    choose.DEPTHS, choose.OTHERS = (choose.DEFAULT_DEPTH,), ()  # the fight is not about placement
     rng = random.Random(seed)
     alone = folder / "alone"
     alone.mkdir()

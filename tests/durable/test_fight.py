@@ -14,10 +14,11 @@ from tests.devices import about_forks
 pytestmark = about_forks
 
 
-def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
+def play(folder: Path, cases: int, seed: int, seconds: float, *more: str) -> None:
     """The fights take place in a program of their own, which forks: this process has threads."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.durable.fight_cases", str(folder), str(cases), str(seed)],
+        [sys.executable, "-m", "tests.durable.fight_cases", str(folder), str(cases), str(seed),
+         *more],
         capture_output=True, text=True, timeout=seconds, check=False, env=os.environ,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -28,7 +29,7 @@ def play(folder: Path, cases: int, seed: int, seconds: float) -> None:
 @pytest.mark.timeout(900)
 def test_what_was_committed_is_never_lost(tmp_path: Path) -> None:
     """They wrap, resume, export, inspect and are killed; a short form of the soak below."""
-    play(tmp_path, 1, 1, 850)
+    play(tmp_path, 1, 1, 850, "8")  # steps
 
 
 @pytest.mark.soak
