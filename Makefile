@@ -33,7 +33,7 @@ demo: $(STAMP)
 	rm -rf $(DEMO)/store && mkdir -p $(DEMO)/store  # that of a demo before is never trained over
 	$(BIN)/overspill train --steps 30 --batch 4 --seq 256 --lr 1e-3 \
 	  $(shell $(BIN)/python -c "import torch; print('--device cuda' if torch.cuda.is_available() else '--device sim')" 2>/dev/null || echo --device sim) \
-	  --device-memory 48MiB --host-memory 96MiB --nvme $(DEMO)/store --compare --out $(DEMO)
+	  --device-memory 96MiB --host-memory 192MiB --nvme $(DEMO)/store --compare --out $(DEMO)
 
 # The second run is on a device that is not the CPU (tests/device): that which a missing wait would
 # show in.  What measures time goes last, with the machine to itself.  5: PYTEST_ARGS leave nothing
