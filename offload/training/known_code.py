@@ -40,9 +40,9 @@ _GENERATES = ("YIELD_", "RETURN_GENERATOR")
 # Names of attributes that may stand for a call that changes what it belongs to or what is outside,
 # or draws numbers that no checkpoint brings back.
 _CHANGES = (
-    "add add_module append appendleft apply backward clear compile debug discard distributed eval "
-    "extend info insert load_state_dict log_once manual_seed ops pop popitem popleft put record "
-    "remove save seed send setdefault step train update warn warning write zero_grad"
+    "add add_module append appendleft apply backward clear compile data debug discard distributed "
+    "eval extend info insert load_state_dict log_once manual_seed ops pop popitem popleft put "
+    "record remove save seed send setdefault step train update warn warning write zero_grad"
 )
 _CHANGES_BEGIN = ("register", "set_")
 _UNDERSCORED = ("__class__", "__name__")
@@ -105,15 +105,13 @@ class _Reader:
         return self._value(value) or (_without_methods(value) and self._holds(vars(value).values()))
 
     def _named(self, name: str) -> bool:
-        """Whether all that the modules' classes have to call by this name is known."""
+        """Whether all that the modules' classes have by this name is known."""
         for cls in self._classes:
             found = vars(cls).get(name)
             if isinstance(found, property):
                 found = found.fget
             elif isinstance(found, (staticmethod, classmethod)):
                 found = found.__func__
-            if not (callable(found) or hasattr(found, "__get__")):
-                continue
             if not self._value(found):
                 return False
         return True
@@ -132,8 +130,9 @@ class _Reader:
         if isinstance(value, type):
             return _of_torch(value.__module__) or issubclass(value, BaseException)
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
-            where = value.__module__ or ""
-            if where == "math" or _of_torch(where) or where.startswith(_TRANSFORMERS):
+            own = value.__globals__ if isinstance(value, FunctionType) else {}
+            # A wrapper bears the module of what it wraps: whose code it is and what it calls.
+            if all(_pure(where) for where in (value.__module__, own.get("__name__", "math"))):
                 return True
             return isinstance(value, FunctionType) and self._function(value)
         return False
@@ -183,6 +182,13 @@ def _harmless(name: str) -> bool:
         return name in _UNDERSCORED
     return not (
         name.endswith("_") or name in _CHANGES.split() or name.startswith(_CHANGES_BEGIN)
+    )  # fmt: skip
+
+
+def _pure(name: str | None) -> bool:
+    """Whether functions of a module are known."""
+    return name is not None and (
+        name == "math" or _of_torch(name) or name.startswith(_TRANSFORMERS)
     )  # fmt: skip
 
 

@@ -212,6 +212,18 @@ def remembers(self: Any, x: torch.Tensor, seen: list[Any] = []) -> torch.Tensor:
     return self.inner(x)
 
 
+def adds_to_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    seen = self.LOG
+    seen += [x]
+    return self.inner(x)
+
+
+def shrinks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = self.inner.weight.data
+    weight *= 0.9
+    return self.inner(x)
+
+
 def yields(self: Any, x: torch.Tensor) -> Any:
     yield self.inner(x)
 
@@ -222,6 +234,11 @@ def closed_over(count: list[int]) -> Any:
         return self.inner(x)
 
     return forward
+
+
+@functools.wraps(functional.gelu)
+def disguised(x: torch.Tensor) -> torch.Tensor:
+    return noted(x)
 
 
 def held_module() -> nn.Module:
@@ -285,10 +302,12 @@ def without_grad() -> nn.Module:
 UNKNOWN = {
     **{each.__name__: functools.partial(with_forward, each) for each in (
         counts, collects, stores, globally, in_place, shared_tensor, helps, draws, prints, imports,
-        by_name, sets, seeds, waits, remembers, yields,
+        by_name, sets, seeds, waits, remembers, yields, shrinks,
     )},
     "ticks": lambda: with_forward(ticks, held=Counts()),
     "an object's call": lambda: with_forward(calls, held=Counts().tick),
+    "a list of the class": lambda: type("Logs", (Base,), {"forward": adds_to_a_list, "LOG": []})(),
+    "in disguise": lambda: with_forward(calls, held=disguised),
     "a function held": lambda: with_forward(calls, held=noted),
     "in a list": lambda: with_forward(calls_first, held=[noted]),
     "in a partial": lambda: with_forward(calls, held=functools.partial(noted)),
