@@ -4,6 +4,7 @@ one torch thread: models this small wait for a second one longer than it works."
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,25 @@ def ordered() -> Iterator[None]:
 # What is trained, lost and found again there is right in every placement; which one is best is
 # asked in tests/sim and tests/unit, and drawn placements are trained by ``Preference``.
 ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations")
+
+
+TABLE, PART = 5, 4  # a test of so many cases is a table: one of so many is tried in CI
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tables of what is trained, CI tries a part in which each value occurs; soak tries all."""
+    tables: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent.name in (*ABOUT_TRAINING, "sim"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for table in tables.values():
+        seen = set[tuple[str, str]]()
+        for item in table if len(table) >= TABLE else ():
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            if values <= seen and zlib.crc32(item.nodeid.encode()) % PART:
+                item.add_marker(pytest.mark.soak)
+            seen |= values
 
 
 @pytest.fixture(autouse=True)
