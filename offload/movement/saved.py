@@ -60,6 +60,16 @@ class End(ref[Any]):
     number: int
     told: bool
 
+    def __new__(
+        cls, holder: object, put: Callable[[Signal | End], None], number: int, beside: object
+    ) -> End:
+        self = super().__new__(cls, holder, put)
+        self.number, self.told, self.counted, self.beside = number, False, 0, beside
+        return self
+
+    def __init__(self, holder: object, *_: object) -> None:
+        super().__init__(holder)  # type: ignore[call-arg]
+
 
 class SavedStore:
     """The storages that the machine knows, and how graphs speak with it about them.
@@ -109,7 +119,7 @@ class SavedStore:
 
     def has_ended(self, end: End) -> Used | None:
         """Nothing needs a storage any more: what to tell the machine, if it knows of it."""
-        del self._ends[end.number]
+        self._ends.pop(end.number, None)
         self._known.pop(end.number, None)
         self.ended.append(end.counted)
         return Used((end.number,)) if end.told else None
@@ -124,7 +134,9 @@ class SavedStore:
         Raises:
             BudgetError: it cannot.
         """
-        self._known.update((each.number, ref(each)) for each in new)
+        for each in new:
+            self._known[each.number] = ref(each)
+            self._ends[each.number].told = True
         if wait:
             self._ask(lambda ticket: Saved(items, ticket))
         else:
@@ -140,6 +152,10 @@ class SavedStore:
 
     def watch(self, holder: object, number: int, beside: object) -> End:
         """With ``holder`` the storage of that number comes to its end, and ``beside``."""
-        end = self._ends[number] = End(holder, self._put)
-        end.number, end.told, end.counted, end.beside = number, False, 0, beside
+        end = self._ends[number] = End(holder, self._put, number, beside)
         return end
+
+    @property
+    def counted_bytes(self) -> int:
+        """What was counted of all whose end was not taken from ``ended`` yet."""
+        return sum([each.counted for each in list(self._ends.values())]) + sum(list(self.ended))

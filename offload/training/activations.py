@@ -192,7 +192,6 @@ class Stash:
         for shared in untold:
             if not shared.end.told:
                 shared.saved.event = event
-                shared.end.told = True
         return tuple(
             SavedBytes(shared.saved.number, shared.saved.nbytes, shared.unit) for shared in untold
         )
@@ -232,6 +231,7 @@ class Stash:
                 self._unit_bytes = [0] * len(self._unit_bytes)
                 with self._lock:
                     self._known = {k: each for k, each in self._known.items() if each() is not None}
+                    self._bytes = self._store.counted_bytes  # interrupts may have lost some
 
     def unit_bytes(self) -> list[int]:
         """By unit, what was saved in forwards since the last backward."""

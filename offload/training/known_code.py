@@ -14,11 +14,13 @@ import builtins
 import dis
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from inspect import unwrap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from . import torch_private
 
@@ -34,30 +36,51 @@ _BUILTINS = (
     "list map max min pow range reversed round set slice sorted str sum super tuple type zip"
 )
 # What instructions begin with that change more than local variables, or leave the function's code.
-_WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE", "DELETE_",
-           "IMPORT_", "LOAD_BUILD_CLASS", "SEND")  # fmt: skip
+_WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE",
+           "DELETE_ATTR", "DELETE_DEREF", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_SUBSCR",
+           "IMPORT_", "LOAD_BUILD_CLASS", "MATCH_CLASS", "SEND")  # fmt: skip
 _GENERATES = ("YIELD_", "RETURN_GENERATOR")
 # Names of attributes that may stand for a call that changes what it belongs to or what is outside,
 # or draws numbers that no checkpoint brings back.
 _CHANGES = (
-    "add add_module append appendleft apply backward clear compile data debug discard distributed "
-    "eval extend info insert load_state_dict log_once manual_seed ops pop popitem popleft put "
-    "record remove save seed send setdefault step train update warn warning write zero_grad"
+    "add add_module append appendleft apply backward batch_norm clear compile data debug discard "
+    "distributed eval extend extendleft grad info insert instance_norm load_state_dict log_once "
+    "manual_seed numpy ops pop popitem popleft put record remove reverse save seed send setdefault "
+    "sort step train update warn warning write zero_grad"
 )
-_CHANGES_BEGIN = ("register", "set_")
+_CHANGES_BEGIN = ("register", "reset_", "set_")
+_CHANGES_END = ("_", "_update")
+_GIVEN_TO_CHANGE = ("out", "inplace")  # keywords of torch's for what a call writes to
 _UNDERSCORED = ("__class__", "__name__")
-_OWN_CALLS = ("__call__", "__getattr__", "__getattribute__", "__setattr__", "_call_impl")
+# What Python calls by itself, and changes nothing where it is called in a forward.
+_UNCALLED = ("__annotate__", "__annotate_func__", "__class__", "__eq__", "__hash__", "__init__",
+             "__post_init__", "__replace__", "__repr__")  # fmt: skip
+_OF_TENSORS = ("torch", __name__.partition(".")[0])  # torch's, and what stands for one of them
+_OF_OBJECTS = ("__dict__", "__weakref__")
+_ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def known(module: nn.Module) -> bool:
     """Whether the module, with all inside it, is known to compute the same from the same inputs,
-    and to change nothing."""
-    parts = list(module.modules())
-    if not all(torch_private.calls_as_modules_do(each) for each in parts):
+    and to change nothing.  Never raises."""
+    try:
+        parts = list(module.modules())
+        return all(map(_as_usual, parts)) and _Reader(parts).shows()
+    except Exception:  # whatever a module holds and answers: nobody knows it
         return False
-    if any("forward" in vars(each) for each in parts):
+
+
+def _as_usual(module: nn.Module) -> bool:
+    """Whether nothing runs around the module's forward, and it has no state that moves with it."""
+    if not torch_private.calls_as_modules_do(module) or "forward" in vars(module):
         return False
-    return _Reader(parts).shows()
+    if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
+        return False
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if any(type(each).__module__.partition(".")[0] not in _OF_TENSORS for each in tensors):
+        return False
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) in _ATTENTIONS
 
 
 class _Reader:
@@ -66,13 +89,17 @@ class _Reader:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = {id(each): each for each in parts}
-        lines = (cls for each in parts for cls in type(each).__mro__)
+        lines = [cls for each in parts for cls in type(each).__mro__]
         self._classes = [cls for cls in dict.fromkeys(lines) if not _of_library(cls)]
-        self._read: set[CodeType] = set()
+        self._libraries = [cls for cls in dict.fromkeys(lines) if _of_library(cls)]
+        self._read: set[tuple[int, int]] = set()
 
     def shows(self) -> bool:
         """Whether all that they hold and call is known."""
-        if any(name in vars(cls) for cls in self._classes for name in _OWN_CALLS):
+        if any(_called_by_python(cls) for cls in self._classes):
+            return False
+        forwards = (vars(cls).get("forward") for cls in self._libraries)
+        if not all(_of_libraries(each) for each in forwards if isinstance(each, FunctionType)):
             return False
         for each in self._parts.values():
             held = (value for _, value in torch_private.own_attributes(each))
@@ -99,8 +126,10 @@ class _Reader:
         if type(value) in (list, tuple, set, frozenset):
             return self._holds(value)  # type: ignore[arg-type]
         if type(value) is dict:
-            return self._holds(value.values())
-        if isinstance(value, torch.Tensor) or type(value).__module__.startswith(_TRANSFORMERS):
+            return self._holds(value) and self._holds(value.values())
+        if type(value) in (torch.Tensor, nn.Parameter):
+            return True
+        if type(value).__module__.startswith(_TRANSFORMERS):
             return not callable(value)
         return self._value(value) or (_without_methods(value) and self._holds(vars(value).values()))
 
@@ -118,7 +147,7 @@ class _Reader:
 
     def _value(self, value: object) -> bool:
         """Whether a constant, or something to call, is known."""
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             return True
         if type(value) is tuple:
             return all(map(self._value, value))
@@ -130,9 +159,9 @@ class _Reader:
         if isinstance(value, type):
             return _of_torch(value.__module__) or issubclass(value, BaseException)
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
-            own = value.__globals__ if isinstance(value, FunctionType) else {}
-            # A wrapper bears the module of what it wraps: whose code it is and what it calls.
-            if all(_pure(where) for where in (value.__module__, own.get("__name__", "math"))):
+            if not _harmless(value.__name__):
+                return False
+            if _of_a_library(value):
                 return True
             return isinstance(value, FunctionType) and self._function(value)
         return False
@@ -144,9 +173,12 @@ class _Reader:
         return self._code(function.__code__, function.__globals__, ("__class__",))
 
     def _code(self, code: CodeType, scope: Mapping[str, Any], free: Sequence[str]) -> bool:
-        if code in self._read:  # is being read, or was found well
+        if (id(code), id(scope)) in self._read:  # is being read, or was found well
             return True
-        self._read.add(code)
+        self._read.add((id(code), id(scope)))
+        names = [name for each in code.co_consts if type(each) is tuple for name in each]
+        if any(name in names for name in _GIVEN_TO_CHANGE):
+            return False
         cells = (*free, *code.co_cellvars)
         writes = _WRITES if code.co_name == "<genexpr>" else (*_WRITES, *_GENERATES)
         return all(
@@ -159,7 +191,11 @@ class _Reader:
     ) -> bool:
         kind, what = instruction.opname, instruction.argval
         if kind == "LOAD_GLOBAL":
-            return self._value(scope[what]) if what in scope else _builtin(what)
+            if what not in scope:
+                return _builtin(what)
+            return _harmless(what) and self._value(scope[what])
+        if kind.startswith("BINARY_OP") and instruction.argrepr.endswith("="):
+            return False  # in place, and nobody knows whose it is
         if "DEREF" in kind:
             return what in cells
         if kind in ("LOAD_ATTR", "LOAD_METHOD") or kind.startswith("LOAD_SUPER"):
@@ -180,9 +216,33 @@ def _harmless(name: str) -> bool:
     underscore at the end, and by the usual names."""
     if name.startswith("__"):
         return name in _UNDERSCORED
-    return not (
-        name.endswith("_") or name in _CHANGES.split() or name.startswith(_CHANGES_BEGIN)
-    )  # fmt: skip
+    if name in _CHANGES.split() or name.startswith(_CHANGES_BEGIN):
+        return False
+    return not name.endswith(_CHANGES_END)
+
+
+def _of_a_library(function: FunctionType | BuiltinFunctionType) -> bool:
+    # A wrapper bears the module of what it wraps: whose code it is and what it calls.
+    own = function.__globals__ if isinstance(function, FunctionType) else {}
+    return all(_pure(where) for where in (function.__module__, own.get("__name__", "math")))
+
+
+def _of_libraries(function: FunctionType) -> bool:
+    """Whether a library's function is its own, and what it calls by a global name: anybody may have
+    put another there."""
+    inner = unwrap(function)
+    named = (inner.__globals__.get(name) for name in inner.__code__.co_names)
+    return _of_a_library(function) and all(
+        _of_a_library(each) for each in named if isinstance(each, FunctionType)
+    )
+
+
+def _called_by_python(cls: type) -> bool:
+    """Whether a class has code that runs where nobody calls it by a name."""
+    return any(
+        name.startswith("__") and callable(found) and name not in _UNCALLED
+        for name, found in vars(cls).items()
+    ) or "_call_impl" in vars(cls)
 
 
 def _pure(name: str | None) -> bool:
@@ -209,9 +269,8 @@ def _without_methods(value: object) -> bool:
     if callable(value) or not hasattr(value, "__dict__") or cls.__module__ == "builtins":
         return False
     return not any(
-        isinstance(found, (property, staticmethod, classmethod))
-        or (callable(found) and not name.startswith("__"))
-        or name in ("__getattr__", "__getattribute__")
+        (callable(found) and name not in _UNCALLED and not name.startswith("__dataclass_"))
+        or (hasattr(found, "__get__") and name not in (*_UNCALLED, *_OF_OBJECTS))
         for each in cls.__mro__ if each is not object
         for name, found in vars(each).items()
     )  # fmt: skip

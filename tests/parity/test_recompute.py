@@ -25,6 +25,7 @@ RATES = overspill.Rates(
     h2d_bytes_s=1e6, d2h_bytes_s=1e6, dram_bytes_s=20e9, update_params_s=1e9,
     device_flops_s=2e10, disk_read_bytes_s=1e9, disk_write_bytes_s=1e9,
 )  # fmt: skip
+PURE = known_code._pure
 WIDE = 10**4  # of a link on which everything fits in no time
 
 
@@ -33,6 +34,7 @@ def small_ones_leave_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (activations, simulate):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 10)
     monkeypatch.setattr(known_code, "LIBRARIES", (*known_code.LIBRARIES, __name__))
+    monkeypatch.setattr(known_code, "_pure", lambda name: name == __name__ or PURE(name))
     CALLS.clear()
 
 
@@ -312,6 +314,7 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
         assert chosen
         assert 2 not in chosen, "a hook of the user's runs around it"
     handle.remove()
+    monkeypatch.setattr(known_code, "_pure", PURE)
     monkeypatch.setattr(known_code, "LIBRARIES", ("torch.nn.",))  # what it appends to is seen
     model = chain()
     CALLS.clear()

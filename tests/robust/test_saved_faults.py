@@ -83,6 +83,7 @@ def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> str:
     return "right"
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize(
     "seeds", [40, pytest.param(2_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )

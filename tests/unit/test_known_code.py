@@ -74,7 +74,7 @@ class Attention(Base):
             att = q @ q.transpose(-2, -1)
         att = att.masked_fill(self.mask[: x.shape[-2], : x.shape[-2]] == 0, float("-inf"))
         if self.training and mask is not None:
-            att += mask
+            att = att + mask
         total = sum(p.shape[0] for p in parts) * self.scale
         return self.act(F.dropout(functional.softmax(att, -1), 0.1, self.training) @ q) * total
 
@@ -224,6 +224,55 @@ def shrinks(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.inner(x)
 
 
+def adds_to_an_alias(self: Any, x: torch.Tensor) -> torch.Tensor:
+    held = self.held
+    held += 1
+    return self.inner(x) + held
+
+
+def writes_out(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.lerp(x, self.mask, 0.5, out=self.mask)
+
+
+def within(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with self.held:
+        return self.inner(x)
+
+
+def over_keys(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return sum([call(x) * weight for call, weight in self.held.items()])
+
+
+def resets(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.inner.reset_parameters()
+    return self.inner(x)
+
+
+class Timer:
+    def __enter__(self) -> None:
+        TABLE["calls"] += 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Named(str):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return noted(x)
+
+
+class Experts(nn.ModuleList):
+    def __getitem__(self, index: Any) -> Any:
+        SEEN.append(torch.ones(1))
+        return super().__getitem__(index)
+
+
+def from_text(helper: Any) -> Any:
+    scope: dict[str, Any] = {"helper": helper}
+    exec("def forward(self, x):\n    return helper(self.inner(x))", scope)
+    return scope["forward"]
+
+
 def yields(self: Any, x: torch.Tensor) -> Any:
     yield self.inner(x)
 
@@ -306,6 +355,18 @@ UNKNOWN = {
     )},
     "ticks": lambda: with_forward(ticks, held=Counts()),
     "an object's call": lambda: with_forward(calls, held=Counts().tick),
+    "an alias": lambda: with_forward(adds_to_an_alias, held=torch.zeros(1)),
+    "an output": lambda: with_forward(writes_out),
+    "a timer": lambda: with_forward(within, held=Timer()),
+    "a key": lambda: with_forward(over_keys, held={noted: 1.0}),
+    "a text that is called": lambda: with_forward(calls, held=Named("name")),
+    "an index": lambda: Experts([nn.Linear(WIDTH, WIDTH)]),
+    "the same text": lambda: nn.Sequential(
+        with_forward(from_text(rotated)), with_forward(from_text(noted))
+    ),
+    "resets": lambda: with_forward(resets),
+    "statistics": lambda: nn.BatchNorm1d(WIDTH),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "a list of the class": lambda: type("Logs", (Base,), {"forward": adds_to_a_list, "LOG": []})(),
     "in disguise": lambda: with_forward(calls, held=disguised),
     "a function held": lambda: with_forward(calls, held=noted),
@@ -332,3 +393,42 @@ UNKNOWN = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_may_change_something_is_not_known(name: str) -> None:
     assert not known(UNKNOWN[name]())
+
+
+def test_a_library_whose_code_was_replaced_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    layer = modeling_llama.LlamaDecoderLayer(LlamaConfig(**sizes, num_hidden_layers=1), 0)
+    assert known(layer) and known(nn.GELU())
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.GELU, "forward", lambda self, x: noted(x))
+        assert not known(nn.GELU())
+    rotary = modeling_llama.apply_rotary_pos_emb
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *each: noted(rotary(*each)))
+        assert not known(layer)
+    assert known(layer)
+
+
+def circle() -> types.SimpleNamespace:
+    made = types.SimpleNamespace()
+    made.itself = made
+    return made
+
+
+def dead() -> Any:
+    return weakref.proxy(Settings())
+
+
+class Hostile:
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("held", [circle, dead, Hostile])
+def test_whatever_is_held_it_never_raises(held: Any) -> None:
+    module = with_forward(calls)
+    vars(module)["held"] = held()
+    assert not known(module)
