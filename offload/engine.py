@@ -344,6 +344,10 @@ class Engine(Living):
 
     # -- the end --------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """The hooks of a forward that an exception has ended are the thread's."""
+        self._loop.leave()
+
     def finish(self) -> None:
         """The last step is committed, if it can be; then all threads end, and memory and disk are
         free."""

@@ -17,6 +17,7 @@ from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.weight_door import WeightDoor
 from .training.adapting import Adapting
+from .training.callers import wait_for_others
 from .training.early import Declared, Early
 from .training.frames import Frames
 from .training.gradients import GradientCollector
@@ -188,10 +189,15 @@ class Loop:
         assert self._commits is not None
         return self._commits.restart()
 
+    def leave(self) -> None:
+        """Takes the hooks of a forward that an exception has ended from the calling thread."""
+        self._frames.forget()
+
     def end(self) -> None:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
         self._trainer.closes()
-        self._frames.forget()
+        self._executor.closes()
+        wait_for_others()
         if self._commits is None or self._executor.failed:
             return
         self._materializing.end_if_over()
@@ -200,6 +206,8 @@ class Loop:
                 "overspill: closed while the model is materialized; the store keeps the last commit"
             )
             return
+        # What the training thread has on its way is on a stream that this one may not know.
+        self._machinery.accelerator.synchronize()
         self._residences.let_go()
         self._averages.end()
         self._weights.reconcile()

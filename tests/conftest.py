@@ -3,7 +3,10 @@ one torch thread: models this small wait for a second one longer than it works."
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +30,28 @@ def ordered() -> Iterator[None]:
         assert not races, f"{len(races)} races, the first: {races[0]}"
 
 
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """No thread of an engine outlives its test: another test would find it."""
+    yield
+    if engine_threads():
+        gc.collect()  # a model that nobody has closes its engine
+        ends_s = time.monotonic() + 10
+        while engine_threads() and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        assert not engine_threads()
+
+
+def engine_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if "overspill" in each.name]
+
+
 # What is trained, lost and found again there is right in every placement; which one is best is
 # asked in tests/sim and tests/unit, and drawn placements are trained by ``Preference``.
 ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations")
 
 
-TABLE, PART = 5, 4  # a test of so many cases is a table: one of so many is tried in CI
+TABLE, PART = 5, 12  # a test of so many cases is a table: one of so many is tried in CI
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,8 +88,18 @@ def first_placement(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays: collections, which many tests ask for, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
+    folder = folder / "cache"
+    folder.mkdir(exist_ok=True)
     os.environ["OVERSPILL_CACHE"] = str(folder)
     return folder

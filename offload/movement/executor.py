@@ -29,8 +29,6 @@ from ..schedule.messages import (
     AtHome,
     Clear,
     Commit,
-    CopyIn,
-    CopyOut,
     Done,
     Failed,
     Forget,
@@ -45,7 +43,6 @@ from ..schedule.messages import (
     Kind,
     LetGo,
     Need,
-    Read,
     Refuse,
     Release,
     Signal,
@@ -66,26 +63,7 @@ from .refusals import refusal
 from .saved import End, SavedStore
 from .update_lane import UpdateLane, UpdateWork
 from .visits import RecordParts, Visits
-
-
-class _Waiter:
-    """Somebody who waits for a grant."""
-
-    __slots__ = ("abandoned", "error", "event", "grant", "lane", "signal", "ticket")
-
-    def __init__(self, ticket: int, signal: Signal) -> None:
-        self.ticket, self.signal = ticket, signal
-        self.event = Once()
-        self.grant: Grant | None = None
-        self.error: BaseException | None = None
-        self.abandoned = False
-        self.lane = "update"  # what was waited for last
-
-
-_LANES: dict[type, str] = {
-    Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
-    Clear: "update", Accumulate: "update", Update: "update", Commit: "write",
-}  # fmt: skip
+from .waiters import LANES, Waiter
 
 
 class Executor:
@@ -125,11 +103,11 @@ class Executor:
         self._trace, self._check, self._commits = trace, check, commits
         self._ledger, self._before_asking = ledger, before_asking
         self.waited_ns = 0  # by compute, in all
-        self._queue: queue.SimpleQueue[Signal | _Waiter | Once | End | None]
+        self._queue: queue.SimpleQueue[Signal | Waiter | Once | End | None]
         self._queue = queue.SimpleQueue()
         self._tickets = itertools.count()
-        self._waiters: dict[int, _Waiter] = {}  # by ticket; the pump's
-        self._asked: dict[int, _Waiter] = {}  # training's; several only where it was interrupted
+        self._waiters: dict[int, Waiter] = {}  # by ticket; the pump's
+        self._asked: dict[int, Waiter] = {}  # training's; several only where it was interrupted
         self._lock = threading.Lock()  # of the machine, and of what the pump keeps
         self._started = 0  # and not finished; the pump's
         self._pins = [0] * len(layout.units)  # granted and not released; the pump's
@@ -143,6 +121,7 @@ class Executor:
         self._raised = False
         self._drained: Once | None = None  # of ``close``: nothing is under way any more
         self._closed = False
+        self._closer: int | None = None  # the thread that closes it
         self._owner = os.getpid()
         self._lane: str | None = None
         self._events = RangeEvents()
@@ -206,7 +185,8 @@ class Executor:
         """Blocks until the machine has dealt with all that was told before."""
         handled = Once()
         self._queue.put(handled)
-        handled.wait()
+        if not self._closed:  # else nobody reads the queue
+            handled.wait()
 
     def request(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
         """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
@@ -224,12 +204,14 @@ class Executor:
             self._queue.put(freed)
         self._close_asked()
         ticket = next(self._tickets)
-        waiter = _Waiter(ticket, make(ticket))
+        waiter = Waiter(ticket, make(ticket))
         self._asked[ticket] = waiter
         before = self._trace.compute_waits()
         started_ns = time.perf_counter_ns()
         try:
             self._queue.put(waiter)
+            if self._closed:  # nobody may read the queue any more
+                self.raise_failure()
             waiter.event.wait()
         except BaseException:
             self._abandon(waiter)
@@ -248,15 +230,15 @@ class Executor:
 
     def _close_asked(self) -> None:
         """Waits for the answers to requests that were interrupted: what they are granted later
-        would stand in the way of what is asked for now."""
-        if not self._asked:
-            return
-        self.catch_up()  # the pump then knows of all that were sent
-        for ticket, waiter in list(self._asked.items()):
-            if ticket in self._waiters:
-                waiter.event.wait()
-            self._asked.pop(ticket, None)
-        self.catch_up()  # and of what went back
+        would stand in the way of what is asked for now.  Those of a thread that waits are its."""
+        me = threading.get_ident()
+        if over := [w for w in list(self._asked.values()) if w.abandoned or w.asker == me]:
+            self.catch_up()  # the pump then knows of all that were sent
+            for waiter in over:
+                if waiter.ticket in self._waiters:
+                    waiter.event.wait()
+                self._asked.pop(waiter.ticket, None)
+            self.catch_up()  # and of what went back
 
     def gradient_home(self, unit: int, told: int) -> Place | None:
         """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
@@ -266,7 +248,7 @@ class Executor:
             free = self._at_home[unit] and self._gathered[unit] == told
         return self.layout.homes[unit].grad_place if free else None
 
-    def _abandon(self, waiter: _Waiter) -> None:
+    def _abandon(self, waiter: Waiter) -> None:
         """The waiting thread was interrupted: what it is granted later goes straight back."""
         with self._lock:
             waiter.abandoned = True
@@ -274,7 +256,7 @@ class Executor:
         if granted:
             self._take_back(waiter)
 
-    def _take_back(self, waiter: _Waiter) -> None:
+    def _take_back(self, waiter: Waiter) -> None:
         """Nobody is there to use what was granted."""
         if isinstance(waiter.signal, Need):
             self.release(waiter.signal.unit)
@@ -293,8 +275,14 @@ class Executor:
                 "the engine is closed, and the weights with it; call overspill.unwrap(model) "
                 "before close() to keep them, or wrap the model again"
             )
+        if self._closer not in (None, threading.get_ident()):
+            raise OffloadError("the engine is being closed by another thread, or a signal handler")
         if self._error is not None:
             self._raise(self._error)
+
+    def closes(self) -> None:
+        """The calling thread will close the engine: all others are refused."""
+        self._closer = threading.get_ident()
 
     def _raise(self, error: BaseException) -> None:
         try:
@@ -334,11 +322,11 @@ class Executor:
             if self._drained is not None and not self._started and self._queue.empty():
                 self._drained.set()
 
-    def _hear(self, told: Signal | _Waiter) -> None:
-        if isinstance(told, _Waiter):
+    def _hear(self, told: Signal | Waiter) -> None:
+        if isinstance(told, Waiter):
             self._waiters[told.ticket] = told
-        signal = told.signal if isinstance(told, _Waiter) else told
-        self._lane = _LANES[type(signal.work)] if isinstance(signal, Done) else None
+        signal = told.signal if isinstance(told, Waiter) else told
+        self._lane = LANES[type(signal.work)] if isinstance(signal, Done) else None
         self._started -= isinstance(signal, (Done, Failed))
         try:
             self._take(signal)

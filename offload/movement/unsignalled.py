@@ -23,6 +23,13 @@ class _Task:
         self.result: Any = None
         self.error: BaseException | None = None
 
+    def do(self) -> None:
+        try:
+            self.result = self.work()
+        except BaseException as error:
+            self.error = error
+        self.over.set()
+
 
 class Unsignalled:
     """One thread."""
@@ -35,11 +42,7 @@ class Unsignalled:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                task.result = task.work()
-            except BaseException as error:
-                task.error = error
-            task.over.set()
+            task.do()
             del task  # it may hold memory
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -73,6 +76,27 @@ class Unsignalled:
         """Ends the thread."""
         self._tasks.put(None)
         self._thread.join()
+
+
+def unsignalled(work: Callable[[], None], name: str) -> None:
+    """Does ``work`` once, on a thread of its own, and returns when it is over.  Whoever is
+    interrupted before it has begun may call again: ``work`` may come twice, and both at a time."""
+    task = _Task(work)
+    thread = threading.Thread(target=task.do, name=name)
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started any more
+            task.do()
+        task.over.wait()
+        if thread.ident is not None:
+            thread.join()
+    except BaseException:
+        if thread.is_alive():
+            task.over.wait()
+        raise
+    if task.error is not None:
+        raise task.error
 
 
 def _nothing() -> None:

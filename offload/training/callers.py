@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 
 from ..errors import OffloadError
+
+PATIENCE_S = 10.0  # with a thread that is amid the engine's code, before the engine is closed
 
 
 def callers() -> list[FrameType]:
@@ -19,6 +24,30 @@ def callers() -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found
+
+
+def wait_for_others() -> None:
+    """Returns when no other thread runs code of the engine, but for those that wait for this: each
+    that comes to it anew is refused by now.  Who stays there is not waited for longer than that."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while _others_amid() and time.monotonic() < ends_s:
+        time.sleep(0.001)
+
+
+def _others_amid() -> bool:
+    me = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, innermost in sys._current_frames().items():
+        if ident == me or "overspill" in names.get(ident, ""):
+            continue
+        frames, frame = list[FrameType](), innermost
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back  # type: ignore[assignment]
+        closes = any(f.f_globals.get("__name__") == _LIFETIME for f in frames)
+        if is_engine(frames) and not closes:
+            return True
+    return False
 
 
 def refuse_reentry() -> None:
@@ -37,6 +66,7 @@ def is_engine(frames: Iterable[FrameType]) -> bool:
 
 
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
+_LIFETIME = f"{_PACKAGE}.lifetime"
 _AMID = tuple(
     f"{_PACKAGE}.{name}"
     for name in (

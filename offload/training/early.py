@@ -64,13 +64,6 @@ class Early:
         self._ledger, self._updater = ledger, updater
         self._residences, self._saved, self._showing = residences, saved, showing
         self._landing, self._commits = landing, commits
-        self._partly_frozen = {
-            u.index
-            for u in residences.parts.units
-            if residences.fixed[u.index]
-            and residences.accelerator.has_device_memory
-            and any(chunk.group is None for chunk in u.chunks)
-        }
         self._declared: list[tuple[weakref.ref[Any], bool]] = []  # the innermost last
         self._told_of_dropped = False
         self._consumed: set[int] = set()  # parameters whose gradient an update has used up
@@ -80,8 +73,6 @@ class Early:
         runs any more, so that a graph that is still there is in nobody's way."""
         if self._update != "backward" or not self._final():
             return False
-        if unit in self._partly_frozen and not over:
-            return False  # backward may come to the frozen part later, and all is copied in
         users = self._residences.users[unit]  # itself, and those that share its weights
         return over or not any(self._saved.holds(u) or self._residences.uses[u] for u in users)
 

@@ -263,17 +263,17 @@ def restore_statistics(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("number", range(len(MODES)))
 def test_what_is_resumed_is_a_whole_step(tmp_path: Path, number: int) -> None:
-    play_resume(tmp_path, number, 7)
+    play_resume(tmp_path, number, 4)
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
 def test_who_goes_on_ends_right_or_is_told(tmp_path: Path, number: int) -> None:
-    play_on(tmp_path, number, 7)
+    play_on(tmp_path, number, 4)
 
 
 @pytest.mark.parametrize("number", range(len(MODES)))
 def test_whoever_looks_may_be_interrupted(tmp_path: Path, number: int) -> None:
-    play_reads(tmp_path, number, 75)
+    play_reads(tmp_path, number, 25)
 
 
 @pytest.mark.soak

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -119,6 +120,33 @@ def test_what_was_interrupted_is_done_again(
         assert same(expected, state(model)), at
         model(normal(0, 4, WIDTH)).sum().backward()
         optimizer.close()
+        assert not [t for t in threading.enumerate() if "overspill" in t.name], at
+
+
+@pytest.mark.parametrize("place", TIGHT)
+def test_a_close_that_is_interrupted_ends_all(place: str, tmp_path: Path) -> None:
+    """Its last step is committed, its threads end, its directory is free: by the first call where
+    that had begun, else by the second."""
+    at, reached = 0, True
+    while reached:
+        at += 5
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        model, optimizer = wrapped(folder, place, durable=True)
+        model(normal(0, 4, WIDTH)).sum().backward()
+        optimizer.step()
+        expected = state(model)
+        with Tripwire(at) as trip, contextlib.suppress(Interrupted):
+            optimizer.close()
+        reached = trip.where != "not reached"
+        optimizer.close()
+        assert not [t for t in threading.enumerate() if "overspill" in t.name], trip.where
+        if at % 3 == 0:
+            fresh = build()
+            with overspill.resume(fresh, folder, device=CPU, rates=overspill.Rates())[0] as again:
+                assert again.step_count == 1
+                assert same(expected, state(fresh))
+    assert at > 10
 
 
 @pytest.mark.parametrize("place", TIGHT)

@@ -85,7 +85,7 @@ def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.searches
 @pytest.mark.parametrize(
-    "seeds", [40, pytest.param(2_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+    "seeds", [15, pytest.param(2_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_seeded_mistakes_under_activations(
     seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,190 @@
+"""``close`` from wherever: another thread, a signal handler, the collector, the end of the process.
+Nobody waits for ever, nothing is left, and what was whole is committed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overspill
+from overspill.errors import OffloadError
+from overspill.movement.executor import Executor
+from overspill.training import callers, torch_private
+from overspill.training.residences import Residences
+from tests.devices import CPU, about_cpu, normal
+from tests.patience import WAIT_S
+from tests.robust.test_interrupted_uses import WIDTH, build, wrapped
+
+PLACE = "cpu" if CPU == "cpu" else "device"
+
+
+def step(model: torch.nn.Module, optimizer: Any, number: int = 0) -> None:
+    model(normal(number, 4, WIDTH)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def engine_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if "overspill" in each.name]
+
+
+def ended() -> None:
+    until_s = time.monotonic() + WAIT_S
+    while engine_threads():
+        assert time.monotonic() < until_s, engine_threads()
+        time.sleep(0.01)
+
+
+def elsewhere(close: Any) -> None:
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+
+
+def test_what_is_asked_after_the_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pump has ended between the look whether it is there, and the question."""
+    monkeypatch.setattr(callers, "PATIENCE_S", 0.1)
+    model, optimizer = wrapped(tmp_path, PLACE)
+    step(model, optimizer)
+    executor: Executor = optimizer._engine.machinery.executor
+    tickets, closed = executor._tickets, [False]
+
+    class Tickets:
+        def __next__(self) -> int:
+            if not closed[0]:
+                closed[0] = True
+                elsewhere(optimizer.close)
+            return next(tickets)
+
+    monkeypatch.setattr(executor, "_tickets", Tickets())
+    with pytest.raises(OffloadError, match="closed"):
+        model(normal(1, 4, WIDTH))
+    executor.catch_up()  # returns
+    ended()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_another_thread_closes_while_this_one_trains(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    update = ("step", "next_forward")[seed % 2]
+    model, optimizer = wrapped(tmp_path, PLACE, update=update)
+    delay_s = draw.random() * 0.1
+
+    def closer() -> None:
+        time.sleep(delay_s)
+        optimizer.close()
+
+    threads = [threading.Thread(target=closer) for _ in range(1 + 2 * (seed % 2))]
+    for thread in threads:
+        thread.start()
+    done, until_s = 0, time.monotonic() + WAIT_S
+    with pytest.raises(OffloadError, match="closed"):
+        while time.monotonic() < until_s:
+            step(model, optimizer, done)
+            done += 1
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    ended()
+    if done:
+        with overspill.resume(
+            build(), tmp_path, device=CPU, rates=overspill.Rates()
+        )[0] as again:  # fmt: skip
+            assert again.step_count in (done, done + 1)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_handler_closes_amid_a_forward(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No hook of the engine's stays on the thread."""
+    monkeypatch.setattr(callers, "PATIENCE_S", 0.5)
+    model, optimizer = wrapped(tmp_path, PLACE, activations="host")
+    step(model, optimizer)
+    inner, times = Residences.enter, [0]
+
+    def enter(self: Residences, unit: int) -> None:
+        times[0] += 1
+        if times[0] == 3:
+            optimizer.close()
+            if raises:
+                raise KeyboardInterrupt
+        inner(self, unit)
+
+    monkeypatch.setattr(Residences, "enter", enter)
+    with pytest.raises(KeyboardInterrupt if raises else OffloadError):
+        model(normal(1, 4, WIDTH))
+    ended()
+    optimizer.close()
+    assert torch_private.top_saved_tensor_hooks() is None
+
+
+def test_the_collector_comes_by_amid_the_library_of_threads(tmp_path: Path) -> None:
+    model, optimizer = wrapped(tmp_path, PLACE)
+    step(model, optimizer)
+    lock: Any = threading._active_limbo_lock  # type: ignore[attr-defined]
+    del model, optimizer
+    with lock:  # as ``Thread.start`` and ``threading.enumerate`` have it
+        gc.collect()
+    ended()
+
+
+@about_cpu
+def test_an_interrupt_at_the_end_of_the_process_waits_for_the_commits(tmp_path: Path) -> None:
+    code = """
+    import os, signal, sys, time
+    from pathlib import Path
+    from tests.robust.test_closing import PLACE, step, wrapped
+    from overspill.durable.commits import Commits
+    inner, kept = Commits.close, []
+    def close(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        inner(self)
+    for folder in sys.argv[1:]:
+        Path(folder).mkdir()
+        kept.append(wrapped(Path(folder), PLACE, commit_every=5))
+        for number in range(3):
+            step(*kept[-1], number)
+    Commits.close = close
+    """
+    folders = [tmp_path / "one", tmp_path / "two"]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, folders)],
+        capture_output=True, text=True, timeout=2 * WAIT_S, check=False,
+    )  # fmt: skip
+    assert "KeyboardInterrupt" in done.stderr
+    for folder in folders:
+        with overspill.resume(build(), folder, device=CPU, rates=overspill.Rates())[0] as again:
+            assert again.step_count == 3
+
+
+def test_without_another_thread_it_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped(tmp_path, PLACE)
+    step(model, optimizer)
+    inner = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "closes-overspill":
+            raise RuntimeError("can't start new thread")
+        inner(self)
+
+    with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+        patch.setattr(threading.Thread, "start", start)
+        optimizer.close()
+    assert not engine_threads()
