@@ -6,16 +6,23 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from .api import materialized, named_weights, plan, resume, unwrap, wrap
-from .config import OffloadConfig
-from .errors import BudgetError, CorruptionError, IoError, OffloadError
-from .facts.machine import Machine
-from .facts.rates import Rates
-from .facts.stats import MemoryStats, Stats
-from .facts.tier import Tier
-from .optimizer import OffloadedOptimizer, accumulate, ema
-from .planning.plan import Plan
-from .state.initial import empty_init
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import errors as errors
+    from . import io_engine as io_engine
+    from . import optim as optim
+    from .api import materialized, named_weights, plan, resume, unwrap, wrap
+    from .config import OffloadConfig
+    from .errors import BudgetError, CorruptionError, IoError, OffloadError
+    from .facts.machine import Machine
+    from .facts.rates import Rates
+    from .facts.stats import MemoryStats, Stats
+    from .facts.tier import Tier
+    from .optimizer import OffloadedOptimizer, accumulate, ema
+    from .planning.plan import Plan
+    from .state.initial import empty_init
 
 __version__ = "0.1.0"
 
@@ -42,3 +49,32 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+# Imported when they are first asked for: ``overspill inspect`` does not wait for torch.
+_FROM = {
+    "api": ("materialized", "named_weights", "plan", "resume", "unwrap", "wrap"),
+    "config": ("OffloadConfig",),
+    "errors": ("BudgetError", "CorruptionError", "IoError", "OffloadError"),
+    "facts.machine": ("Machine",),
+    "facts.rates": ("Rates",),
+    "facts.stats": ("MemoryStats", "Stats"),
+    "facts.tier": ("Tier",),
+    "optimizer": ("OffloadedOptimizer", "accumulate", "ema"),
+    "planning.plan": ("Plan",),
+    "state.initial": ("empty_init",),
+}
+_MODULES = ("errors", "io_engine", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    for module, names in _FROM.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .facts.rates import Rates
+
+if TYPE_CHECKING:  # the command reads sizes before it has torch
+    import torch
 
 __all__ = ["OffloadConfig", "Size", "parse_size"]
 
@@ -153,8 +154,8 @@ class OffloadConfig:
                 hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
                 raise TypeError(f"unknown option {name!r}{hint}")
         values = dict(options)
-        if isinstance(values.get("device"), torch.device):
-            values["device"] = str(values["device"])
+        if values.get("device") is not None:
+            values["device"] = str(values["device"])  # a ``torch.device`` has its name there
         nvme = values.get("nvme")
         if nvme is not None:
             listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
@@ -232,5 +233,7 @@ class OffloadConfig:
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """The dtype asked for by ``precision``, or ``None``."""
+        import torch
+
         table = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
         return None if self.precision is None else table[cast(str, self.precision)]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from ..config import parse_size
 from . import options as opt
 from .failures import one_line_errors
 
@@ -96,6 +95,8 @@ def bench_io(
 
 
 def _bytes(text: str, name: str) -> int:
+    from ..config import parse_size
+
     nbytes = parse_size(text, name).nbytes
     if not nbytes:
         raise ValueError(f"{name}: {text!r} is no size to move; write '1MiB'")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import typer
 
 from ..errors import OffloadError
@@ -21,9 +21,15 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     """
     try:
         yield
-    except (OffloadError, ValueError, OSError, torch.OutOfMemoryError) as error:
-        if debug:
+    except Exception as error:
+        if debug or not isinstance(error, (OffloadError, ValueError, OSError, *_of_torch())):
             raise
         text = " ".join(str(error).split())
         typer.echo(f"error: {text or type(error).__name__}", err=True)
         raise typer.Exit(REFUSED) from error
+
+
+def _of_torch() -> tuple[type[Exception], ...]:
+    """Its own error for a device that is full, where torch was imported at all."""
+    torch = sys.modules.get("torch")
+    return () if torch is None else (torch.OutOfMemoryError,)
