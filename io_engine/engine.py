@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import uuid
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backend import Backend, BackendFactory
+from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
 from .contents import ExtentContents, Fill
 from .dispatch import Dispatcher, Flight
+from .ending import forget_memory, shut_down
 from .errors import CorruptionError, IoError, OffloadError
 from .manifest import Generation, Manifest, StoredItem, StoreLayout
 from .native import crc32
@@ -30,10 +30,6 @@ from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
 from .transfer import Buffer, block_count, cut, plan_transfer, runs_of
 from .types import Direction, Extent, IoLaneStats, IoStats, Ticket, round_up
-
-log = logging.getLogger("overspill.io_engine")
-
-_STUCK_AFTER_S = 30.0
 
 
 class IoEngine:
@@ -56,9 +52,10 @@ class IoEngine:
         queue_depth: int | None = None,
         checksum: bool = True,
         ephemeral: bool = False,
+        sparse_bytes: int = 0,
         slow_after_s: float = 30.0,
     ) -> None:
-        """Opens one store file per directory, ``capacity_bytes`` together, all of it reserved.
+        """Opens one store file per directory, ``capacity_bytes`` together, and reserves them.
 
         Args:
             directories: where; several are striped, in proportion to their measured rates.
@@ -71,6 +68,8 @@ class IoEngine:
             queue_depth: transfers in flight per directory; ``None``: as kept, else 12 (threads: 4).
             checksum: verify every byte that is read.
             ephemeral: the files have no name, and vanish with the process, however it ends.
+            sparse_bytes: of the capacity, bytes that are not reserved: extents that are allocated
+                last take room on disk when they are written.
             slow_after_s: log a warning about a request that takes longer.
 
         Raises:
@@ -84,10 +83,12 @@ class IoEngine:
         tuning = choose_tuning(paths, backend, block_bytes, queue_depth)
         start = open_backend if isinstance(backend, str) else backend
         rates = measured_rates(paths, tuning, start) if len(paths) > 1 else [1.0]
-        sizes = file_shares(capacity_bytes, rates, tuning.block_bytes)
+        reserved = file_shares(capacity_bytes - sparse_bytes, rates, tuning.block_bytes)
+        sparse = file_shares(sparse_bytes, rates, tuning.block_bytes)
+        sizes = [some + more for some, more in zip(reserved, sparse, strict=True)]
         self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
         self._space = Space(sizes, rates, tuning.block_bytes)
-        files = create_files(paths, sizes, ephemeral=ephemeral)
+        files = create_files(paths, sizes, sparse, ephemeral=ephemeral)
         self._open(files, start, buffer_bytes, slow_after_s)
 
     @classmethod
@@ -171,7 +172,7 @@ class IoEngine:
         self._dispatcher = Dispatcher(
             mover, [str(file.path) for file in self._files], slow_after_s=slow_after_s
         )
-        self._shut = weakref.finalize(self, _shut_down, self._dispatcher, self._files, os.getpid())
+        self._shut = weakref.finalize(self, shut_down, self._dispatcher, self._files, os.getpid())
 
     # -- places and memory ----------------------------------------------------------------------
 
@@ -215,6 +216,16 @@ class IoEngine:
             shares = file_shares(nbytes, self._space.rates, self.tuning.block_bytes)
             for number, (file, more) in enumerate(zip(self._files, shares, strict=True)):
                 self._space.add(number, file.grow(more), more)
+
+    def reserve(self, extent: Extent) -> None:
+        """Makes sure that a write of an extent finds room on disk, also where that is sparse.
+
+        Raises:
+            IoError: there is none.
+        """
+        self._require_open()
+        for piece in extent.pieces:
+            self._files[piece.file].reserve(piece.offset, piece.nbytes)
 
     def free(self, extent: Extent) -> None:
         """Gives an extent's place back.  What it held can no longer be read.
@@ -260,7 +271,8 @@ class IoEngine:
         """
         mover = self._backend
         mover.add_memory(lease.address, lease.nbytes)
-        lease.before_release(partial(_forget, mover, lease.address, lease.nbytes, os.getpid()))
+        known = lease.address, lease.nbytes, os.getpid()
+        lease.before_release(partial(forget_memory, mover, *known))
 
     def _buffer_back(self, nbytes: int) -> None:
         with self._buffer_lock:
@@ -473,18 +485,3 @@ class IoEngine:
         if contents is None or contents.extent is not extent:
             raise ValueError(f"{extent} is not an extent of this engine, or has been freed")
         return contents
-
-
-def _forget(mover: Backend, address: int, nbytes: int, owner: int) -> None:
-    if os.getpid() == owner:  # in a forked child the backend is its parent's
-        mover.drop_memory(address, nbytes)
-
-
-def _shut_down(dispatcher: Dispatcher, files: Sequence[StoreFile], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child: threads, locks and files are its parent's
-    ended = dispatcher.close(_STUCK_AFTER_S)
-    if not ended:
-        log.error("transfers are stuck in the kernel; their threads and files are left to it")
-    for file in files:
-        file.close(keep_descriptor=not ended)

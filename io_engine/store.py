@@ -27,15 +27,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-def reserve(fd: int, nbytes: int) -> bool:
-    """Allocates a file's bytes, so that it has that length at least; ``False``: not possible here.
+def reserve(fd: int, nbytes: int, start: int = 0) -> bool:
+    """Allocates a file's bytes after ``start``, so that it ends behind them at least; ``False``:
+    not possible here.
 
     Not posix_fallocate: where there is no support it writes the whole file.
 
     Raises:
         OSError: no room, or the file is not open for writing.
     """
-    while _libc.fallocate(fd, 0, 0, nbytes) != 0:
+    while nbytes and _libc.fallocate(fd, 0, start, nbytes) != 0:
         code = ctypes.get_errno()
         if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             return False
@@ -52,11 +53,13 @@ class StoreFile:
     """
 
     def __init__(
-        self, directory: Path, nbytes: int, lock: DirectoryLock | None, *, reopen: bool = False
-    ) -> None:
+        self, directory: Path, nbytes: int, lock: DirectoryLock | None, *, reopen: bool = False,
+        sparse_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """Creates and preallocates it.
 
         ``reopen``: it is there already, keeps what it holds, and stays when it is closed.
+        ``sparse_bytes``: so many at its end take room when they are written.
 
         Raises:
             IoError: the directory is not writable, or has no room; nothing is left behind then.
@@ -70,12 +73,14 @@ class StoreFile:
         self._lock = lock
         try:
             if not reopen:
-                _require_room(directory, nbytes)
+                _require_room(directory, nbytes - sparse_bytes, length=nbytes)
             self.fd = self._open()
+            there = 0
             if reopen:
                 require_sole_name(self.fd, self.path)
                 self._cut()  # where it had grown when its process was killed
-            self._preallocate()
+                there = os.fstat(self.fd).st_size
+            self._preallocate(there, nbytes - sparse_bytes)
             self._probe_direct()
         except BaseException:
             self.close()
@@ -125,18 +130,31 @@ class StoreFile:
             self.directory,
         )
 
-    def _preallocate(self) -> None:
+    def _preallocate(self, start: int, stop: int) -> None:
+        """Gives the file its length, and the bytes from ``start`` to ``stop`` their room."""
+        nbytes = max(0, stop - start)
         try:
-            if reserve(self.fd, self.nbytes):
-                return
+            if not reserve(self.fd, nbytes, start):
+                log.warning("%s: the file system cannot reserve space ahead", self.directory)
+            if os.fstat(self.fd).st_size < self.nbytes:
+                os.ftruncate(self.fd, self.nbytes)
         except OSError as error:
-            raise refused(self.directory, f"cannot reserve {self.nbytes} bytes", error) from error
-        log.warning("%s: the file system cannot reserve space ahead", self.directory)
-        os.ftruncate(self.fd, self.nbytes)
+            raise refused(self.directory, f"cannot reserve {nbytes} bytes", error) from error
 
     def _cut(self) -> None:
         if os.fstat(self.fd).st_size > self._own_bytes:
             os.ftruncate(self.fd, self._own_bytes)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Gives a part of the file its room, where the file system can.
+
+        Raises:
+            IoError: there is none.
+        """
+        try:
+            reserve(self.fd, nbytes, offset)
+        except OSError as error:
+            raise refused(self.directory, f"cannot reserve {nbytes} bytes", error) from error
 
     def grow(self, nbytes: int) -> int:
         """Makes the file longer by ``nbytes``, all of it reserved, until it is closed; where it
@@ -146,10 +164,10 @@ class StoreFile:
             IoError: there is no room.
         """
         before = self.nbytes
-        _require_room(self.directory, nbytes)
+        _require_room(self.directory, nbytes, length=before + nbytes)
         self.nbytes = before + nbytes
         try:
-            self._preallocate()
+            self._preallocate(before, self.nbytes)
         except BaseException:
             self.nbytes = before
             raise
@@ -217,9 +235,12 @@ class StoreFile:
 
 
 def create_files(
-    directories: Sequence[Path], sizes: Sequence[int], *, ephemeral: bool = False
-) -> list[StoreFile]:
+    directories: Sequence[Path], sizes: Sequence[int], sparse: Sequence[int] | None = None, *,
+    ephemeral: bool = False,
+) -> list[StoreFile]:  # fmt: skip
     """A new ``StoreFile`` in each directory; where one fails, none stays.
+
+    ``sparse``: of its bytes, those at the end that take room when they are written.
 
     What a dead process left behind goes, but only when all directories are found free of a store
     that somebody may want.
@@ -229,8 +250,9 @@ def create_files(
     """
     for directory in directories:
         _require_directory(directory)
+    sparse = sparse or [0] * len(sizes)
     if ephemeral:
-        return _open_files(directories, sizes, [None] * len(directories))
+        return _open_files(directories, sizes, sparse, [None] * len(directories))
     with Locks(directories) as locks:
         for directory in directories:
             _require_unkept(directory, directories)
@@ -242,25 +264,27 @@ def create_files(
         for lock in owned:
             lock.release()
         raise
-    return _open_files(directories, sizes, owned)
+    return _open_files(directories, sizes, sparse, owned)
 
 
 def reopen_files(
     directories: Sequence[Path], sizes: Sequence[int], locks: Locks
 ) -> list[StoreFile]:
     """The files of a store whose ``locks`` are held; they are given up when it is closed."""
-    return _open_files(directories, sizes, locks.hand_over(), reopen=True)
+    sparse = [0] * len(sizes)  # what is there already stays as it is
+    return _open_files(directories, sizes, sparse, locks.hand_over(), reopen=True)
 
 
 def _open_files(
-    directories: Sequence[Path], sizes: Sequence[int], locks: Sequence[DirectoryLock | None], *,
-    reopen: bool = False,
+    directories: Sequence[Path], sizes: Sequence[int], sparse: Sequence[int],
+    locks: Sequence[DirectoryLock | None], *, reopen: bool = False,
 ) -> list[StoreFile]:  # fmt: skip
     files: list[StoreFile] = []
     waiting = list(locks)  # of directories whose file is not open yet
     try:
-        for path, nbytes in zip(directories, sizes, strict=True):
-            files.append(StoreFile(path, nbytes, waiting.pop(0), reopen=reopen))
+        for path, nbytes, hole in zip(directories, sizes, sparse, strict=True):
+            lock = waiting.pop(0)
+            files.append(StoreFile(path, nbytes, lock, reopen=reopen, sparse_bytes=hole))
     except BaseException:
         for file in files:
             file.close()
@@ -349,11 +373,12 @@ def _require_directory(directory: Path) -> None:
         )
 
 
-def _require_room(directory: Path, nbytes: int) -> None:
+def _require_room(directory: Path, nbytes: int, *, length: int) -> None:
+    """Raises if so many bytes more, in a file of that length, have no room."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit not in (resource.RLIM_INFINITY, -1) and nbytes > limit:
+    if limit not in (resource.RLIM_INFINITY, -1) and length > limit:
         raise IoError(
-            f"{directory}: the store needs a file of {nbytes} bytes; this process may write files "
+            f"{directory}: the store needs a file of {length} bytes; this process may write files "
             f"of {limit} bytes; raise the limit (ulimit -f), or use more directories",
             path=str(directory),
             errno=errno.EFBIG,

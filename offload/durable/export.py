@@ -21,9 +21,10 @@ from ..io_engine.committed import find_store
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .hub import Read, config_of, of_model
-from .source import StoreSource, require_unmoved
-from .sums import SUMS, sums_text
-from .tensors import StreamedTensor, Written
+from .inspect import require_unmoved
+from .source import StoreSource
+from .sums import SUMS, Written, sums_text
+from .tensors import StreamedTensor
 
 Named = Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

@@ -17,8 +17,8 @@ import torch
 
 from ..errors import OffloadError
 from ..state.weight_files import INDEX, OPTIMIZER, SINGLE
-from .sums import SUMS
-from .tensors import Bytes, FileWriter, StreamedTensor, Written, in_memory, stream
+from .sums import SUMS, Written
+from .tensors import Bytes, FileWriter, StreamedTensor, in_memory, stream
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 SHARD = "model-{:05}-of-{:05}.safetensors"

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import OffloadError
 from ..io_engine.committed import FoundStore, find_store, own_store
-from ..io_engine.manifest import repair
+from ..io_engine.manifest import Generation, repair
 from ..io_engine.reading import StoreReader
-from .source import require_unmoved
+from ..io_engine.store import STORE_NAME
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Note = Callable[[int], None]
@@ -30,8 +30,11 @@ class CommitFound:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A store as it was found.  ``wrong`` says in words what is damaged; of the data, that of the
-    last commit alone is looked at, as that of those before may have been overwritten since."""
+    """A store as it was found.  ``file_bytes`` are those that its files take on disk.
+
+    ``wrong`` says in words what is damaged; of the data, that of the last commit alone is looked
+    at, as that of those before may have been overwritten since.
+    """
 
     directories: tuple[str, ...]
     optimizer: str
@@ -76,8 +79,13 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
     ]  # fmt: skip
     return Inspection(
         tuple(str(each) for each in store.directories), description["optimizer"], sum(numels),
-        sum(store.layout.file_bytes), _commits(store), verified, tuple(wrong),
+        sum(_on_disk(each) for each in store.directories), _commits(store), verified, tuple(wrong),
     )  # fmt: skip
+
+
+def _on_disk(directory: Path) -> int:
+    """Bytes that the store's file takes there: parts of it may not have been written ever."""
+    return (directory / STORE_NAME).stat().st_blocks * 512
 
 
 def _commits(store: FoundStore) -> tuple[CommitFound, ...]:
@@ -122,3 +130,18 @@ def repair_store(paths: Paths) -> str:
             if found.damage:
                 repair(found)
     return f"the store is at generation {last.number}, step {last.step}"
+
+
+def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) -> None:
+    """Raises if the store's owner has committed since: its steps may have overwritten what was
+    read of ``generation``.
+
+    Raises:
+        OffloadError: it has.
+    """
+    last = now.generations[-1].number if now.generations else 0
+    if now.layout.store != store.layout.store or last != generation.number:
+        raise OffloadError(
+            f"{store.directories[0]}: training went on from generation {generation.number} to "
+            f"{last} meanwhile; try when it has ended, or call optimizer.save(path) in it"
+        )

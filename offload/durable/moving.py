@@ -40,14 +40,18 @@ def move_store(
     """
     units = describe_units(layout)
     description = {**store.layout.description, "units": units}
-    io = IoEngine(list(directories), disk_bytes, checksum=store.layout.checksum)
+    clean = {f"weights/{number}" for number, unit in enumerate(units) if not unit["trainable"]}
+    io = IoEngine(
+        list(directories), disk_bytes + layout.spare_bytes, checksum=store.layout.checksum,
+        sparse_bytes=layout.spare_bytes,
+    )  # fmt: skip
     with io, StoreReader(store, generation) as reader:
         named: list[tuple[str, list[Extent]]] = []
         roles: list[int] = []
         sums: list[Sums | None] = []
         last: Ticket | None = None
         for key, nbytes, data in _items(reader, store.layout.description["units"], units):
-            pair = [io.allocate(nbytes), io.allocate(nbytes)]
+            pair = [io.allocate(nbytes)]
             named.append((key, pair))
             roles.append(-1 if data is None else 0)
             if data is not None:
@@ -59,6 +63,8 @@ def move_store(
         if last is not None:
             last.wait()
         io.wait_all()
+        for _, pair in sorted(named, key=lambda each: each[0] in clean):  # the sparse ones last
+            pair.append(io.allocate(pair[0].nbytes))
         sums = [
             io.checksums(pair[0]) if role == 0 else None
             for (_, pair), role in zip(named, roles, strict=True)

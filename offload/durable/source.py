@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..errors import OffloadError
 from ..io_engine.committed import FoundStore
 from ..io_engine.manifest import Generation
 from ..io_engine.reading import StoreReader
@@ -174,21 +173,3 @@ def _joined(
         return torch.from_numpy(join_halves(*halves))
 
     return wait
-
-
-def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) -> None:
-    """Raises if the store's owner has committed since: its steps may have overwritten what was
-    read of ``generation``.
-
-    Raises:
-        OffloadError: it has.
-    """
-    last = now.generations[-1].number if now.generations else 0
-    if now.layout.store != store.layout.store or last != generation.number:
-        raise OffloadError(
-            f"{store.directories[0]}: training went on from generation {generation.number} to "
-            f"{last} meanwhile; try when it has ended, or call optimizer.save(path) in it"
-        )
-
-
-__all__ = ["StoreSource", "require_unmoved"]

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import OffloadError
 from ..io_engine.native import crc32
-from .tensors import Written
 
 SUMS = "overspill.export.json"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file: its length, and the CRC-32 of all of it."""
+
+    nbytes: int
+    crc32: int
 
 
 def sums_text(files: Mapping[str, Written], step: int) -> str:

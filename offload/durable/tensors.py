@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..io_engine.native import crc32
 from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
+from .sums import Written
 
 PART_BYTES = 2 << 20  # stays in a cache on its way
 STAGE_BYTES = 8 << 20  # one write
@@ -107,14 +108,6 @@ def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
             yield begun.popleft().take()
     while begun:
         yield begun.popleft().take()
-
-
-@dataclass(frozen=True)
-class Written:
-    """A finished file: its length, and the CRC-32 of all of it."""
-
-    nbytes: int
-    crc32: int
 
 
 class FileWriter:

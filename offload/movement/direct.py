@@ -54,6 +54,15 @@ class DirectAccess:
     def _on_disk(self, item: Key) -> bool:
         return self._layout.home(item)[0] is Tier.NVME
 
+    def reserve(self, item: Key) -> None:
+        """Makes sure that what is about to be changed finds room on disk.
+
+        Raises:
+            IoError: there is none.
+        """
+        if self._layout.durable and self._io is not None and self._layout.nbytes(item):
+            self._io.reserve(self._extents.of(item, self._locate(item)[2]))
+
     # -- moving ---------------------------------------------------------------------------------
 
     def bring(self, item: Key) -> Place:

@@ -1,4 +1,8 @@
-"""The extents of the store: a pair for what must survive a crash, one for what need not."""
+"""The extents of the store: a pair for what must survive a crash, one for what need not.
+
+What is not trained has a pair too, in case that it is edited, but its second one is behind all
+others, where the files are sparse: it takes no room until then.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,11 @@ class Extents:
         if store is None:
             return
         pair = 2 if layout.durable else 1
+        clean = [unit for unit in layout.units if unit.weight_bytes and not unit.trainable]
         for unit, home in zip(layout.units, layout.homes, strict=True):
             if (layout.durable or home.weights is Tier.NVME) and unit.weight_bytes:
-                self._add(store, Key(Kind.WEIGHTS, unit.index), pair, unit.weight_bytes)
+                first = pair if unit.trainable else 1
+                self._add(store, Key(Kind.WEIGHTS, unit.index), first, unit.weight_bytes)
             if home.grads is Tier.NVME:
                 item = Key(Kind.GRADS, unit.index)
                 self._add(store, item, 1, layout.grad_bytes[unit.index])
@@ -52,6 +58,8 @@ class Extents:
                 if layout.durable or tier is Tier.NVME:
                     item = Key(Kind.STATE, subgroup.index)
                     self._add(store, item, pair, subgroup.nbytes)
+        for unit in clean if layout.durable else ():
+            self._add(store, Key(Kind.WEIGHTS, unit.index), pair, unit.weight_bytes)
 
     def _add(self, store: Allocator, item: Key, copies: int, nbytes: int) -> None:
         for role in range(copies):

@@ -106,16 +106,17 @@ class Memory:
             for tier, b in self._budgets.items()
         }
         device = found[Tier.DEVICE]
-        found[Tier.DEVICE] = replace(device, workspace_bytes=self._workspace(device.peak_bytes))
+        engine = min(device.peak_bytes, device.budget_bytes)
+        found[Tier.DEVICE] = replace(device, workspace_bytes=self._workspace(engine))
         return found
 
-    def _workspace(self, peak_bytes: int) -> int | None:
+    def _workspace(self, engine_bytes: int) -> int | None:
         """What the process had on the device at most, beside what was there before and what the
-        engine had at most."""
+        engine had within its budget at most."""
         counted = self._accelerator.allocated_bytes()
         if counted is None or self._before is None or counted[1] <= self._before[1]:
             return None
-        return max(0, counted[1] - self._before[0] - peak_bytes)
+        return max(0, counted[1] - self._before[0] - engine_bytes)
 
     def for_trace(self) -> dict[str, TierBytes]:
         """The tiers of which something is held, by name."""

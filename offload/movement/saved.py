@@ -22,15 +22,16 @@ class SavedStorage:
         memory: flat uint8, where compute has it; ``None`` while it is away.
         event: up to which ``memory`` was filled, by compute or by a copy.
         fetched: whether a copy has brought it back.
+        taken: and whether compute was given that.
     """
 
-    __slots__ = ("__weakref__", "event", "fetched", "memory", "nbytes", "number")
+    __slots__ = ("__weakref__", "event", "fetched", "memory", "nbytes", "number", "taken")
 
     def __init__(self, number: int, memory: torch.Tensor) -> None:
         self.number, self.nbytes = number, memory.numel()
         self.memory: torch.Tensor | None = memory
         self.event: Event | None = None
-        self.fetched = False
+        self.fetched = self.taken = False
 
     def let_go(self) -> None:
         """It is away."""
@@ -39,7 +40,7 @@ class SavedStorage:
     def bring(self, memory: torch.Tensor, event: Event) -> None:
         """It is in ``memory``, once ``event`` is over."""
         # Whoever finds the memory finds the event.
-        self.event, self.fetched = event, True
+        self.event, self.fetched, self.taken = event, True, False
         self.memory = memory
 
 

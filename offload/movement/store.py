@@ -13,7 +13,7 @@ from ..io_engine.committed import OwnedStore
 from ..io_engine.manifest import Manifest
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout
-from ..schedule.messages import Key
+from ..schedule.messages import Key, Kind
 from ..schedule.units import PAGE
 from .commit_writer import CommitWriter
 from .disk import Disk, PacedDisk
@@ -60,13 +60,14 @@ class Store:
         if self.found is not None:
             items = self.found.layout.items
             kept = sum(extent.padded_bytes for item in items for extent in item.extents)
-            extra = max(0, disk_bytes - kept)
+            extra = max(0, disk_bytes + self._layout.spare_bytes - kept)
             self.io = IoEngine.reopen(self.found, self.found.last(), extra_bytes=extra)
+            self._reserve(self.found, self.io)
         else:
             assert config.nvme is not None
             self.io = IoEngine(
-                list(config.nvme), disk_bytes, checksum=config.checksum,
-                ephemeral=not self._layout.durable,
+                list(config.nvme), disk_bytes + self._layout.spare_bytes, checksum=config.checksum,
+                ephemeral=not self._layout.durable, sparse_bytes=self._layout.spare_bytes,
             )  # fmt: skip
         if memory is not None:
             self.io.register(memory)
@@ -74,6 +75,17 @@ class Store:
         read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
         if read is not None or write is not None:  # a simulated machine: at that one's rates
             self.disk = self._paced = PacedDisk(self.io, read, write)
+
+    def _reserve(self, found: OwnedStore, io: IoEngine) -> None:
+        """A store that was copied may be sparse where it was not: what is written every step has
+        its room from here on, or is refused."""
+        units = self._layout.units
+        for item, role in zip(found.layout.items, found.last().roles, strict=True):
+            key = item_of(item.key)
+            clean = key.kind is Kind.WEIGHTS and not units[key.number].trainable
+            for number, extent in enumerate(item.extents):
+                if not clean or number in (0, role):
+                    io.reserve(extent)
 
     def _kept(self) -> dict[tuple[Key, int], Extent]:
         """The extents of a store that was opened again."""

@@ -11,8 +11,6 @@ from ..schedule.layout import Layout
 from ..schedule.units import Unit
 from ..schedule.visits import visitors
 
-FORWARD_SHARE = 1 / 3  # of a micro-step's FLOPs: backward takes two products for each of forward's
-
 
 @dataclass(frozen=True)
 class Bound:
@@ -25,7 +23,13 @@ class Bound:
 
 def step_flops(units: Sequence[Unit], tokens: int) -> float:
     """FLOPs of all forwards and backwards over ``tokens`` tokens; nothing is computed twice."""
-    return sum(unit.flops for unit in units) * tokens / FORWARD_SHARE
+    return sum(unit.flops + unit.backward_flops for unit in units) * tokens
+
+
+def _backward_share(units: Sequence[Unit]) -> float:
+    """Of a micro-step's FLOPs."""
+    backward = sum(unit.backward_flops for unit in units)
+    return backward / max(1, backward + sum(unit.flops for unit in units))
 
 
 def lane_seconds(
@@ -134,7 +138,7 @@ def step_bound(
         seconds["compute"] = compute_s
     floors = dict(seconds)
     compute = seconds.get("compute", 0.0)
-    last = compute * (1 - FORWARD_SHARE) / micro_steps  # backward
+    last = compute * _backward_share(layout.units) / micro_steps  # backward
     before = max(compute - last, _first_forward(layout, rates))
     out = _gathered_bytes(layout) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0
     out = out if micro_steps == 1 else 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
-from .bounds import FORWARD_SHARE, least_seconds
+from .bounds import least_seconds
 
 REST = ""  # what runs in no unit: its seconds and bytes are kept under this name
 
@@ -94,7 +94,7 @@ class Costs:
         """Compute from FLOPs: ``tokens`` of one micro-step; free where the rate is not known."""
         per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
         forward = [unit.flops * per_flop for unit in layout.units]
-        backward = [s * (1 / FORWARD_SHARE - 1) for s in forward]
+        backward = [unit.backward_flops * per_flop for unit in layout.units]
         return cls(rates, forward, backward)
 
     @classmethod
@@ -102,9 +102,10 @@ class Costs:
         """Where tokens are not known: compute lasts ``total_s``, else about as long as the slowest
         of the moves, as with a batch chosen for it."""
         total_s = total_s or least_seconds(layout, rates) or 1.0
-        sizes = [max(unit.flops, 1) for unit in layout.units]
-        forward = [total_s * FORWARD_SHARE * size / sum(sizes) for size in sizes]
-        return cls(rates, forward, [s * (1 / FORWARD_SHARE - 1) for s in forward])
+        forward = [max(unit.flops, 1) for unit in layout.units]
+        backward = [max(unit.backward_flops, unit.trainable) for unit in layout.units]
+        per_flop = total_s / max(1, sum(forward) + sum(backward))
+        return cls(rates, [n * per_flop for n in forward], [n * per_flop for n in backward])
 
     @classmethod
     def from_profile(

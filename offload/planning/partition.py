@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,9 @@ from torch import nn
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
 
 LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
+FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
+
+_Members = list[tuple[int, str, nn.Parameter]]  # of a unit: index, name, parameter
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class FoundUnit:
 
 @dataclass(frozen=True)
 class Partition:
-    """The whole model: its units, their modules, and the parameters in the order of their index."""
+    """The whole model: its units, their modules, and the parameters in the order of their index.
+
+    ``found`` is by unit: a unit that does not run has the module of the one that it comes with.
+    """
 
     units: tuple[Unit, ...]
     found: tuple[FoundUnit, ...]
@@ -49,14 +55,18 @@ class Partition:
         found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
         return tuple(found[index] for index in range(len(self.parameters)))
 
+    @property
+    def running(self) -> Iterator[tuple[int, FoundUnit]]:
+        """The units that run, by number."""
+        return ((u.index, f) for u, f in zip(self.units, self.found, strict=True) if u.runs)
+
     @cached_property
     def recomputable(self) -> frozenset[int]:
         """The units that are a module, called as a whole, with others after it: what the last one
         saves is needed at once."""
+        last = len(self.units) - 1
         return frozenset(
-            unit.index
-            for unit, found in zip(self.units[:-1], self.found, strict=False)
-            if not found.direct_only and not unit.encloses
+            unit for unit, found in self.running if unit != last and not found.direct_only
         )
 
 
@@ -192,6 +202,12 @@ def forward_flops(found: FoundUnit) -> int:
     return sum(2 * p.numel() for p in _matrices(found))
 
 
+def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
+    """FLOPs of its backward, per token: a product like forward's for the gradient of each matrix
+    that is trained, and one to hand on the gradient, where it ``flows`` to what is before."""
+    return sum(2 * p.numel() * (flows + (p in trained)) for p in _matrices(found))
+
+
 def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
 
@@ -244,13 +260,13 @@ def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
 
 
 def _layout(
-    own: Sequence[tuple[int, str, nn.Parameter]],
+    own: _Members,
     groups: Mapping[nn.Parameter, int],
     dtype: torch.dtype | None,
     granule: int,
 ) -> tuple[tuple[Chunk, ...], int, int]:
     """Chunks of one unit, trained ones first, with the bytes of its weight and gradient slots."""
-    keyed: dict[tuple[torch.dtype, int | None], list[tuple[int, str, nn.Parameter]]] = {}
+    keyed: dict[tuple[torch.dtype, int | None], _Members] = {}
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
         keyed.setdefault((dtype or p.dtype, group), []).append((index, name, p))
@@ -275,6 +291,26 @@ def _layout(
     return tuple(chunks), byte_offset, grad_offset
 
 
+def _members(
+    item: FoundUnit, all_trained: Container[nn.Parameter], owner: Container[nn.Parameter],
+    parameters: list[nn.Parameter],
+) -> tuple[_Members, _Members, list[nn.Parameter]]:  # fmt: skip
+    """The parameters that a unit is the first to read, trained and frozen, which join
+    ``parameters``; and those that have an ``owner``, or come once more."""
+    trained, frozen, shared = _Members(), _Members(), list[nn.Parameter]()
+    seen = set[nn.Parameter]()
+    for name, p in unit_parameters(item):
+        if not p.is_floating_point():
+            continue
+        if p in owner or p in seen:
+            shared.append(p)
+            continue
+        (trained if p in all_trained else frozen).append((len(parameters), name, p))
+        seen.add(p)
+        parameters.append(p)
+    return trained, frozen, shared
+
+
 def partition(
     model: nn.Module,
     groups: Mapping[nn.Parameter, int],
@@ -293,46 +329,58 @@ def partition(
             optimizer's state cannot be cut elsewhere.
 
     Integer parameters are left alone.  A parameter that several units read belongs to the first.
+    What is frozen in a unit with trained parameters is a unit of its own before it, which comes
+    with it: such weights never change, and are moved and stored alone.
     """
     owner: dict[nn.Parameter, int] = {}
     parameters: list[nn.Parameter] = []
-    unit_of: list[int] = []
     units: list[Unit] = []
+    of_units: list[FoundUnit] = []
     found = find_units(model, names)
-    for number, item in enumerate(found):
-        own: list[tuple[int, str, nn.Parameter]] = []
-        shares: dict[int, None] = {}
-        for name, p in unit_parameters(item):
-            if not p.is_floating_point():
-                continue
-            if p not in owner:
-                owner[p] = number
-                own.append((len(parameters), name, p))
-                parameters.append(p)
-                unit_of.append(number)
-            elif owner[p] != number:
-                shares[owner[p]] = None
+    all_trained = {p for p in model.parameters() if p.requires_grad and p in groups}
+    flows = False
+    for item in found:
+        trained, frozen, shared = _members(item, all_trained, owner, parameters)
+        comes_with = dict[int, None]()
+        if trained and frozen:
+            number = len(units)
+            owner.update((p, number) for _, _, p in frozen)
+            chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule)
+            units.append(
+                Unit(number, f"{item.name} {FROZEN}", chunks, (), item.direct_only, weight_bytes,
+                     0, runs=False)
+            )  # fmt: skip
+            of_units.append(item)
+            comes_with[number] = None
+        number, own = len(units), trained or frozen
+        owner.update((p, number) for _, _, p in own)
+        comes_with.update((owner[p], None) for p in shared if owner[p] != number)
         chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
+        flows = flows or bool(trained)
         flops, kept = forward_flops(item), activation_bytes(item, dtype)
+        back = backward_flops(item, all_trained, flows=flows)
         logits = logits_bytes(item, dtype) if item is found[-1] else 0
         given = input_bytes(item, dtype)
-        encloses = item.direct_only
         units.append(
             Unit(
                 number,
                 item.name,
                 chunks,
-                tuple(shares),
-                encloses,
+                tuple(comes_with),
+                item.direct_only,
                 weight_bytes,
                 grad_bytes,
                 flops,
+                back,
                 given if logits else kept,
                 given,
                 logits,
             )
         )
-    return Partition(tuple(units), tuple(found), tuple(parameters), tuple(unit_of))
+        of_units.append(item)
+    return Partition(
+        tuple(units), tuple(of_units), tuple(parameters), tuple(owner[p] for p in parameters)
+    )
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:

@@ -8,6 +8,7 @@ written once a step), gradients, optimizer state.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..facts.tier import Tier
@@ -26,6 +27,7 @@ DEFAULT_DEPTH = 3
 UNKNOWN_SHARE = 0.25  # of the room that nothing needs, to activations of which nothing is known
 KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
 UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
+BESIDE_SHARE = 0.5  # of the room that nothing needs, to weights that are trained beside frozen ones
 STAGING_SHARE = 4  # of host memory left for activations, to those on their way to or from disk
 
 
@@ -53,7 +55,10 @@ class _Planner:
         self.units, self.budgets, self.needs = parts.units, budgets, needs
         self.has_device = budgets.device is not None
         order = needs.prefer.order
-        self.order = spread(self.units) if order is None else [self.units[i] for i in order]
+        even = spread(self.units) if order is None else [self.units[i] for i in order]
+        # Trained beside frozen weights: small, and all that is written.
+        self.beside = [u for u in even if u.trainable and not self._alone(u)]
+        self.order = self.beside + [u for u in even if u not in self.beside]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.visit_slot = self.saved_room = 0
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
@@ -74,6 +79,9 @@ class _Planner:
         ]  # fmt: skip
         self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
         self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _alone(self, unit: Unit) -> bool:
+        return all(self.units[i].runs for i in unit.shares)
 
     def _stays(self, unit: Unit) -> bool:
         """Whether a unit's weights stay where compute is, whatever else does."""
@@ -159,6 +167,12 @@ class _Planner:
             self.resident = [True] * len(self.units)
             self._move_to_device(_Spend(budget - everything))
             return 0, gather
+        small = [u for u in self.beside if not self.resident[u.index]]
+        taken = sum(u.weight_bytes for u in small)
+        if taken <= BESIDE_SHARE * (budget - need):
+            for unit in small:
+                self.resident[unit.index] = True
+            fixed += taken
         ahead = self._ahead(budget - fixed - gather, self._device_weights)
         room = budget - fixed - gather - self._device_weights(ahead)
         prefer = self.needs.prefer
@@ -287,15 +301,17 @@ class _Planner:
         if self.lower is Tier.HOST:
             return
         slots = STATE_SLOTS
-        kinds = {
+        kinds: dict[str, Callable[[_Spend, Sequence[Unit]], None]] = {
             "weights": self._lift_weights, "gradients": self._lift_grads, "state": self._lift_state,
         }  # fmt: skip
+        lifts = [(kinds[kind], self.beside) for kind in kinds if self.beside]
+        lifts += [(kinds[kind], self.order) for kind in self.needs.prefer.kinds]
         least = self._homes() + self._regions(min(1, self.depth), slots)
         spare = self.budgets.host - self.saved_room - least
         budget = least + int(spare * self.needs.prefer.share)
-        for lift in (kinds[kind] for kind in self.needs.prefer.kinds):
+        for lift, units in lifts:
             saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
-            lift(_Spend(1 << 62))
+            lift(_Spend(1 << 62), units)
             # All of a kind at once also saves the region that its last one would need.
             if self._homes() + self._regions(min(1, self.depth), slots) <= budget:
                 continue
@@ -307,21 +323,21 @@ class _Planner:
                 room = budget - used
                 if room <= 0 or room == before:
                     break
-                lift(_Spend(room))
+                lift(_Spend(room), units)
 
-    def _lift_weights(self, spend: _Spend) -> None:
-        for unit in self.order:
+    def _lift_weights(self, spend: _Spend, units: Sequence[Unit]) -> None:
+        for unit in units:
             paged = self.weights[unit.index] is Tier.NVME
             if paged and spend.take(unit.weight_bytes):
                 self.weights[unit.index] = Tier.HOST
 
-    def _lift_grads(self, spend: _Spend) -> None:
-        for unit in self.order:
+    def _lift_grads(self, spend: _Spend, units: Sequence[Unit]) -> None:
+        for unit in units:
             if self.grads[unit.index] is Tier.NVME and spend.take(self.grad_bytes[unit.index]):
                 self.grads[unit.index] = Tier.HOST
 
-    def _lift_state(self, spend: _Spend) -> None:
-        for unit in self.order:
+    def _lift_state(self, spend: _Spend, units: Sequence[Unit]) -> None:
+        for unit in units:
             tiers = self.state[unit.index]
             for i, subgroup in enumerate(self.subgroups[unit.index]):
                 if tiers[i] is Tier.NVME and spend.take(subgroup.nbytes):
@@ -335,7 +351,7 @@ class _Planner:
         kept = self.needs.durable  # what lives in memory is committed too
         for unit in self.units:
             if kept or self.weights[unit.index] is Tier.NVME:
-                total += align(unit.weight_bytes, 4096) * copies
+                total += align(unit.weight_bytes, 4096) * (copies if unit.trainable else 1)
             if self.grads[unit.index] is Tier.NVME:
                 total += align(self.grad_bytes[unit.index], 4096)
             for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):

@@ -406,7 +406,7 @@ class Simulation:
     def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
         """One optimizer step over all units in their order; its seconds."""
         began_s = self.now_s
-        units = self.layout.units
+        units = [unit for unit in self.layout.units if unit.runs]
         if commit and self._protocol.open:
             self._protocol.seal(next(self._facts))
         for micro in range(micro_steps):

@@ -38,7 +38,7 @@ AT_ONCE = 32  # items that a signal looks at, to bring them back
 
 def room_beside(room: int, largest: int) -> int:
     """Of a room, what may be full when one more comes, which is there before anyone is told."""
-    return max(room - largest, room // 2)
+    return max(room - largest, room // 4)
 
 
 class SavedItem(Item):
@@ -85,6 +85,7 @@ class Activations:
         self._unit = -2
         self._granted = -1  # what backward was last given, and may not have taken yet
         self.moving = 0  # moves that are under way
+        self._ending = 0  # items that are needed no more, and go when their moves are over
         self._full = False  # there was no slot in host memory, and no move has ended since
         self._returning = False
         self._leaving_bytes = self._away_bytes = self._writing_bytes = 0
@@ -147,7 +148,9 @@ class Activations:
                 continue
             item.used = True
             self._present.pop(number, None)
-            if not item.moves:
+            if item.moves:
+                self._ending += 1
+            else:
                 self._remove(item)
 
     def turn(self, signal: Turn) -> None:
@@ -194,6 +197,7 @@ class Activations:
             self._writing_bytes -= item.nbytes
         if item.used:
             if not item.moves:
+                self._ending -= 1
                 self._remove(item)
         elif isinstance(work, CopyOut):
             self._copied_out(item)
@@ -329,7 +333,11 @@ class Activations:
             return True
         if not item.host.valid:
             return True
-        if not urgent and self._tally.used_bytes + item.nbytes > self._compute_room:
+        room = self._whole_room if urgent else self._compute_room
+        # On a device who asks is far ahead of the copies: what is under way may yet make room.
+        if self._tally.used_bytes + item.nbytes > room and (
+            not urgent or self._ending or self._leaving_bytes
+        ):
             return False
         del self._absent[item.key.number]
         self._away_bytes -= item.nbytes

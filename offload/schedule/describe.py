@@ -71,6 +71,13 @@ def difference(
 
     ``cuts``: whether the records of state must be cut alike too.
     """
+    groups, own_groups = _groups(stored), _groups(mine)
+    for name in groups.keys() & own_groups.keys():
+        if (groups[name] is None) != (own_groups[name] is None):
+            frozen, trained = ("the store", "the model")
+            if groups[name] is not None:
+                frozen, trained = trained, frozen
+            return f"{name!r} is frozen in {frozen} and trained in {trained}"
     names, own = [u["name"] for u in stored], [u["name"] for u in mine]
     if names != own:
         at = next((i for i, (a, b) in enumerate(zip(names, own, strict=False)) if a != b), None)
@@ -89,6 +96,11 @@ def difference(
         if found is not None:
             return f"unit {there['name']!r}: {found}"
     return None
+
+
+def _groups(units: Sequence[dict[str, Any]]) -> dict[str, int | None]:
+    """By parameter, its param group; ``None``: it is frozen."""
+    return {p["name"]: c["group"] for u in units for c in u["chunks"] for p in c["params"]}
 
 
 def _formats(unit: dict[str, Any]) -> str:

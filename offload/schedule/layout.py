@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..facts.tier import Tier
 from .arena import Place
 from .messages import Key, Kind
-from .units import Subgroup, Unit
+from .units import PAGE, Subgroup, Unit, align
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,12 @@ class Layout:
         """The items that a store keeps: weights by unit, then records."""
         weights = [Key(Kind.WEIGHTS, unit.index) for unit in self.units if unit.weight_bytes]
         return (*weights, *(Key(Kind.STATE, number) for number in range(len(self.records))))
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of a durable store, room for edits of what is not trained: taken when one comes."""
+        clean = [unit for unit in self.units if not unit.trainable] if self.durable else []
+        return sum(align(unit.weight_bytes, PAGE) for unit in clean)
 
     def nbytes(self, item: Key) -> int:
         """Size of an item, where it waits."""

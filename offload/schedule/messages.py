@@ -182,6 +182,15 @@ class Need:
     ticket: int
 
 
+@dataclass(frozen=True)
+class CatchUp:
+    """Compute is about to use those weights of ``unit`` that stay where they are: grant ``ticket``
+    when no update of them is queued or runs."""
+
+    unit: int
+    ticket: int
+
+
 class Held(NamedTuple):
     """A storage that a graph keeps over a slot of ``unit``; ``token`` tells it from others."""
 
@@ -407,7 +416,7 @@ class Failed:
 
 
 Signal = (
-    Need | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut | Judged
-    | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
+    Need | CatchUp | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut
+    | Judged | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
     | Saved | Fetch | Used | Turn
 )  # fmt: skip

@@ -13,13 +13,13 @@ from .arena import Place
 from .layout import Layout
 from .messages import (
     Await,
+    CatchUp,
     Cut,
     GradReady,
     GradRoom,
     Grant,
     Key,
     Need,
-    Release,
     Restored,
     Rollback,
     Seal,
@@ -83,8 +83,7 @@ class Protocol:
         """Compute is about to use a unit: waits for updates of what stays where it is."""
         for member in self._groups[unit]:
             if self._resident[member] and member in self._behind:
-                self._ask(partial(Need, member), self._names[member])
-                self._tell(Release(member))
+                self._ask(partial(CatchUp, member), self._names[member])
                 self._behind.discard(member)
 
     def need(self, unit: int) -> tuple[Place, ...]:

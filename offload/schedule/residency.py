@@ -23,6 +23,7 @@ from .messages import (
     Adopt,
     AtHome,
     Await,
+    CatchUp,
     Clear,
     Commit,
     CopyIn,
@@ -92,6 +93,7 @@ class Residency:
             layout, self._order, self.items, self.weights, self.gradients, self.cuts, self._emit
         )
         self._demands: deque[Need] = deque()
+        self._catching_up: list[CatchUp] = []
         self._step: Step | None = None
         self._waiting: dict[Until, list[int]] = {until: [] for until in Until}  # tickets
         self._cut: Cut | None = None
@@ -103,6 +105,7 @@ class Residency:
         self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
             Need: self._demands.append,
+            CatchUp: self._catching_up.append,
             Release: self._release,
             Freed: lambda s: self.weights.freed(s.held),
             GradRoom: self.gradients.room_wanted.append,
@@ -139,7 +142,7 @@ class Residency:
             raise TypeError(f"not a signal: {signal!r}")
         if not self._failed or isinstance(signal, Done):
             take(signal)
-            self._quiet = self._quiet and not isinstance(signal, (Need, GradRoom, GradReady, Step))
+            self._quiet = self._quiet and not isinstance(signal, _GOES_ON)
         if not self._failed:
             # What autograd saved has room of its own: it keeps nothing else, and nothing else it.
             saved = _about_saved(signal)
@@ -271,10 +274,16 @@ class Residency:
         self.cuts.advance()  # an update may wait for it
         while self._demands and self._serve(self._demands[0]):
             self._demands.popleft()
+        for each in self._catching_up:
+            self.updates.promote(each.unit)
         self.gradients.advance()
         self.updates.advance()
+        self._catching_up[:] = [each for each in self._catching_up if not self._caught_up(each)]
         if self._demands and not self.in_flight:
             self._last_resort(self._demands[0])
+        if self._catching_up and not self.in_flight:  # its update may want room that caches have
+            self.weights.drop_unused((Tier.DEVICE, Tier.HOST))
+            self.updates.advance()
         if self._waiting[Until.ARRIVED] and not self.gradients.moving:
             self._grant(Until.ARRIVED)
         lands = self._step or self._waiting[Until.LANDED]
@@ -368,6 +377,13 @@ class Residency:
         self._emit(Grant(need.ticket, places))
         return True
 
+    def _caught_up(self, signal: CatchUp) -> bool:
+        """Grants, unless the unit is to be updated yet."""
+        if not self.weights.usable(signal.unit):
+            return False
+        self._emit(Grant(signal.ticket))
+        return True
+
     def _last_resort(self, need: Need) -> None:
         """Nothing moves, and the demand is not met: its own members may stand in each other's
         way, or small copies where large ones must lie side by side, so start over from nothing; if
@@ -396,7 +412,11 @@ class Residency:
         """Whether anyone waits for what only the end of a move could bring."""
         blocking = self._step is not None and not self._step.background
         return bool(
-            self._demands or self.gradients.room_wanted or blocking or any(self._waiting.values())
+            self._demands
+            or self._catching_up
+            or self.gradients.room_wanted
+            or blocking
+            or any(self._waiting.values())
         )
 
     def _refuse_all(self) -> None:
@@ -417,7 +437,8 @@ class Residency:
 
     def _tickets(self) -> list[int]:
         """Of all who still wait, each once."""
-        tickets = [need.ticket for need in self._demands] + self.gradients.tickets()
+        asked: list[Need | CatchUp] = [*self._demands, *self._catching_up]
+        tickets = [each.ticket for each in asked] + self.gradients.tickets()
         tickets += [ticket for waiting in self._waiting.values() for ticket in waiting]
         if self._step is not None and not self._step.background:
             tickets.append(self._step.ticket)
@@ -428,9 +449,13 @@ class Residency:
         if self._step is not None:
             self._step = replace(self._step, background=True)  # nobody waits for its end
         self._demands.clear()
+        self._catching_up.clear()
         self.gradients.forget_waiting()
         for tickets in self._waiting.values():
             tickets.clear()
+
+
+_GOES_ON = (Need, CatchUp, GradRoom, GradReady, Step)  # what compute says when it does
 
 
 def _about_saved(signal: Signal) -> bool:

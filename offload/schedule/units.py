@@ -58,8 +58,10 @@ class Unit:
     """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
 
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
-    ``flops`` are those of its forward's matrix products, per token; ``activation_bytes`` is about
-    what autograd keeps of them, per token, and ``input_bytes`` what goes into it.
+    ``runs``: else it is the frozen weights of the unit behind it, which shares them.
+    ``flops`` are those of its forward's matrix products, per token, ``backward_flops`` those of its
+    backward; ``activation_bytes`` is about what autograd keeps of them, per token, and
+    ``input_bytes`` what goes into it.
     ``logits_bytes``: per token, of a head whose loss is computed from all that comes out of it.
     """
 
@@ -71,9 +73,11 @@ class Unit:
     weight_bytes: int
     grad_bytes: int
     flops: int = 0
+    backward_flops: int = 0
     activation_bytes: int = 0
     input_bytes: int = 0
     logits_bytes: int = 0
+    runs: bool = True
 
     @property
     def trainable(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..movement.direct import DirectAccess
 from ..movement.executor import Executor
-from ..schedule.messages import Judged
+from ..schedule.messages import Judged, Key, Kind
 from ..schedule.units import Unit
 from ..training.frames import Frames
 from ..training.landing import Landing
@@ -49,18 +49,26 @@ class Edits:
     ) -> None:
         self._executor, self._frames, self._showing = executor, frames, showing
         self._landing, self._direct, self._commits = landing, direct, commits
+        self._units = executor.layout.units
 
     @contextmanager
     def of(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
         """Inside, nothing moves, and weights and state may be edited: that belongs to the state
         after the last step.  Gives what is to be called with a unit that was given values that are
-        not finite."""
+        not finite.
+
+        Raises:
+            IoError: weights that are not trained have no room on disk for others; nothing changes.
+        """
         self._executor.raise_failure()
         self._frames.tidy()
         for unit in parts:
             self._showing.refuse_edit(unit)
         self._landing.land()
         self._direct.quiesce()
+        for unit in parts:
+            if not self._units[unit].trainable:
+                self._direct.reserve(Key(Kind.WEIGHTS, unit))
         if self._commits is None:
             yield lambda unit: None
         else:

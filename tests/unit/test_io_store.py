@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from overspill.io_engine import IoEngine, IoError
+from overspill.io_engine.committed import own_store
 from overspill.io_engine.native import NATIVE
 from tests.patience import WAIT_S
 
@@ -316,3 +317,39 @@ def test_a_container_that_forbids_io_uring(tmp_path: Path, call: int) -> None:
     assert lines[0] == "threads", done.stderr
     assert "cannot run here" in lines[1] and "Operation not permitted" in lines[1]
     assert done.stderr.count("no io_uring here") == 1
+
+
+def test_what_is_sparse_takes_room_when_it_is_written(tmp_path: Path) -> None:
+    taken = lambda: (tmp_path / "overspill.store").stat().st_blocks * 512  # noqa: E731
+    with IoEngine(tmp_path, 24 * MIB, sparse_bytes=16 * MIB, block_bytes=64 << 10) as engine:
+        first, second = engine.allocate(8 * MIB), engine.allocate(16 * MIB)
+        before = taken()
+        assert 8 * MIB <= before < 9 * MIB
+        data = np.arange(16 * MIB, dtype=np.uint32).view(np.uint8)[: 16 * MIB]
+        with engine.buffer(16 * MIB) as memory:
+            for extent in (first, second):
+                memory.array[: extent.nbytes] = data[: extent.nbytes]
+                engine.write(extent, memory.array[: extent.nbytes]).wait()
+            assert taken() >= before + 16 * MIB
+            memory.array[:] = 0
+            engine.read(second, memory).wait()
+            assert np.array_equal(memory.array, data)
+
+
+def test_a_store_that_is_opened_again_stays_sparse(tmp_path: Path) -> None:
+    place = tmp_path / "overspill.store"
+    with IoEngine(tmp_path, 24 * MIB, sparse_bytes=16 * MIB) as engine:
+        first, second = engine.allocate(8 * MIB), engine.allocate(16 * MIB)
+        manifest = engine.make_durable([("a", [first]), ("b", [second])], {})
+        with engine.buffer(8 * MIB) as memory:
+            memory.array[:] = 7
+            engine.write(first, memory).wait()
+        engine.flush()
+        manifest.commit(1, [0, -1], [engine.checksums(first), None], b"")
+        manifest.close()
+    before = place.stat()
+    assert before.st_size == 24 * MIB and before.st_blocks * 512 < 9 * MIB
+    store = own_store(tmp_path)
+    with IoEngine.reopen(store, store.last(), extra_bytes=2 * MIB):
+        grown = place.stat()
+    assert grown.st_size == 26 * MIB and grown.st_blocks * 512 < 11 * MIB

@@ -101,6 +101,41 @@ def test_layout_is_aligned_and_disjoint() -> None:
     assert len(parts.parameters) == len(list(model.parameters()))
 
 
+def test_what_is_frozen_beside_trained_weights_is_a_unit_of_its_own() -> None:
+    model = TinyLM(position=True, tied=True)
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    model.blocks[2].norm.requires_grad_(False)
+    parts = partition(model, {p: 0 for p in model.parameters() if p.requires_grad})
+    found = {u.name: u for u in parts.units}
+    frozen = [u.name for u in parts.units if not u.runs]
+    assert frozen == ["blocks.1 (frozen)", "blocks.2 (frozen)"]
+    for name in frozen:
+        runner = found[name.removesuffix(" (frozen)")]
+        assert runner.shares == (runner.index - 1,) == (found[name].index,)
+        assert not found[name].trainable and runner.trainable and not found[name].flops
+    assert not [c for u in parts.units for c in u.chunks if u.trainable and c.group is None]
+    assert found["head"].shares == (found["embed"].index,) and not found["embed"].trainable
+    assert [parts.found[i].name for i, _ in parts.running] == [f.name for f in find_units(model)]
+    for unit in parts.units:
+        for _, spec in unit.params:
+            assert parts.unit_of[spec.index] == unit.index
+    # Nothing before the root's own parameter is trained, so its gradient is needed everywhere.
+    assert found["blocks.0"].backward_flops == found["blocks.0"].flops
+    up = 2 * 64 * 256
+    assert found["blocks.1"].backward_flops == 2 * found["blocks.1"].flops - up
+    assert found["blocks.3"].backward_flops == 2 * found["blocks.3"].flops
+
+
+def test_no_gradient_flows_to_what_is_before_all_that_is_trained() -> None:
+    model = TinyLM()
+    for each in (model.embed, *model.blocks[:3]):
+        each.requires_grad_(False)
+    parts = partition(model, {p: 0 for p in model.parameters() if p.requires_grad})
+    assert [bool(u.backward_flops) for u in parts.units if u.flops] == [False] * 3 + [True] * 2
+
+
 def test_strides_of_dense_parameters_are_kept() -> None:
     conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     parts = partition(nn.Sequential(conv), {})

@@ -1,0 +1,136 @@
+"""Adapters of peft over a frozen base that moves: losses and adapters are those of peft alone, and
+nothing of the base is ever written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import overspill
+from tests.devices import CPU, DEVICE, SIM, plainly
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+STEPS = 20
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "lora": lambda: peft.LoraConfig(r=16, target_modules=LINEAR, lora_dropout=0.1),
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "saved too": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+}
+PLACES = ["sim", "cpu"] if CPU == "cpu" else ["sim"]
+
+
+def tight(model: Any, place: str) -> dict[str, Any]:
+    """Room for all that is trained, and for half of the base."""
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    half = sum(p.nbytes for p in model.parameters() if not p.requires_grad) // 2
+    rest = 192 << 10  # units are whole pages
+    if place == "cpu":
+        return {"device": CPU, "host_memory": 4 * trained + half + rest}
+    return {"device": SIM, "device_memory": 2 * trained + half + rest, "host_memory": "3MiB"}
+
+
+def adapted(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(dtype)
+    return peft.get_peft_model(base, KINDS[kind]())
+
+
+def adamw(kind: Any, model: Any, **more: Any) -> Any:
+    return kind([p for p in model.parameters() if p.requires_grad], lr=1e-2, **more)
+
+
+def in_memory(params: Any, **more: Any) -> Any:
+    return plainly(overspill.optim.AdamW, params, master="split", **more)
+
+
+def train(model: Any, optimizer: Any, steps: int = STEPS) -> list[float]:
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        drawn = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 128, (2, 17), generator=drawn, device="cpu").to(DEVICE)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adapters(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().cpu().clone()
+        for name, value in model.named_parameters() if value.requires_grad
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_adapters_are_those_of_peft_alone(
+    kind: str, place: str, update: Any, tmp_path: Path
+) -> None:
+    plain = adapted(kind)
+    theirs = adamw(in_memory, plain)
+    expected = train(plain.to(DEVICE) if SIM != "sim" else plain, theirs)
+    model = adapted(kind)
+    with overspill.wrap(
+        model, adamw(torch.optim.AdamW, model), update=update, nvme=tmp_path,
+        rates=overspill.Rates(), **tight(model, place),
+    ) as optimizer:  # fmt: skip
+        assert train(model, optimizer) == expected
+        layout = optimizer.plan.detail.layout
+        assert layout is not None
+        moves = [u for u, h in zip(layout.units, layout.homes, strict=True) if not h.resident]
+        assert [u for u in moves if not u.trainable]
+        mine = adapters(model)
+        for name, value in adapters(plain).items():
+            assert torch.equal(mine[name], value), name
+    written = [s for s in optimizer._engine.trace.spans() if s.lane == "write"]
+    frozen = {f"weights {u.name}" for u in layout.units if not u.trainable}
+    base = [s for s in written if s.name in frozen]
+    assert len(base) == len({s.name for s in base}), "more than the first commit has the base"
+    trains = sum(u.weight_bytes for u in layout.units if u.trainable) + sum(layout.grad_bytes)
+    trains += sum(s.nbytes for s in layout.records)
+    assert sum(s.nbytes for s in written) <= trains * (STEPS + 1) + sum(s.nbytes for s in base)
+
+
+def test_adapters_are_saved_merged_and_exchanged(tmp_path: Path) -> None:
+    plain = adapted("lora")
+    theirs = adamw(in_memory, plain)
+    train(plain.to(DEVICE) if SIM != "sim" else plain, theirs, 3)
+    model = adapted("lora")
+    (tmp_path / "store").mkdir()
+    options = {**tight(model, "sim"), "nvme": tmp_path / "store", "rates": overspill.Rates()}
+    with overspill.wrap(model, adamw(torch.optim.AdamW, model), **options) as optimizer:
+        train(model, optimizer, 3)
+        for each, folder in ((plain, "theirs"), (model, "mine")):
+            each.save_pretrained(tmp_path / folder)
+        names = [path.name for path in (tmp_path / "theirs").iterdir()]
+        assert "adapter_model.safetensors" in names
+        for name in names:
+            mine, other = ((tmp_path / f / name).read_bytes() for f in ("mine", "theirs"))
+            assert mine == other, name
+        with overspill.materialized(model):
+            merged = model.merge_and_unload()
+            found = {n: v.detach().cpu().clone() for n, v in merged.state_dict().items()}
+    expected = {n: v.detach().cpu() for n, v in plain.merge_and_unload().state_dict().items()}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
