@@ -22,8 +22,9 @@ class LaneStats:
 class MemoryStats:
     """One tier: what the engine may hold there, holds, and held at most.
 
-    ``workspace_bytes``: what the process had beside that at most, on a device: what a unit needs
-    while it runs.  ``None`` where nobody counts, or where more was taken before ``wrap``.
+    ``workspace_bytes``: what the process had at most, on a device, beyond what the engine had
+    within its budget: what a unit needs while it runs.  ``None`` where nobody counts, or where more
+    was taken before ``wrap``.
     """
 
     budget_bytes: int

@@ -10,13 +10,14 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from ..errors import BudgetError, format_bytes
-from ..movement.accelerators.base import Accelerator
+from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
 from ..movement.saved import SavedStorage, SavedStore
 from ..schedule.activations import LEAST_BYTES, room_beside
@@ -98,6 +99,9 @@ class Stash:
         self._unit = NOWHERE
         self._refused_bytes = 0  # that were saved when there was no room for more
         self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
+        # Memory that came back, and that compute is yet to pass: by event, and since the last one.
+        self._behind: deque[tuple[Event, int]] = deque()
+        self._since_bytes = 0
 
     # -- out ------------------------------------------------------------------------------------
 
@@ -227,6 +231,8 @@ class Stash:
             self.tell()
             self._unit = NOWHERE
             self._store.turn(backward, self.room_bytes)
+            self._behind.clear()
+            self._since_bytes = 0
             if not backward:
                 self._unit_bytes = [0] * len(self._unit_bytes)
                 with self._lock:
@@ -250,15 +256,32 @@ class Stash:
         saved = handle.shared.saved
         for memory in self._tries(saved):
             if memory is None:
+                self._keep_up()
                 self._store.fetch(saved.number)
                 continue
             event = saved.event
             if saved.fetched and event is not None:
                 self._accelerator.wait(event)
                 self._accelerator.keep(memory)
+                if not saved.taken:
+                    saved.taken = True
+                    self._since_bytes += saved.nbytes
             made = torch.empty(0, dtype=handle.dtype, device=memory.device)
             return made.set_(memory.untyped_storage(), handle.offset, handle.shape, handle.stride)
         raise AssertionError("tries do not end")
+
+    def _keep_up(self) -> None:
+        """More is about to come back.  What compute is yet to pass of what came before is memory
+        that nothing else gets, and a device may be far behind: it is waited for, but for so much
+        as the largest storage."""
+        if self._since_bytes:
+            self._behind.append((self._accelerator.record(), self._since_bytes))
+            self._since_bytes = 0
+        behind = sum(nbytes for _, nbytes in self._behind)
+        while self._behind and (behind > self._largest or self._behind[0][0].done()):
+            event, nbytes = self._behind.popleft()
+            event.synchronize()
+            behind -= nbytes
 
     def _tries(self, saved: SavedStorage) -> Iterator[torch.Tensor | None]:
         # Between the grant and this look it may have left again.

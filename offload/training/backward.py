@@ -53,9 +53,10 @@ class Backward:
             self._finish()
 
     def enter(self, unit: int) -> None:
-        """Backward has come to ``unit``; the ones before it are let go."""
+        """Backward has come to ``unit``; the ones before it are let go, but not one that this one
+        comes with."""
         self.opened()
-        if unit in self._units:
+        if any(unit in self._residences.groups[each] for each in self._units):
             return
         self._let_go()
         self._residences.enter(unit)

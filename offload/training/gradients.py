@@ -74,7 +74,7 @@ class GradientCollector:
         self._partly_frozen = {
             unit.index
             for unit in parts.units
-            if residences.streamed[unit.index] and any(chunk.group is None for chunk in unit.chunks)
+            if residences.streamed[unit.index] and any(not parts.units[i].runs for i in unit.shares)
         }
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()

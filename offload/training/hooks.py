@@ -68,7 +68,7 @@ class ModuleHooks:
 
     def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
-        for unit, found in enumerate(self._residences.parts.found):
+        for unit, found in self._residences.parts.running:
             whole = not found.direct_only and self._stash is not None
             if self._residences.streamed[unit] or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
@@ -117,7 +117,7 @@ class ModuleHooks:
         parts = self._residences.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         readers: dict[nn.Module, set[int]] = {}
-        for unit, found in enumerate(parts.found):
+        for unit, found in parts.running:
             if not found.direct_only:
                 readers.setdefault(found.module, set()).update(self._residences.groups[unit])
         for module in model.modules():

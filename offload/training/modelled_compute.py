@@ -19,8 +19,6 @@ from ..planning.partition import Partition
 from . import torch_private
 from .hooks import differentiable
 
-BACKWARD = 2.0  # times the FLOPs of forward
-
 
 class ModelledCompute:
     """Hooks on every unit, to be installed after the engine's own.
@@ -39,9 +37,9 @@ class ModelledCompute:
         self._handles: list[Any] = [model.register_forward_pre_hook(self._restart, prepend=True)]
         for unit, found in zip(parts.units, parts.found, strict=True):
             if unit.flops:
-                self._hook(found.module, unit.flops)
+                self._hook(found.module, unit.flops, unit.backward_flops)
 
-    def _hook(self, module: nn.Module, flops: int) -> None:
+    def _hook(self, module: nn.Module, flops: int, backward_flops: int) -> None:
         tokens = [0]
 
         @torch_private.not_compiled
@@ -53,7 +51,7 @@ class ModelledCompute:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
                 return
-            need, once = BACKWARD * flops * tokens[0], [False]
+            need, once = backward_flops * tokens[0], [False]
 
             def backward(_grad: torch.Tensor) -> None:
                 if not once[0]:

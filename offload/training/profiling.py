@@ -73,7 +73,8 @@ class _Watch:
         self._weights = {torch_private.storage_key(p) for p in parts.parameters}
         self._handles: list[Any] = []
         for unit, found in zip(parts.units, parts.found, strict=True):
-            self._hook(unit.name, found.module)
+            if unit.runs:
+                self._hook(unit.name, found.module)
 
     def _hook(self, name: str, module: torch.nn.Module) -> None:
         def before(_module: torch.nn.Module, _args: Any) -> None:
