@@ -8,7 +8,8 @@ the end of forward is not saved where backward needs most.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from .arms import GIB, Plan, Worker, parameters
 from .drawn_activations import compared
 from .model import Shape
 from .results import Column, Comparison, Outcome, number, others, outcome, spread
-from .runner import Row, run_interleaved
+from .runner import Row, run_in_turn, run_interleaved
 
 SMALL = Shape(layers=8, width=256, heads=4, vocabulary=2048, batch=4, tokens=512)
 GPT_311M = Shape(layers=24, width=1024, heads=16, vocabulary=8192, batch=8, tokens=1024)
@@ -28,22 +29,28 @@ SEEDS = 20  # of drawn machines
 
 @dataclass(frozen=True)
 class Sizes:
-    """``kept`` is the budget where activations stay beside it, ``all_in`` where they count."""
+    """``kept`` is the budget where activations stay beside it, ``all_in`` where they count.
+
+    ``resident``: bytes of a process, for the longest sequence; of those the engine gets ``beside``
+    where activations stay beside it, ``engine`` where they count.  Sequences of ``lengths`` are
+    tried.
+    """
 
     shape: Shape
     short: Shape
     rounds: int
     kept: int
     all_in: int
-    resident: int  # of a process, for the longest sequence
-    engine: int  # of that, what the engine gets
+    resident: int
+    beside: int
+    engine: int
     lengths: tuple[int, ...]
 
 
-QUICK = Sizes(SMALL, replace(SMALL, batch=1), 2, 64 << 20, 160 << 20, 800 << 20, 160 << 20,
-              (512, 1024, 2048))  # fmt: skip
-FULL = Sizes(GPT_311M, SHORT, 2, 2 * GIB, 6 * GIB, 4 * GIB, 3 * GIB,
-             (1024, 1536, 2048, 3072, 4096, 8192, 16384))  # fmt: skip
+QUICK = Sizes(SMALL, replace(SMALL, batch=1), 2, 64 << 20, 160 << 20, 800 << 20, 64 << 20,
+              160 << 20, (512, 1024, 2048))  # fmt: skip
+FULL = Sizes(GPT_311M, SHORT, 2, 2 * GIB, 6 * GIB, 4 * GIB, GIB, 3 * GIB,
+             (1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288))  # fmt: skip
 
 
 def _columns() -> list[Column]:
@@ -71,18 +78,17 @@ def _worker(name: str, plan: Plan, store: Path, host: int, options: Mapping[str,
 
 def _step(sizes: Sizes, store: Path) -> Comparison:
     """Activations that stay beside the budget, and those that have to be in a larger one."""
-    plan = Plan(sizes.shape, "fp32", sizes.rounds, 1, 2, lead_in=0, limit_s=LIMIT_S, budget_s=3600)
+    plan = Plan(sizes.shape, "fp32", sizes.rounds, 1, 1, lead_in=0, limit_s=LIMIT_S)
     arms = [
         _worker("keep", plan, store, sizes.kept, {"activations": "keep"}),
         _worker("auto", plan, store, sizes.all_in, {"activations": "auto"}),
-        _worker("recompute", plan, store, sizes.all_in, {"activations": "recompute"}),
     ]
     title = (
         f"One step, {parameters(sizes.shape) / 1e6:.0f} M parameters, fp32, "
         f"{sizes.shape.tokens_per_step} tokens, NVMe; host memory {sizes.kept / GIB:.3g} GiB, "
         f"{sizes.all_in / GIB:.3g} GiB for those whose activations count"
     )
-    return Comparison(title, asdict(plan), run_interleaved(arms, plan.rounds), _columns())
+    return Comparison(title, asdict(plan), run_in_turn(arms, plan.rounds), _columns())
 
 
 def _nothing_to_move(sizes: Sizes, store: Path) -> Comparison:
@@ -98,26 +104,35 @@ def _nothing_to_move(sizes: Sizes, store: Path) -> Comparison:
 
 def _longest(sizes: Sizes, store: Path) -> Comparison:
     """One sequence a step, ever longer ones, until a process takes more than it may."""
-    ways: dict[str, tuple[str, bool]] = {
-        "keep": ("keep", False), "keep, checkpointed": ("keep", True),
-        "auto": ("auto", False), "auto, checkpointed": ("auto", True),
-    }  # fmt: skip
+    ways: dict[str, tuple[str, dict[str, bool], int]] = {  # and where to begin
+        "keep": ("keep", {}, 1024),
+        "keep, save_on_cpu": ("keep", {"on_cpu": True}, 1024),
+        "keep, checkpointing": ("keep", {"recompute": True}, 3072),
+        "keep, both": ("keep", {"on_cpu": True, "recompute": True}, 3072),
+        "auto": ("auto", {}, 8192),
+        "auto, checkpointing": ("auto", {"recompute": True}, 8192),
+    }
     rows = []
-    for name, (policy, checkpointed) in ways.items():
-        best: Row | None = None
-        host = sizes.engine if policy == "auto" else sizes.kept
-        for tokens in sizes.lengths:
-            shape = replace(
-                sizes.shape, batch=1, tokens=tokens, recompute=checkpointed, chunked=True
-            )
-            plan = Plan(shape, "fp32", 1, 1, 2, lead_in=0, limit_s=LIMIT_S)
+    for name, (policy, more, first) in ways.items():
+        host = sizes.engine if policy == "auto" else sizes.beside
+
+        def tried(
+            tokens: int, name: str = name, policy: str = policy, more: dict[str, bool] = more,
+            host: int = host,
+        ) -> Row | None:  # fmt: skip
+            shape = replace(sizes.shape, batch=1, tokens=tokens, chunked=True, **more)
+            plan = Plan(shape, "fp32", 1, 1, 1, lead_in=0, limit_s=LIMIT_S)
             arm = _worker(f"{name} {tokens}", plan, store, host, {"activations": policy})
             (row,) = run_interleaved([arm], 1)
             peak = row.samples[-1].seen["peak_rss_bytes"] if row.samples else None
             if peak is None or peak > sizes.resident:
-                break
-            best = replace(row, name=name, facts={**row.facts, "tokens": tokens}, ratio=None)
-        rows.append(best or Row(name, {"tokens": 0}, ()))
+                return None
+            return replace(row, name=name, facts={**row.facts, "tokens": tokens}, ratio=None)
+
+        rows.append(
+            _last(tried, sizes.lengths, min(first, sizes.lengths[-1]))
+            or Row(name, {"tokens": 0}, ())
+        )
     columns: list[Column] = [
         ("longest", lambda row: str(row.facts["tokens"])),
         ("tokens/s", lambda r: number(r.median_s and r.facts["tokens"] / r.median_s)),
@@ -125,6 +140,19 @@ def _longest(sizes: Sizes, store: Path) -> Comparison:
     ]
     title = f"The longest sequence in {sizes.resident / GIB:.3g} GiB of resident memory"
     return Comparison(title, asdict(sizes), rows, columns)
+
+
+def _last(tried: Callable[[int], Row | None], lengths: Sequence[int], first: int) -> Row | None:
+    """The row of the longest that is found: from ``first`` up to one that fails, or down to one
+    that does not."""
+    best, at = None, bisect_left(lengths, first)
+    while at < len(lengths) and (row := tried(lengths[at])) is not None:
+        best, at = row, at + 1
+    at = bisect_left(lengths, first)
+    while best is None and at > 0:
+        at -= 1
+        best = tried(lengths[at])
+    return best
 
 
 def run(*, quick: bool, folder: Path) -> Outcome:

@@ -89,9 +89,11 @@ class Worker:
         self._process = Process("worker", peer=self._peer)
         facts = self._ask(self._spec)
         first = self._ask({"steps": 1})
-        warm = self._ask({"steps": self._plan.warmup - 1})
         asked = {name: self._spec[name] for name in ("device", "engine", "options", "precision")}
-        seconds = {"first_step_s": first["seconds"], "warm_step_s": warm["seconds"]}
+        seconds = {"first_step_s": first["seconds"]}
+        if self._plan.warmup > 1:
+            warm = self._ask({"steps": self._plan.warmup - 1})
+            seconds["warm_step_s"] = warm["seconds"]
         self._facts = {**facts, **asked, **seconds}
         return self._facts
 
@@ -113,8 +115,10 @@ class Worker:
             self._process.kill(why)
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
+        """Ends its process; it may be started again."""
+        process, self._process, self._facts = self._process, None, None
+        if process is not None:
+            process.close()
 
 
 def parameters(shape: Shape) -> int:

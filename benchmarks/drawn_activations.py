@@ -25,7 +25,7 @@ from .runner import Row, Sample
 
 UNIFORM = ("keep", "host", "nvme", "recompute")
 GOAL, BETTER = 1.03, 0.97
-WARM_STEPS, STEPS = 4, 3
+WARM_STEPS, STEPS = 3, 2
 
 
 class Stack(nn.Module):

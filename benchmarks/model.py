@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,8 @@ class Shape:
     """Sizes of a model, and of its batches in sequences and tokens.
 
     ``kv_heads`` and ``inner``, the width of the feed-forward layer, make it a Llama; ``recompute``
-    keeps no more of a block for the backward pass than its input.  ``chunked``: head and loss in
-    chunks, by torch's own op.
+    keeps no more of a block for the backward pass than its input; ``on_cpu`` is torch's
+    ``save_on_cpu``.  ``chunked``: head and loss in chunks, by torch's own op.
     """
 
     layers: int
@@ -28,6 +29,7 @@ class Shape:
     kv_heads: int = 0
     inner: int = 0
     recompute: bool = False
+    on_cpu: bool = False
     chunked: bool = False
 
     @property
@@ -70,7 +72,8 @@ class Gpt(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.recompute, self.chunked = shape.recompute, shape.chunked
+        self.recompute, self.on_cpu = shape.recompute, shape.on_cpu
+        self.chunked = shape.chunked
         self.tokens = _table(shape.vocabulary, shape.width)
         self.places = _table(shape.tokens, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -81,8 +84,9 @@ class Gpt(nn.Module):
         """``tokens``: (batch, tokens + 1), int64."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        with torch.autograd.graph.save_on_cpu() if self.on_cpu else nullcontext():
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return _loss(self.head, self.norm(x), targets, chunked=self.chunked)
 
 

@@ -102,6 +102,11 @@ class _Running:
         if self.error is None:
             self._try(self._sample)
 
+    def begin_again(self) -> None:
+        """After it was closed."""
+        if self.error is None:
+            self._try(self._start)
+
 
 def run_interleaved(arms: Sequence[Arm], rounds: int, budget_s: float = float("inf")) -> list[Row]:
     """Starts all arms, then samples each once a round; returns a row for each, in order.
@@ -123,6 +128,23 @@ def run_interleaved(arms: Sequence[Arm], rounds: int, budget_s: float = float("i
     finally:
         for each in running:
             each.arm.close()
+    return [_row(each, running[0]) for each in running]
+
+
+def run_in_turn(arms: Sequence[Arm], rounds: int) -> list[Row]:
+    """As ``run_interleaved``, for arms that have no room beside each other: each is started anew
+    for every sample, and closed after it."""
+    running: list[_Running] = []
+    for done in range(rounds):
+        for number, arm in enumerate(arms):
+            try:
+                if done:
+                    running[number].begin_again()
+                else:
+                    running.append(_Running(arm))
+                running[number].round()
+            finally:
+                arm.close()
     return [_row(each, running[0]) for each in running]
 
 

@@ -9,13 +9,12 @@ import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import OffloadError
-from ..state.initial import empty_init
-from .skeletons import skeleton
+
+if TYPE_CHECKING:  # the command asks for names before it has torch
+    from torch import nn
 
 BYTES = 256  # vocabulary of models that read plain bytes
 DEFAULT_SHAPE = "gpt2-25m"
@@ -84,6 +83,10 @@ class ModelSource:
 
     def build(self) -> nn.Module:
         """The model, without memory for its parameters, in training mode."""
+        from torch import nn
+
+        from ..state.initial import empty_init
+
         transformers = _transformers()
         with empty_init():
             model = transformers.AutoModelForCausalLM.from_config(self.config)
@@ -146,6 +149,10 @@ def plan_model(name: str) -> nn.Module:
     Raises:
         ValueError, OffloadError: as for ``find_model``.
     """
+    if name not in SHAPES and not Path(name).exists():
+        _refuse_unknown(name)
+    from .skeletons import skeleton
+
     if name in SHAPES:
         shape = SHAPES[name]
         sizes: dict[str, Any] = {"tie_word_embeddings": shape.tied, "vocab_size": shape.vocabulary}
@@ -172,6 +179,12 @@ def plan_model(name: str) -> nn.Module:
     return find_model(name).build()
 
 
+def _refuse_unknown(name: str) -> NoReturn:
+    near = difflib.get_close_matches(name, SHAPES, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"shapes: {', '.join(SHAPES)}"
+    raise ValueError(f"model: {name!r} is neither a folder nor a named shape; {hint}")
+
+
 def find_model(name: str) -> ModelSource:
     """The model that ``name`` stands for: a named shape, or a Hugging Face folder.
 
@@ -183,9 +196,7 @@ def find_model(name: str) -> ModelSource:
         return ModelSource(name, _config_of(SHAPES[name]), None)
     folder = Path(name)
     if not folder.is_dir():
-        near = difflib.get_close_matches(name, SHAPES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"shapes: {', '.join(SHAPES)}"
-        raise ValueError(f"model: {name!r} is neither a folder nor a named shape; {hint}")
+        _refuse_unknown(name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model: {folder} holds no config.json, so it is no Hugging Face folder")
     try:
