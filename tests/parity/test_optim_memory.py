@@ -48,12 +48,12 @@ print(memory("VmHWM") - before)
 @pytest.mark.parametrize(
     "formats",
     [
-        ("AdamW", "bfloat16", "split", "fp32"),
+        pytest.param(("AdamW", "bfloat16", "split", "fp32"), marks=pytest.mark.soak),
         ("AdamW", "bfloat16", "split", "int8"),
-        ("AdamW", "float32", "none", "bf16"),
+        pytest.param(("AdamW", "float32", "none", "bf16"), marks=pytest.mark.soak),
         ("Lion", "float16", "fp32", "int8"),
     ],
-    ids=lambda formats: "-".join(formats),
+    ids="-".join,
 )
 def test_a_step_allocates_next_to_nothing(formats: tuple[str, ...]) -> None:
     told = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.schedule.messages import Await, GradRoom, Need, Signal, Step, Until
+from overspill.schedule.messages import Await, CatchUp, GradRoom, Need, Signal, Step, Until
 from tests.devices import SIM, link
 from tests.models import TinyLM, adamw, batch
 
@@ -95,4 +95,4 @@ def test_what_is_at_hand_is_not_asked_for(
     kinds = [type(signal) for signal in asked]
     settled = [s for s in asked if isinstance(s, Await) and s.until is Until.ARRIVED]
     assert GradRoom not in kinds and len(settled) == kinds.count(Step) == 1
-    assert (Need in kinds) == (update == "next_forward")
+    assert (CatchUp in kinds) == (update == "next_forward") and Need not in kinds

@@ -8,10 +8,13 @@ from .sources import Source, package_sources
 
 THE_FILE = "offload/training/torch_private.py"
 # Documented under these names by PyTorch, and by Python for named tuples.
-PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace")
+PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace", "_current_frames")
 OWNERS = ("self", "cls", "mcs")
-# What a framework has no other way to ask for, in the one file that is for it.
-OF_FRAMEWORKS = {"offload/integrations/accelerate.py": {"_models", "_optimizers"}}
+# What a framework, or Python, has no other way to ask for, in the one file that is for it.
+OF_FRAMEWORKS = {
+    "offload/integrations/accelerate.py": {"_models", "_optimizers"},
+    "offload/lifetime.py": {"_is_owned"},
+}
 
 
 def is_private(name: str) -> bool:

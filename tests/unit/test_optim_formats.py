@@ -190,8 +190,15 @@ def test_what_is_not_finite_poisons_its_block() -> None:
         assert not torch.isfinite(back[256:]).any()
 
 
-@pytest.mark.parametrize("kind", [compact.SIGNED, compact.UNSIGNED], ids=["signed", "unsigned"])
-@pytest.mark.parametrize("size", [1.0, 1e-31])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        (compact.SIGNED, 1.0), (compact.UNSIGNED, 1e-31),
+        pytest.param(compact.SIGNED, 1e-31, marks=pytest.mark.soak),
+        pytest.param(compact.UNSIGNED, 1.0, marks=pytest.mark.soak),
+    ],
+    ids=["signed", "unsigned small", "signed small", "unsigned"],
+)  # fmt: skip
 def test_int8_moments_are_known_again(kind: compact.CodeMap, size: float) -> None:
     """All blocks: those whose largest element has the code below the largest, one in 4,096, and
     those of the smallest scale, too."""

@@ -56,7 +56,11 @@ def test_a_config_file_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="TOML needs Python 3.11")
-@pytest.mark.parametrize("path", MACHINES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [MACHINES[0], *(pytest.param(path, marks=pytest.mark.soak) for path in MACHINES[1:])],
+    ids=lambda path: path.stem,
+)
 def test_the_example_machines_plan_70_b(path: Path) -> None:
     model = plan_model("llama-70b")
     adamw = torch.optim.AdamW(model.parameters())
