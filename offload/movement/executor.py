@@ -445,14 +445,17 @@ class Executor:
             self.accelerator.wait(event)
 
     def compute_waits_for(self, place: Place, lane: str) -> None:
-        """``wait_for`` on the training thread: what blocks there is a wait of compute's.  What is
-        over already is none."""
-        events = [event for event in self._events.over(place) if not event.done()]
-        if not events:
+        """``wait_for`` on the training thread: what blocks there is a wait of compute's."""
+        self.compute_waits_on(self._events.over(place), lane)
+
+    def compute_waits_on(self, events: Iterable[Event], lane: str) -> None:
+        """Compute waits for events of ``lane``.  What is over already is no wait."""
+        ahead = [event for event in events if not event.done()]
+        if not ahead:
             return
         before = self._trace.compute_waits()
         started_ns = time.perf_counter_ns()
-        for event in events:
+        for event in ahead:
             self.accelerator.wait(event)
         if before is not None:
             self._waited(lane, started_ns, before)

@@ -28,13 +28,15 @@ class Profile:
     activation_bytes: Mapping[str, int]
 
     @classmethod
-    def from_trace(cls, trace: Trace, micro_steps: int) -> Profile:
-        """Compute as it was in a run: the mean micro-step of its later half.
+    def from_trace(cls, trace: Trace, micro_steps: int, after: int = 0) -> Profile:
+        """Compute as it was in a run: the mean micro-step of its later half, or of that of the
+        steps ``after`` one.  What is computed again is a part of backward.
 
         Forward begins with the span named ``model``; backward with the one named ``backward``, or
         where a unit comes back after others.
         """
-        steps = trace.steps[len(trace.steps) // 2 :]
+        steps = [mark for mark in trace.steps if mark.index > after]
+        steps = steps[len(steps) // 2 :]
         forward, backward = Counter[str](), Counter[str]()
         if not steps:
             return cls({}, {}, {})
@@ -98,13 +100,18 @@ class Costs:
         return cls(rates, forward, backward)
 
     @classmethod
-    def balanced(cls, layout: Layout, rates: Rates, total_s: float | None = None) -> Costs:
+    def balanced(
+        cls, layout: Layout, rates: Rates, total_s: float | None = None,
+        again: Mapping[int, float] | None = None,
+    ) -> Costs:  # fmt: skip
         """Where tokens are not known: compute lasts ``total_s``, else about as long as the slowest
-        of the moves, as with a batch chosen for it."""
+        of the moves, as with a batch chosen for it.  ``again``: of ``total_s`` so many forwards, by
+        unit, were those of units that were computed again."""
         total_s = total_s or least_seconds(layout, rates) or 1.0
         forward = [max(unit.flops, 1) for unit in layout.units]
         backward = [max(unit.backward_flops, unit.trainable) for unit in layout.units]
-        per_flop = total_s / max(1, sum(forward) + sum(backward))
+        more = sum(forward[unit] * count for unit, count in (again or {}).items())
+        per_flop = total_s / max(1, sum(forward) + sum(backward) + more)
         return cls(rates, [n * per_flop for n in forward], [n * per_flop for n in backward])
 
     @classmethod

@@ -6,6 +6,7 @@ from ..facts.trace import Trace
 from .coarse import coarsen
 from .costs import Costs, Profile
 from .plan import Plan
+from .recompute import with_recompute
 from .steady import Simulated, simulate
 
 
@@ -14,7 +15,7 @@ def replay(plan: Plan, trace: Trace) -> Simulated | None:
     without rates or steps.  What it leaves of the measured time, the lanes owe to their rates."""
     if plan.detail.layout is None or plan.detail.rates is None or not trace.steps:
         return None
-    layout = coarsen(plan.detail.layout)
+    layout = coarsen(with_recompute(plan.detail.layout, frozenset()))  # it was measured too
     profile = Profile.from_trace(trace, plan.detail.accumulate)
     costs = Costs.from_profile(layout, plan.detail.rates, profile, shared=False)
     return simulate(layout, costs, micro_steps=plan.detail.accumulate, update=plan.detail.update)

@@ -359,15 +359,13 @@ class Simulation:
             self._send(Release(unit))
         self._computing = ""
 
-    def _save(self, unit: int, *, again: bool = False) -> None:
-        """Autograd keeps what the unit's forward saved; ``again``: when that was computed again."""
+    def _save(self, unit: int) -> None:
+        """Autograd keeps what the unit's forward saved; its inputs where it is computed again: what
+        that saves is used at once, as what an operation makes within a unit."""
         if not self.costs.saved_bytes or self.layout.saved.policy == "keep":
             return
         recomputes = unit in self.layout.saved.recompute
-        if again and not recomputes:
-            return
-        kept = self.costs.input_bytes if recomputes and not again else self.costs.saved_bytes
-        nbytes = kept[unit]
+        nbytes = (self.costs.input_bytes if recomputes else self.costs.saved_bytes)[unit]
         count = min(PIECES, nbytes // LEAST_BYTES)
         pieces = [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
         self._saved[unit] += pieces
@@ -416,7 +414,6 @@ class Simulation:
             self._send(Turn(backward=True))
             for unit in reversed(units):
                 self._recall(unit.index)
-                self._save(unit.index, again=True)
                 self._compute(unit.index, self._backward_s[unit.index])
                 self._consume(unit.index)
                 if unit.trainable:

@@ -261,7 +261,7 @@ class Stash:
                 continue
             event = saved.event
             if saved.fetched and event is not None:
-                self._accelerator.wait(event)
+                self._executor.compute_waits_on((event,), "copy_in")
                 self._accelerator.keep(memory)
                 if not saved.taken:
                     saved.taken = True

@@ -31,7 +31,7 @@ class Adapting:
     def __init__(self, machinery: Machinery, model: nn.Module, backward: Backward) -> None:
         accelerator, policy = machinery.accelerator, machinery.config.activations
         self._blueprint, self._trace = machinery.blueprint, machinery.trace
-        self._memory = machinery.memory
+        self._memory, self._ledger = machinery.memory, machinery.ledger
         # Whether who runs a forward waits for what it computes, so that its time is known.
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
@@ -39,6 +39,10 @@ class Adapting:
         self._grown = 1.0  # so much larger is that one, where units are computed again
         self._again = 0  # steps until the choice is looked at again
         self._unwatched = False  # and that one is not known by unit
+        self._since = 0  # the step that was the last before the present choice
+        self._steps = 0  # under it
+        # Of a micro-step: seconds of compute, and by unit the forwards computed again within it.
+        self._took: tuple[float, dict[int, float]] = 0.0, {}
         self.stash = make_stash(machinery.executor, accelerator, model, backward)
         self.recompute = Recompute(
             machinery.parts, machinery.layout.saved.recompute, accelerator.device,
@@ -60,6 +64,7 @@ class Adapting:
 
     def stepped(self) -> None:
         """A step has ended: a better choice, if the load is another one."""
+        self._steps += 1
         self.recompute.stepped()
         self._leave_workspace()
         self._again -= 1
@@ -107,6 +112,8 @@ class Adapting:
         recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
         if units != recompute.units:
             recompute.units = units
+            self._since, self._steps = self._ledger.count, 0
+            recompute.computed.clear()
             log.info(
                 "overspill: autograd keeps %s of a micro-step, %s may stay: %d of %d units are "
                 "computed again", format_bytes(kept), format_bytes(room), len(units),
@@ -122,11 +129,21 @@ class Adapting:
         tokens = [n // u.input_bytes for n, u in zip(inputs, layout.units, strict=True)
                   if n and u.input_bytes]  # fmt: skip
         if self._waits and self._trace.steps:
-            took = Profile.from_trace(self._trace, self._blueprint.config.accumulate)
-            costs = Costs.balanced(layout, rates, took.compute_s)
+            costs = Costs.balanced(layout, rates, *self._compute())
         elif tokens:
             costs = Costs.from_flops(layout, rates, int(median(tokens)))
         else:
             return None
         known = [given or size for given, size in zip(inputs, self._saved_bytes, strict=True)]
         return costs.keeping(self._saved_bytes, known)
+
+    def _compute(self) -> tuple[float, dict[int, float]]:
+        """What a micro-step computes, as it was under the present choice, or before there was a
+        step of it under the one before."""
+        micro_steps = self._blueprint.config.accumulate
+        profile = Profile.from_trace(self._trace, micro_steps, after=self._since)
+        if profile.compute_s:
+            count = self._steps * micro_steps
+            again = {unit: n / count for unit, n in self.recompute.computed.items()}
+            self._took = profile.compute_s, again
+        return self._took

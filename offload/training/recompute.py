@@ -61,6 +61,7 @@ class Recompute:
     ``able``: the units that may; ``watching``: all of these are looked at.
     ``input_bytes``: by unit, what went into its largest forward while watched.
     ``grown``: how much more has come since.
+    ``computed``: how often each unit was computed again, until someone clears it.
     ``keeps_below``: the share of those inputs up to which nothing needs to be computed again.
     """
 
@@ -72,6 +73,7 @@ class Recompute:
         self.able = parts.recomputable if units or watching else frozenset()
         self.input_bytes = [0] * len(parts.units)
         self.grown, self.keeps_below = 1.0, 0.0
+        self.computed = Counter[int]()
         self._found, self._device = parts.found, device
         self._again = _Again()
         # Units that do not change when they run, by the mode that they train or are tried in.
@@ -160,6 +162,7 @@ class Recompute:
 
     def compute(self, unit: int, function: partial[Any]) -> None:
         """Computes a forward again."""
+        self.computed[unit] += 1
         self._again.units.append(unit)
         try:
             function()

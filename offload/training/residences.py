@@ -302,7 +302,7 @@ class Residences:
         opened on, which has not waited for its weights."""
         stream = self.accelerator.stream()
         if stream not in residence.waited:
-            self.executor.wait_for(self.place(residence.unit))
+            self.executor.compute_waits_for(self.place(residence.unit), "copy_in")
             residence.waited.add(stream)
             residence.streams.add(stream)
 

@@ -81,12 +81,15 @@ MUTANTS = (
     ),
     Mutant(GRADIENTS, "self.accelerator.join(pending.streams, made)"),
     Mutant(RESIDENCES, "self.accelerator.join(residence.streams)"),
-    Mutant(RESIDENCES, "self.executor.wait_for(self.place(residence.unit))"),
+    Mutant(
+        RESIDENCES, 'self.executor.compute_waits_for(self.place(residence.unit), "copy_in")'
+    ),
     Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())", nth=1),
     Mutant(RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")'),
     Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())"),
     Mutant(EXECUTOR, "self.mark_device_use(freed.held.place, self.accelerator.record())"),
     Mutant("training/stepping.py", "self._residences.compute_over(unit)"),
+    Mutant("training/activations.py", 'self._executor.compute_waits_on((event,), "copy_in")'),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

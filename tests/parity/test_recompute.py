@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,23 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
         for seed in range(3):
             step(model, optimizer, seed)
     assert len(CALLS) == 24
+
+
+@pytest.mark.skipif(SIM != "sim", reason="compute takes a known time on the simulated device")
+def test_what_is_computed_again_counts_once_in_what_a_step_costs() -> None:
+    """As long as the model says: what is measured has the forwards of backward within it."""
+    model = chain()
+    slow = replace(RATES, device_flops_s=3e8, h2d_bytes_s=6e5, d2h_bytes_s=6e5)
+    with overspill.wrap(model, adamw(model), **TIGHT, rates=slow) as optimizer:
+        engine = optimizer._engine
+        for seed in range(6):
+            step(model, optimizer, seed)
+            CALLS.clear()
+        units = engine.machinery.layout.units
+        modelled_s = sum(u.flops + u.backward_flops for u in units) * 16 * 8 / 3e8
+        again, costs = engine.adapted()
+        assert len(again) > 5
+        assert costs.compute_s == pytest.approx(modelled_s, rel=0.1)
 
 
 @about_sim
