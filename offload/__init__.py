@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .facts.rates import Rates
     from .facts.stats import MemoryStats, Stats
     from .facts.tier import Tier
+    from .inference import OffloadedInference
     from .optimizer import OffloadedOptimizer, accumulate, ema
     from .planning.plan import Plan
     from .state.initial import empty_init
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryStats",
     "OffloadConfig",
     "OffloadError",
+    "OffloadedInference",
     "OffloadedOptimizer",
     "Plan",
     "Rates",
@@ -59,6 +61,7 @@ _FROM = {
     "facts.rates": ("Rates",),
     "facts.stats": ("MemoryStats", "Stats"),
     "facts.tier": ("Tier",),
+    "inference": ("OffloadedInference",),
     "optimizer": ("OffloadedOptimizer", "accumulate", "ema"),
     "planning.plan": ("Plan",),
     "state.initial": ("empty_init",),

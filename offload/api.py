@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -18,12 +18,13 @@ from .engine import engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.rates import Rates
+from .inference import OffloadedInference
 from .io_engine.committed import own_store
 from .lifetime import end_unused
 from .optimizer import OffloadedOptimizer
 from .planning.plan import Plan
 from .plans import make_plan
-from .wrapping import resumed, wrapped
+from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -42,7 +43,7 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
 
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     machine: Machine | None = None,
     measure: bool = False,
@@ -77,7 +78,8 @@ def plan(
 ) -> Plan:
     """What ``wrap`` with the same options would hold and move.  Allocates nothing.
 
-    Lack of room is not an error: ``plan.fits`` and ``plan.shortfalls`` tell.
+    Lack of room is not an error: ``plan.fits`` and ``plan.shortfalls`` tell.  Without an optimizer
+    a step is one forward.
 
     Args:
         tokens: of one micro-step.  They let compute and activations count; without them, time is
@@ -101,6 +103,7 @@ def plan(
     return make_plan(model, optimizer, options, machine=machine, measure=measure, example=example)
 
 
+@overload
 def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -131,12 +134,73 @@ def wrap(
     extra: Callable[[], Mapping[str, Any]] | None = None,
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
     verbose: bool = False,
+) -> OffloadedOptimizer: ...
+
+
+@overload
+def wrap(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | str = "auto",
+    host_memory: int | str = "auto",
+    nvme: Paths | None = None,
+    nvme_memory: int | str = "auto",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    tokens: int = 0,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    prefetch_depth: int | None = None,
+    threads: int | None = None,
+    checksum: bool = True,
+    rates: Rates | None = None,
+    durable: bool = True,
+    verbose: bool = False,
+) -> OffloadedInference: ...
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | str = "auto",
+    host_memory: int | str = "auto",
+    nvme: Paths | None = None,
+    nvme_memory: int | str = "auto",
+    precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    master: Literal["auto", "split", "fp32"] = "auto",
+    moments: Literal["fp32", "bf16", "int8"] = "fp32",
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
+    tokens: int = 0,
+    max_grad_norm: float | None = None,
+    update: Literal["auto", "step", "backward", "next_forward"] = "auto",
+    accumulate: int = 1,
+    units: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    prefetch_depth: int | None = None,
+    threads: int | None = None,
+    checksum: bool = True,
+    rates: Rates | None = None,
+    durable: bool = True,
+    commit_every: int = 1,
+    extra: Callable[[], Mapping[str, Any]] | None = None,
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
+    verbose: bool = False,
     **unknown: Never,
-) -> OffloadedOptimizer:
+) -> OffloadedOptimizer | OffloadedInference:
     """Offloads a model and its optimizer; the training loop stays as it is.
 
     Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the
     same param groups.  Options: see ``OffloadConfig``.
+
+    Without an optimizer nothing is trained: weights are streamed for inference, ``generate``
+    included, and what comes back has ``plan``, ``stats``, ``memory``, ``trace`` and ``close``.
 
     Example::
 
@@ -149,8 +213,10 @@ def wrap(
         ValueError: an option's value makes no sense, or weights do not match the model.
         OffloadError: the model is wrapped already, or cannot be.
     """
-    options = _options(locals(), "model", "optimizer")
-    return wrapped(model, optimizer, OffloadConfig.from_options(options))
+    config = OffloadConfig.from_options(_options(locals(), "model", "optimizer"))
+    if optimizer is None:
+        return wrapped_for_inference(model, config)
+    return wrapped(model, optimizer, config)
 
 
 def resume(

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:  # the command reads sizes before it has torch
 
 __all__ = ["OffloadConfig", "Size", "parse_size"]
 
+# Options that say how to train.
+_OF_TRAINING = (
+    "master", "moments", "activations", "max_grad_norm", "update", "accumulate", "commit_every",
+    "extra", "on_nonfinite",
+)  # fmt: skip
 _FACTORS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -170,6 +175,20 @@ class OffloadConfig:
         if values.get("weights") is not None:
             values["weights"] = Path(values["weights"])
         return cls(**values)
+
+    def for_inference(self) -> OffloadConfig:
+        """The same where nothing is trained: no commits, and nothing that autograd saves moves.
+
+        Raises:
+            ValueError: an option says how to train.
+        """
+        for each in fields(self):
+            if each.name in _OF_TRAINING and getattr(self, each.name) != each.default:
+                raise ValueError(
+                    f"{each.name}={getattr(self, each.name)!r} says how to train, but without an "
+                    "optimizer nothing is trained; leave it out, or give an optimizer"
+                )
+        return replace(self, durable=False, activations="keep")
 
     def __post_init__(self) -> None:
         for name in ("device_memory", "host_memory", "nvme_memory"):

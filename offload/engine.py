@@ -38,6 +38,7 @@ from .state.weight_files import match_files, read_float
 from .training.adapting import Adapting
 from .training.backward import Backward
 from .training.early import Declared, Early
+from .training.forwards import Forwards
 from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
 from .training.gradients import GradientCollector
@@ -156,6 +157,9 @@ class Engine(Living):
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, homes, calibration, hooks)
+            if not groups:
+                protocol = homes.machinery.executor.protocol
+                hooks.append(Forwards(model, protocol, engine.forwarded))
             engine.may_close()
             # Found on the instance, these refuse copies and pickles of the model before they begin.
             model.__dict__.update(
@@ -171,9 +175,9 @@ class Engine(Living):
             raise
         return engine
 
-    def model_holds(self, optimizer: torch.optim.Optimizer) -> None:
-        """Whoever has the model finds its optimizer."""
-        self.model.__dict__[OPTIMIZER] = optimizer
+    def model_holds(self, made: object) -> None:
+        """Whoever has the model finds what ``wrap`` has given for it."""
+        self.model.__dict__[OPTIMIZER] = made
 
     def let_go(self) -> None:
         """Takes hooks and marks from the model."""
@@ -220,6 +224,10 @@ class Engine(Living):
         """Updates every parameter that has a gradient."""
         self._loop.step()
         self._figures.taken(self.step_count)
+
+    def forwarded(self, count: int, tokens: int) -> None:
+        """Where nothing is trained: forward number ``count``, of so many tokens, has ended."""
+        self._figures.taken(count, tokens)
 
     @property
     def step_count(self) -> int:

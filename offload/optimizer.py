@@ -257,10 +257,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:
-    """What ``wrap`` gave for a model that is wrapped, else ``None``."""
-    optimizer = model.__dict__.get(OPTIMIZER)
-    assert optimizer is None or isinstance(optimizer, OffloadedOptimizer)
-    return optimizer
+    """The optimizer that ``wrap`` gave for a model that is wrapped, else ``None``."""
+    made = model.__dict__.get(OPTIMIZER)
+    return made if isinstance(made, OffloadedOptimizer) else None
 
 
 def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:

@@ -20,6 +20,7 @@ from .optim import Master, Rule
 from .optim.bench import case_of
 from .optim.formats import granule_of
 from .optim.registry import rules_for
+from .optim.untrained import NoOptimizer
 from .planning.activations import left_bytes, shortfall
 from .planning.blueprint import Blueprint
 from .planning.bounds import (
@@ -75,7 +76,8 @@ def make_blueprint(
     check_devices(model, accelerator)
     check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    granule = max(granule_of(r.state_fields(torch.float32, None, config.moments)) for r in rules)
+    records = [r.state_fields(torch.float32, None, config.moments) for r in rules]
+    granule = max(map(granule_of, records), default=1)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
     if machine is None or machine.host_memory is None:
         budgets = resolve_budgets(
@@ -170,7 +172,7 @@ def _plan_of(
 
 
 def make_plan(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Mapping[str, Any], *,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any], *,
     machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = True, logits: bool = True,
@@ -181,6 +183,8 @@ def make_plan(
         if machine.host_memory is not None:
             options["device"] = "cpu" if machine.device_memory is None else "sim"
     config = OffloadConfig.from_options(options)
+    if optimizer is None:
+        optimizer, config, every_update = NoOptimizer(), config.for_inference(), False
     accelerator = make_accelerator(config.device, config.rates)
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
@@ -258,6 +262,7 @@ def calibrated(
     for p in model.parameters():
         sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
-    update = case_of(rules_for(optimizer)[0], dtype, _master_of(dtype, config), config.moments)
+    rules = rules_for(optimizer)
+    update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None
     kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), anew=anew)
     return replace(config, rates=kept.for_task(Task(update, dtype))), kept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,11 +15,13 @@ from .durable.moving import move_store
 from .durable.resume import check_fits, largest
 from .engine import Engine, engine_of
 from .errors import BudgetError
+from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore
 from .lifetime import end_unused
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
 from .movement.machinery import Machinery
+from .optim.untrained import NoOptimizer
 from .optimizer import OffloadedOptimizer
 from .planning.blueprint import Blueprint
 from .planning.plan import Plan
@@ -31,6 +34,7 @@ from .state.weight_files import match_files
 from .training import torch_private
 
 log = logging.getLogger("overspill")
+Made = TypeVar("Made")
 
 
 def raise_shortfall(plan: Plan) -> None:
@@ -52,6 +56,18 @@ def wrapped(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> OffloadedOptimizer:
     """See ``wrap``."""
+    return _wrapped(model, optimizer, config, lambda engine: OffloadedOptimizer(engine, optimizer))
+
+
+def wrapped_for_inference(model: nn.Module, config: OffloadConfig) -> OffloadedInference:
+    """See ``wrap``, without an optimizer."""
+    return _wrapped(model, NoOptimizer(), config.for_inference(), OffloadedInference)
+
+
+def _wrapped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
+    make: Callable[[Engine], Made],
+) -> Made:  # fmt: skip
     begun = Begun(model, optimizer, config)
     try:
         config, calibration = calibrated(model, optimizer, config, begun.accelerator)
@@ -62,7 +78,9 @@ def wrapped(
         homes, taken = begun.open(blueprint)
         load(model, optimizer, homes, taken)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
-        made = _handed_out(optimizer, engine)
+        _tell(optimizer, engine)
+        made = make(engine)
+        engine.model_holds(made)
         optimizer.state.clear()
         return made
     except BaseException:
@@ -83,7 +101,9 @@ def resumed(
             taken.free(unit, theirs=False)
         adopt(model, optimizer.param_groups, homes.machinery)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
-        made = _handed_out(optimizer, engine)
+        _tell(optimizer, engine)
+        made = OffloadedOptimizer(engine, optimizer)
+        engine.model_holds(made)
         extra = engine.restart()
         optimizer.state.clear()
         return made, extra
@@ -160,8 +180,8 @@ class Begun:
             self.optimizer.state.update(self._state)
 
 
-def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOptimizer:
-    """What the user gets."""
+def _tell(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    """Says what was made of a model and its optimizer."""
     torch_private.tell_if_untried(torch.__version__)
     plan, config = engine.plan, engine.config
     log.info("overspill: %s", plan)
@@ -174,6 +194,3 @@ def _handed_out(optimizer: torch.optim.Optimizer, engine: Engine) -> OffloadedOp
                 name, home.weights.value, " (resident)" if home.resident else "", grads, state,
             )  # fmt: skip
     torch_private.count_step(optimizer)
-    made = OffloadedOptimizer(engine, optimizer)
-    engine.model_holds(made)
-    return made

@@ -11,6 +11,7 @@ import torch
 from .averaged import AveragedRule, averaged
 from .formats import UNSIGNED_MOMENTS
 from .rule import Rule
+from .untrained import NoOptimizer
 
 Group = Mapping[str, Any]
 Maker = Callable[[Group], Rule]
@@ -82,6 +83,8 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
         TypeError: there is no rule for the optimizer's class (subclasses may step differently, so
             they do not count as their base), or it uses ``capturable`` or ``differentiable``.
     """
+    if isinstance(optimizer, NoOptimizer):
+        return ()
     maker = MAKERS.get(type(optimizer))
     if maker is None:
         raise TypeError(

@@ -9,6 +9,7 @@ import typer
 from .. import __version__
 from .bench import bench_app
 from .export import export
+from .generate import generate
 from .inspect import inspect
 from .plan import plan
 from .trace import trace
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(generate)
 app.command()(trace)
 app.command()(export)
 app.command()(inspect)

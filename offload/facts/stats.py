@@ -37,6 +37,8 @@ class MemoryStats:
 class Stats:
     """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
 
+    ``tokens``: that went in, where nothing is trained and a step is one forward of the model.
+
     The bound is the busiest lane: no schedule of the same work on the same machine is faster than
     its slowest part.  Where rates are known, a lane counts with its bytes over its rate, or with
     the time it was busy where it was faster than that.
@@ -47,6 +49,12 @@ class Stats:
     lanes: Mapping[str, LaneStats] = field(
         default_factory=lambda: dict.fromkeys(LANES, LaneStats())
     )
+    tokens: int | None = None
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens per second; ``None`` where they are not counted."""
+        return self.tokens / self.step_s if self.tokens is not None and self.step_s else None
 
     @property
     def over_bound(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..facts.stats import Stats, step_stats
 from ..facts.trace import Trace
@@ -23,10 +24,10 @@ class StepFigures:
         self._drift = None if calibration is None else Drift(calibration.rates)
         self.last = Stats(0.0, 0.0)
 
-    def taken(self, count: int) -> None:
-        """Step number ``count`` is over."""
+    def taken(self, count: int, tokens: int | None = None) -> None:
+        """Step number ``count`` is over, of so many ``tokens`` where they are counted."""
         mark = self._trace.mark_step(count, time.perf_counter_ns())
-        self.last = step_stats(self._trace, mark, self._needed_s)
+        self.last = replace(step_stats(self._trace, mark, self._needed_s), tokens=tokens)
         wrong = None if self._drift is None else self._drift.see(self.last)
         if wrong is not None and self._calibration is not None:
             self._drift = None

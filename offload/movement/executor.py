@@ -124,6 +124,8 @@ class Executor:
         self._closer: int | None = None  # the thread that closes it
         self._owner = os.getpid()
         self._lane: str | None = None
+        brings = "copy_in" if layout.has_device else "read"
+        self._usual_lane = "update" if any(u.trainable for u in layout.units) else brings
         self._events = RangeEvents()
         self.saved = SavedStore(self._queue.put, self.request, saved_changed)
         self._mover = Mover(
@@ -204,7 +206,7 @@ class Executor:
             self._queue.put(freed)
         self._close_asked()
         ticket = next(self._tickets)
-        waiter = Waiter(ticket, make(ticket))
+        waiter = Waiter(ticket, make(ticket), self._usual_lane)
         self._asked[ticket] = waiter
         before = self._trace.compute_waits()
         started_ns = time.perf_counter_ns()

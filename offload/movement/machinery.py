@@ -69,7 +69,7 @@ class Machinery:
             set_threads(config.threads)
         arenas = self.memory.arenas
         self.updater = Updater(layout, arenas, self.blueprint.rules, self.ledger, config.accumulate)
-        self.store.begin(self._facts(), self.trace)
+        self.store.begin(self._facts, self.trace)
         self.executor = Executor(
             layout, arenas, self.accelerator, self.store.disk, self.store.extents, self.trace,
             self.updater.work_on, self.updater.visit, self.ledger, before_asking,

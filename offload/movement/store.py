@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config import OffloadConfig
@@ -97,11 +97,11 @@ class Store:
             for role, extent in enumerate(item.extents)
         }
 
-    def begin(self, facts: Mapping[str, Any], trace: Trace) -> None:
+    def begin(self, facts: Callable[[], Mapping[str, Any]], trace: Trace) -> None:
         """Gives what is durable a manifest, or goes on in that of its store.
 
         Args:
-            facts: about the run, for whoever resumes it; JSON.
+            facts: gives those about the run, for whoever resumes it; JSON.
         """
         if not self._layout.durable or self.io is None:
             return
@@ -112,7 +112,7 @@ class Store:
                 (key_of(item), [self.extents.of(item, 0), self.extents.of(item, 1)])
                 for item in self._layout.stored
             ]
-            description = {**facts, "units": describe_units(self._layout)}
+            description = {**facts(), "units": describe_units(self._layout)}
             self._manifest = self.io.make_durable(named, description)
         self.writer = CommitWriter(self.io, self._manifest, self.extents, trace)
 

@@ -30,11 +30,12 @@ class Waiter:
 
     __slots__ = ("abandoned", "asker", "error", "event", "grant", "lane", "signal", "ticket")
 
-    def __init__(self, ticket: int, signal: Signal) -> None:
+    def __init__(self, ticket: int, signal: Signal, lane: str) -> None:
+        """``lane``: of a wait that no work has ended."""
         self.ticket, self.signal = ticket, signal
         self.asker = threading.get_ident()
         self.event = Once()
         self.grant: Grant | None = None
         self.error: BaseException | None = None
         self.abandoned = False
-        self.lane = "update"
+        self.lane = lane

@@ -95,16 +95,18 @@ def device_update_worth(rates: Rates) -> float | None:
 
 
 def least_seconds(layout: Layout, rates: Rates) -> float:
-    """About what the slowest lane needs for a step of one forward and one backward."""
+    """About what the slowest lane needs for a step of one forward and one backward; for a forward
+    where nothing is trained."""
     streamed, paged = _moved_weights(layout)
+    times_used = 2 if trained_params(layout) else 1
     read, write = _state_seconds(layout, rates)
     times = [read, write]
     if rates.update_params_s:
         times.append(update_work(layout, rates) / rates.update_params_s)
     if layout.has_device and rates.h2d_bytes_s:
-        times.append(2 * streamed / rates.h2d_bytes_s)
+        times.append(times_used * streamed / rates.h2d_bytes_s)
     if rates.disk_read_bytes_s:
-        times[0] += 2 * paged / rates.disk_read_bytes_s
+        times[0] += times_used * paged / rates.disk_read_bytes_s
     return max(times)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..facts.rates import Rates
@@ -58,8 +58,10 @@ LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
 LEG_COPIES = {"copy_in": 3, "copy_out": 2}
-PIECES = 2  # that what autograd keeps of a unit comes in
+PIECES = 4  # that what autograd keeps of a unit comes in
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
+# Of a unit's compute: what of that saved it needs first, and what it saves.
+_Part = tuple[SavedBytes | None, SavedBytes | None]
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class Simulation:
             Kind.GRADS: layout.grad_bytes,
             Kind.STATE: [s.nbytes for s in subgroups],
         }
+        self._running = [unit.index for unit in layout.units if unit.runs]
         again = layout.saved.recompute
         self._backward_s = [
             s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
@@ -338,8 +341,9 @@ class Simulation:
         if self.now_s > started_s and self._computing:
             self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
-    def _compute(self, unit: int, seconds: float) -> None:
-        """Compute runs one unit's forward or backward, once its weights are there."""
+    def _compute(self, unit: int, seconds: float, parts: Sequence[_Part]) -> None:
+        """Compute runs one unit's forward or backward, once its weights are there, in ``parts``
+        that take equally long."""
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
         self._computing = name
         self._protocol.catch_up(unit)
@@ -347,6 +351,19 @@ class Simulation:
         streamed = self._protocol.streams(unit)
         if streamed:
             self._arrive(self._protocol.need(unit))
+        for needed, saved in parts or [(None, None)]:
+            if needed is not None:
+                self._recall(needed)
+            self._run(unit, seconds / max(1, len(parts)))
+            if needed is not None:
+                self._send(Used((needed.number,)))
+            if saved is not None:
+                self._save(saved)
+        if streamed:
+            self._send(Release(unit))
+        self._computing = ""
+
+    def _run(self, unit: int, seconds: float) -> None:
         started_s, lane = self.now_s, self._lanes["compute"]
         if seconds:
             lane.current, lane.left_s, lane.seen_s = _Compute(unit), seconds, started_s
@@ -354,44 +371,31 @@ class Simulation:
             self._changed(lane)
             while lane.current is not None:
                 self._end_next()
-            self.trace.add("compute", name, _ns(started_s), _ns(self.now_s))
-        if streamed:
-            self._send(Release(unit))
-        self._computing = ""
+            self.trace.add("compute", self._computing, _ns(started_s), _ns(self.now_s))
 
-    def _save(self, unit: int) -> None:
-        """Autograd keeps what the unit's forward saved; its inputs where it is computed again: what
-        that saves is used at once, as what an operation makes within a unit."""
+    def _pieces(self, unit: int) -> list[SavedBytes]:
+        """What autograd keeps of a unit's forward, first saved first; its inputs where it is
+        computed again: what that saves is used at once, as what an operation makes within a
+        unit."""
         if not self.costs.saved_bytes or self.layout.saved.policy == "keep":
-            return
+            return []
         recomputes = unit in self.layout.saved.recompute
         nbytes = (self.costs.input_bytes if recomputes else self.costs.saved_bytes)[unit]
-        count = min(PIECES, nbytes // LEAST_BYTES)
-        pieces = [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
-        self._saved[unit] += pieces
-        self._computing = self.layout.units[unit].name
-        if pieces and self.machine.saved_bytes()[0] + nbytes > self.layout.saved.compute:
-            self._ask(lambda ticket: Saved(tuple(pieces), ticket))
-        elif pieces:
-            self._send(Saved(tuple(pieces)))
-        self._computing = ""
+        count = min(1 if recomputes else PIECES, nbytes // LEAST_BYTES)
+        return [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
 
-    def _recall(self, unit: int) -> None:
-        """Backward is at what the unit's forward saved."""
-        self._computing = self.layout.units[unit].name
-        for piece in reversed(self._saved[unit]):
-            number = piece.number
-            while self._away.get(number, piece) is None:
-                self._ask(lambda ticket, number=number: Fetch(number, ticket))  # type: ignore[misc]
-            place = self._away.get(number)
-            self._arrive([place])
-        self._computing = ""
+    def _save(self, piece: SavedBytes) -> None:
+        """Autograd keeps it."""
+        if self.machine.saved_bytes()[0] + piece.nbytes > self.layout.saved.compute:
+            self._ask(lambda ticket: Saved((piece,), ticket))
+        else:
+            self._send(Saved((piece,)))
 
-    def _consume(self, unit: int) -> None:
-        """Backward is through with it."""
-        if self._saved[unit]:
-            self._send(Used(tuple(piece.number for piece in self._saved[unit])))
-            self._saved[unit] = []
+    def _recall(self, piece: SavedBytes) -> None:
+        """Backward is at it."""
+        while self._away.get(piece.number, piece) is None:
+            self._ask(lambda ticket: Fetch(piece.number, ticket))
+        self._arrive([self._away.get(piece.number)])
 
     def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
         """The gradients of one unit are gathered and handed over."""
@@ -402,30 +406,41 @@ class Simulation:
         self._computing = ""
 
     def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
-        """One optimizer step over all units in their order; its seconds."""
+        """One optimizer step over all units in their order, or one forward where nothing is
+        trained; its seconds."""
         began_s = self.now_s
-        units = [unit for unit in self.layout.units if unit.runs]
         if commit and self._protocol.open:
             self._protocol.seal(next(self._facts))
+        trained = any(unit.trainable for unit in self.layout.units)
         for micro in range(micro_steps):
-            for unit in units:
-                self._compute(unit.index, self.costs.forward_s[unit.index])
-                self._save(unit.index)
-            self._send(Turn(backward=True))
-            for unit in reversed(units):
-                self._recall(unit.index)
-                self._compute(unit.index, self._backward_s[unit.index])
-                self._consume(unit.index)
-                if unit.trainable:
-                    final = update == "backward" and micro == micro_steps - 1
-                    if final:
-                        self._protocol.land()
-                    self._deliver(unit.index, merge=micro > 0, update=final)
-            self._send(Turn(backward=False))
-        self._finish_step(update, commit)
+            self._forward()
+            if trained:
+                final = update == "backward" and micro == micro_steps - 1
+                self._backward(merge=micro > 0, update=final)
+        if trained:
+            self._finish_step(update, commit)
+        else:
+            self._protocol.forward_again()
         index = len(self.trace.steps) + 1
         self.trace.mark_step(index, _ns(self.now_s))
         return self.now_s - began_s
+
+    def _forward(self) -> None:
+        for index in self._running:
+            pieces = self._saved[index] = self._pieces(index)
+            seconds = self.costs.forward_s[index]
+            self._compute(index, seconds, [(None, piece) for piece in pieces])
+
+    def _backward(self, *, merge: bool, update: bool) -> None:
+        self._send(Turn(backward=True))
+        for index in reversed(self._running):
+            pieces, self._saved[index] = self._saved[index], []
+            self._compute(index, self._backward_s[index], [(piece, None) for piece in pieces[::-1]])
+            if self.layout.units[index].trainable:
+                if update:
+                    self._protocol.land()
+                self._deliver(index, merge=merge, update=update)
+        self._send(Turn(backward=False))
 
     def _finish_step(self, update: str, commit: bool) -> None:
         """What ``optimizer.step()`` does."""

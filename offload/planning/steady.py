@@ -13,6 +13,7 @@ from .costs import Costs
 from .simulate import LINKS, Simulation
 
 RECORDING_STEPS = 1  # the first one records the order of uses
+FILLING_STEPS = 1  # where nothing is trained, the next one brings what is read ahead of its end
 WARM_STEPS = 3  # about as many are unlike those that follow
 MOST_STEPS = 9  # where steps do not repeat
 LONGEST_PERIOD = 3  # of steps that take turns
@@ -42,13 +43,16 @@ def simulate(
     turns; some never repeat.
     """
     run = Simulation(layout, costs)
+    unlike = RECORDING_STEPS
+    if not any(unit.trainable for unit in layout.units):
+        unlike += FILLING_STEPS
     lasted: list[float] = []
     moved = [dict(run.moved)]
     count = 0
     while not count and len(lasted) < most_steps:
         lasted.append(run.step(micro_steps, update, commit=commit))
         moved.append(dict(run.moved))
-        count = _repeated(lasted[RECORDING_STEPS:])
+        count = _repeated(lasted[unlike:])
     count = count or max(1, most_steps - WARM_STEPS)
     marks = run.trace.steps[-count:]
     whole = StepMark(marks[0].index, marks[0].started_ns, marks[-1].finished_ns)

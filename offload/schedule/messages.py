@@ -191,6 +191,12 @@ class CatchUp:
     ticket: int
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """Where nothing is trained: compute is about to use units in the order of the last time, and
+    after that in the same order again."""
+
+
 class Held(NamedTuple):
     """A storage that a graph keeps over a slot of ``unit``; ``token`` tells it from others."""
 
@@ -418,5 +424,5 @@ class Failed:
 Signal = (
     Need | CatchUp | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut
     | Judged | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
-    | Saved | Fetch | Used | Turn
+    | Saved | Fetch | Used | Turn | Repeat
 )  # fmt: skip

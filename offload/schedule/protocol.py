@@ -20,6 +20,7 @@ from .messages import (
     Grant,
     Key,
     Need,
+    Repeat,
     Restored,
     Rollback,
     Seal,
@@ -132,6 +133,11 @@ class Protocol:
             self._ask(lambda ticket: Step((), ticket, counts=False))
         self.landing = True
         self.land()
+
+    def forward_again(self) -> None:
+        """Where nothing is trained: all units are about to be used in the order of the last time,
+        and then in that order again."""
+        self._tell(Repeat())
 
     # -- commits --------------------------------------------------------------------------------
 

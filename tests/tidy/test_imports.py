@@ -14,7 +14,7 @@ LEVELS = [
     {"overspill"},  # the public names
     {"overspill.api"},
     {"overspill.wrapping"},
-    {"overspill.optimizer"},
+    {"overspill.optimizer", "overspill.inference"},
     {"overspill.plans"},
     {"overspill.checks"},
     {"overspill.engine"},

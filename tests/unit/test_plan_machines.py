@@ -97,7 +97,7 @@ def test_the_command_answers_in_json_and_writes_a_trace(tmp_path: Path) -> None:
     machine.write_text(json.dumps({
         "device_memory": "64MiB", "host_memory": "100MiB", "nvme_memory": "2GB",
         "endurance": "600TB", "rates": {**RATES, "d2h_bytes_s": 1e9, "update_params_s": 1e8,
-                                        "device_flops_s": 1e11},
+                                        "device_flops_s": 1e12},
     }))  # fmt: skip
     trace = tmp_path / "plan.png"
     result = call("plan", "--model", "gpt2-25m", "--rates", str(machine), "--json",
