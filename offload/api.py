@@ -157,7 +157,6 @@ def wrap(
     threads: int | None = None,
     checksum: bool = True,
     rates: Rates | None = None,
-    durable: bool = True,
     verbose: bool = False,
 ) -> OffloadedInference: ...
 

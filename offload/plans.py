@@ -100,7 +100,7 @@ def make_blueprint(
         )
     profile = None if example is None else profile_step(model, parts, example)
     load = Workload(config.tokens, profile, logits)
-    if (sizes := load.saved_bytes(parts.units)) is not None:
+    if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
     chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
@@ -184,6 +184,8 @@ def make_plan(
             options["device"] = "cpu" if machine.device_memory is None else "sim"
     config = OffloadConfig.from_options(options)
     if optimizer is None:
+        if example is not None:
+            raise ValueError("example= runs a backward; without an optimizer give tokens=")
         optimizer, config, every_update = NoOptimizer(), config.for_inference(), False
     accelerator = make_accelerator(config.device, config.rates)
     try:

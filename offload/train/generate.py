@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -56,26 +57,38 @@ class _Bytes:
     def decode(self, token: int) -> str:
         return self._decoder.decode(bytes([token]))
 
+    def rest(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
 
 class _Words:
-    """Reads and writes with a tokenizer of transformers; text comes when no later token can change
-    it: a piece of a character is held back."""
+    """Reads and writes with a tokenizer of transformers.  Text that a later token may change is
+    held back, such as a piece of a character."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._written = 0  # characters
+        self._said = ""
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, token: int) -> str:
         self._tokens.append(token)
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        text = self._text()
+        if text.endswith("\N{REPLACEMENT CHARACTER}") or not text.startswith(self._said):
             return ""
-        new, self._written = text[self._written :], len(text)
+        new, self._said = text[len(self._said) :], text
         return new
+
+    def rest(self) -> str:
+        return self._text()[len(self._said) :]
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(
+            self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 class _Streamer:
@@ -95,13 +108,14 @@ class _Streamer:
         if not self._prompted:
             self._prompted = True
             return
-        self.tokens += 1
-        if self.first_s is None:
-            self.first_s = self.seconds
-        self._write(self._words.decode(int(tokens.flatten()[0])))
+        for token in tokens.flatten().tolist():  # several, where some were guessed
+            self.tokens += 1
+            if self.first_s is None:
+                self.first_s = self.seconds
+            self._write(self._words.decode(token))
 
     def end(self) -> None:
-        self._write("\n")
+        self._write(self._words.rest() + "\n")
 
 
 def generate(
@@ -122,8 +136,8 @@ def generate(
     source = find_model(folder)
     if source.folder is None:
         raise ValueError(f"generate needs a folder with weights; {folder!r} is a shape")
-    if tokens < 1 or (temperature is not None and temperature < 0):
-        raise ValueError("tokens must be at least 1, and temperature at least 0")
+    if tokens < 1 or not 0 <= (temperature or 0) < math.inf or not 0 <= seed < 1 << 63:
+        raise ValueError("tokens must be at least 1; temperature and seed finite, at least 0")
     tokenizer = load_tokenizer(source.folder)
     words = _Bytes() if tokenizer is None else _Words(tokenizer)
     given = words.encode(prompt)
@@ -143,7 +157,7 @@ def generate(
         with torch.no_grad():
             model.generate(
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer,
-                generation_config=settings,
+                generation_config=settings, tokenizer=tokenizer,
             )  # fmt: skip
         assert streamer.first_s is not None
         return Generated(streamer.tokens, streamer.first_s, streamer.seconds, offloaded.stats)
@@ -158,6 +172,7 @@ def _settings(source: ModelSource, tokens: int, temperature: float | None) -> An
     else:
         settings = GenerationConfig.from_model_config(source.config)
     settings.max_new_tokens, settings.use_cache = tokens, True
+    settings.num_beams = settings.num_return_sequences = 1  # text is written as it comes
     if temperature is not None:
         settings.do_sample = temperature > 0
         settings.temperature = temperature or None

@@ -86,9 +86,11 @@ class ModelledCompute:
 
 
 def token_count(values: Any) -> int:
-    """Tokens in the first tensor among a module's arguments: all but the last dimension's
-    elements of activations, all elements of token ids."""
+    """Tokens in the first tensor among a module's arguments that has dimensions: all but the last
+    dimension's elements of activations, all elements of token ids."""
     for value in torch_private.tree_leaves(values):
-        if isinstance(value, torch.Tensor) and value.numel():
+        if not isinstance(value, torch.Tensor) or value.is_nested:
+            continue
+        if value.dim() and value.numel():
             return value.numel() // value.shape[-1] if value.is_floating_point() else value.numel()
     return 0

@@ -402,6 +402,8 @@ class Residences:
         if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)
+            else:  # interrupted before it was shown: what brings the weights may not be over
+                self.executor.wait_for(place)
             self.executor.mark_device_use(place, self.accelerator.record())
         self._edits.look_while_shown(unit)
         self._to_stubs(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,8 @@ def test_sampling_is_the_same_with_the_same_seed(tmp_path: Path) -> None:
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a", "--tokens", "128"], "128 positions are passed"),
         (["--prompt", "a", "--tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--temperature", "nan"], "finite"),
+        (["--prompt", "a", "--seed", str(1 << 70)], "finite"),
         (["--prompt", "a", "--temperature=-1"], "at least 0"),
         (["--prompt", "a", "--host-memory", "10KiB", "--device", "cpu"], "of host memory"),
     ],
@@ -156,3 +159,34 @@ def test_a_shape_has_no_weights_to_generate_with() -> None:
 def test_pieces_of_a_character_wait_for_the_rest() -> None:
     words = generating._Bytes()
     assert [words.decode(byte) for byte in "é€".encode()] == ["", "é", "", "", "€"]
+    assert words.decode(0xE2) == "" and words.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("settings", [
+    {"prompt_lookup_num_tokens": 3}, {"num_beams": 3},
+    {"do_sample": True, "top_p": 0.5, "top_k": 4}, {"do_sample": True, "num_return_sequences": 3},
+])  # fmt: skip
+def test_settings_of_the_folder_lose_no_text(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder, prompt = folder_with_tokenizer(tmp_path / "model"), "all work and no play " * 4
+    given = (folder, "--prompt", prompt, "--tokens", "12", "--temperature", "0", "--device", "cpu")
+    expected = call(*given)
+    assert expected.exit_code == 0 and "tokens: 12 in" in expected.stderr
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    result = call(*given)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected.stdout and "tokens: 12 in" in result.stderr
+
+
+class Shrinking:
+    """Joins what stood apart, as some tokenizers do, and takes pieces of characters."""
+
+    def decode(self, tokens: list[int], **_options: Any) -> str:
+        text = bytes(tokens).decode(errors="replace")
+        return text.replace(" '", "'")
+
+
+def test_no_character_is_lost_where_text_changes_behind() -> None:
+    words = generating._Words(Shrinking())
+    said = "".join(words.decode(byte) for byte in "it 's é".encode()[:-1])
+    assert (said + words.rest()).endswith("s \N{REPLACEMENT CHARACTER}"), said

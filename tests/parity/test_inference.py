@@ -172,3 +172,58 @@ def test_what_was_served_can_be_trained(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 losses.append(float(loss.detach()))
     assert losses[:3] == losses[3:]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * scale
+        return out
+
+
+def test_arguments_without_tokens_do_no_harm(tmp_path: Path) -> None:
+    model, x = Scaled(), normal(0, 3, WIDTH)
+    half = torch.tensor(0.5, device=x.device)
+    with torch.no_grad():
+        expected = Scaled().to(x.device)(half, x)
+        with offloaded(model, "all tiers", tmp_path) as made:
+            assert torch.equal(model(half, x), expected)
+            assert made.stats.tokens == 3
+
+
+def test_tokens_of_a_forward_need_no_room_until_a_backward(tmp_path: Path) -> None:
+    model = build()
+    with torch.no_grad(), offloaded(model, "all tiers", tmp_path, tokens=10_000):
+        model(normal(0, 3, WIDTH))
+    assert overspill.plan(build(), **PLACES["device"], rates=RATES, tokens=10_000).fits
+    with pytest.raises(ValueError, match="runs a backward"):
+        overspill.plan(build(), device=CPU, example=lambda: torch.zeros(()))
+
+
+@about_sim
+def test_an_interrupt_while_a_copy_comes_leaves_the_next_forward_right() -> None:
+    slow = overspill.Rates(h2d_bytes_s=2e7, d2h_bytes_s=1e9, dram_bytes_s=2e10, update_params_s=1e9)
+    for at in range(1, 12):
+        plain, model = build(), build()
+        options: Any = {"device": "sim", "device_memory": "400KiB", "host_memory": "10MiB"}
+        with torch.no_grad(), overspill.wrap(model, **options, rates=slow) as made:
+            accelerator = made._engine.machinery.accelerator
+            real, calls = accelerator.wait, [0]
+
+            def wait(event: Any, at: int = at, real: Any = real, calls: Any = calls) -> None:
+                calls[0] += 1
+                if calls[0] == at:
+                    raise KeyboardInterrupt
+                real(event)
+
+            accelerator.wait = wait
+            for number in range(4):
+                x = normal(number, 3, WIDTH)
+                try:
+                    assert torch.equal(model(x), plain(x))
+                except KeyboardInterrupt:
+                    assert number < 3
+            assert calls[0] > at
