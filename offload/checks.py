@@ -19,7 +19,13 @@ from .training.managed import managed
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if engine_of(model) is not None:
+    engine = engine_of(model)
+    if engine is not None and engine.finished:
+        raise OffloadError(
+            "the model was wrapped, and its engine is closed, with the weights; build the model "
+            "again (overspill.unwrap(model) before close() keeps them)"
+        )
+    if engine is not None:
         raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
     for name, module in model.named_modules():
         if engine_of(module) is not None:

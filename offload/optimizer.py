@@ -16,12 +16,9 @@ from .durable.export import export_model, export_store
 from .durable.hub import as_on_hub, config_of
 from .engine import OPTIMIZER, Engine
 from .errors import OffloadError
-from .facts.stats import MemoryStats, Stats
-from .facts.tier import Tier
-from .observe.export import save_trace
+from .observed import Observed
 from .optim.averaged import DECAY, check_decay
 from .optim.formats import round_to_upper
-from .planning.plan import Plan
 from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
@@ -32,7 +29,7 @@ from .training.early import Declared
 Given = TypeVar("Given", bound=torch.optim.Optimizer)
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(Observed, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose parameters and state live on several tiers.
 
     ``param_groups`` are the very objects of the wrapped optimizer, read at every step, so
@@ -116,27 +113,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         refuse_reentry()
         return self._engine.rollback()
-
-    # -- observing ------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that this run follows."""
-        return self._engine.plan
-
-    @property
-    def stats(self) -> Stats:
-        """Figures of the last step."""
-        return self._engine.stats
-
-    @property
-    def memory(self) -> Mapping[Tier, MemoryStats]:
-        """Budget, held and peak bytes of every tier."""
-        return self._engine.memory
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
-        save_trace(self._engine.trace, Path(path))
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -242,18 +218,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         engine.require_average()
         export_model(engine.model, Path(path), engine.step_count, read)
-
-    # -- the end --------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""
-        self._engine.close()
-
-    def __enter__(self) -> OffloadedOptimizer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:

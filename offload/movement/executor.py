@@ -125,7 +125,7 @@ class Executor:
         self._owner = os.getpid()
         self._lane: str | None = None
         brings = "copy_in" if layout.has_device else "read"
-        self._usual_lane = "update" if any(u.trainable for u in layout.units) else brings
+        self._usual_lane = "update" if layout.trains else brings
         self._events = RangeEvents()
         self.saved = SavedStore(self._queue.put, self.request, saved_changed)
         self._mover = Mover(
@@ -275,7 +275,7 @@ class Executor:
         if self._closed:
             raise OffloadError(
                 "the engine is closed, and the weights with it; call overspill.unwrap(model) "
-                "before close() to keep them, or wrap the model again"
+                "before close() to keep them, or build the model again"
             )
         if self._closer not in (None, threading.get_ident()):
             raise OffloadError("the engine is being closed by another thread, or a signal handler")
@@ -292,7 +292,7 @@ class Executor:
                 raise error
             if self._raised:
                 raise OffloadError(
-                    "the engine stopped after an earlier error; close it, and wrap the model again"
+                    "the engine stopped after an earlier error; close it, and build the model again"
                 ) from error
             self._raised = True
             if isinstance(error, OffloadError):

@@ -98,7 +98,7 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
     """About what the slowest lane needs for a step of one forward and one backward; for a forward
     where nothing is trained."""
     streamed, paged = _moved_weights(layout)
-    times_used = 2 if trained_params(layout) else 1
+    times_used = 2 if layout.trains else 1
     read, write = _state_seconds(layout, rates)
     times = [read, write]
     if rates.update_params_s:

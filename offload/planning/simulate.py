@@ -411,13 +411,12 @@ class Simulation:
         began_s = self.now_s
         if commit and self._protocol.open:
             self._protocol.seal(next(self._facts))
-        trained = any(unit.trainable for unit in self.layout.units)
         for micro in range(micro_steps):
             self._forward()
-            if trained:
+            if self.layout.trains:
                 final = update == "backward" and micro == micro_steps - 1
                 self._backward(merge=micro > 0, update=final)
-        if trained:
+        if self.layout.trains:
             self._finish_step(update, commit)
         else:
             self._protocol.forward_again()

@@ -43,9 +43,7 @@ def simulate(
     turns; some never repeat.
     """
     run = Simulation(layout, costs)
-    unlike = RECORDING_STEPS
-    if not any(unit.trainable for unit in layout.units):
-        unlike += FILLING_STEPS
+    unlike = RECORDING_STEPS + (0 if layout.trains else FILLING_STEPS)
     lasted: list[float] = []
     moved = [dict(run.moved)]
     count = 0

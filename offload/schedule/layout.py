@@ -127,6 +127,11 @@ class Layout:
     saved: SavedRoom = NO_ROOM
 
     @property
+    def trains(self) -> bool:
+        """Whether anything is trained; else a step is one forward."""
+        return any(unit.trainable for unit in self.units)
+
+    @property
     def compute_tier(self) -> Tier:
         """Where weights must be for compute to use them."""
         return Tier.DEVICE if self.has_device else Tier.HOST

@@ -51,6 +51,7 @@ def nothing_left(optimizer: Any) -> None:
     gc.collect()
     executor = optimizer._engine.machinery.executor
     until_s = time.monotonic() + WAIT_S
+    executor.catch_up()  # what was told last may not have been heard yet
     while executor.saved.here_bytes or executor.saved.away_bytes:
         assert time.monotonic() < until_s, "something is left"
         time.sleep(0.01)

@@ -227,3 +227,11 @@ def test_an_interrupt_while_a_copy_comes_leaves_the_next_forward_right() -> None
                 except KeyboardInterrupt:
                     assert number < 3
             assert calls[0] > at
+
+
+def test_after_the_end_one_is_told_what_helps(tmp_path: Path) -> None:
+    model = build()
+    offloaded(model, "all tiers", tmp_path).close()
+    for call in (lambda: model(normal(0, 3, WIDTH)), lambda: overspill.wrap(model, device=CPU)):
+        with pytest.raises(overspill.OffloadError, match="build the model again"):
+            call()

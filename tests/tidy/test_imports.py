@@ -15,6 +15,7 @@ LEVELS = [
     {"overspill.api"},
     {"overspill.wrapping"},
     {"overspill.optimizer", "overspill.inference"},
+    {"overspill.observed"},
     {"overspill.plans"},
     {"overspill.checks"},
     {"overspill.engine"},

@@ -1,0 +1,49 @@
+"""What can be seen of a wrapped model, whoever holds it, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from typing_extensions import Self
+
+from .engine import Engine
+from .facts.stats import MemoryStats, Stats
+from .facts.tier import Tier
+from .observe.export import save_trace
+from .planning.plan import Plan
+
+
+class Observed:
+    """A context manager that closes the engine."""
+
+    _engine: Engine
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this run follows."""
+        return self._engine.plan
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last step."""
+        return self._engine.stats
+
+    @property
+    def memory(self) -> Mapping[Tier, MemoryStats]:
+        """Budget, held and peak bytes of every tier."""
+        return self._engine.memory
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
+        save_trace(self._engine.trace, Path(path))
+
+    def close(self) -> None:
+        """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
