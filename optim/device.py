@@ -1,8 +1,8 @@
 """The GPU kernels: compiled at run time through CuPy, launched on torch's current stream.
 
-AdamW and Adam over flat buffers, with the arithmetic of the CPU kernels.  They are compiled in CI
-and their arithmetic is tested on the host; no GPU has run them yet.  Without CuPy, or for other
-rules, plain torch updates device tensors (``reference.py``).
+Here, AdamW and Adam over flat buffers, with the arithmetic of the CPU kernels.  They are compiled
+in CI and their arithmetic is tested on the host; no GPU has run them yet.  Without CuPy, or for
+other rules, plain torch updates device tensors (``reference.py``).
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def adam_job(
 
 
 @functools.cache
-def _module() -> Any:
-    """The kernels, compiled when first used.
+def _module(source: str) -> Any:
+    """The kernels of a file, compiled when first used.
 
     Raises:
         ImportError: CuPy is not there.
     """
     cupy = importlib.import_module("cupy")
     folder = resources.files("overspill.cuda_sources")
-    code = (folder / "adam.cu").read_text(encoding="utf-8")
+    code = (folder / source).read_text(encoding="utf-8")
     numbers = (folder / "numbers.cuh").read_text(encoding="utf-8").replace("#pragma once", "")
     return cupy.RawModule(
         code=code.replace('#include "numbers.cuh"', numbers),
@@ -92,16 +92,16 @@ def _module() -> Any:
 
 
 @functools.cache
-def _ready() -> bool:
-    """Whether the kernels can be had here; if not, says once why."""
+def ready(source: str) -> bool:
+    """Whether the kernels of a file can be had here; if not, says once why."""
     if os.environ.get("OVERSPILL_NATIVE") == "0":
         return False
     try:
-        _module().compile()
+        _module(source).compile()
     except Exception as error:  # CuPy's own errors have no common class below this one
         logging.getLogger("overspill").warning(
-            "updates on the GPU run in plain torch, several times slower: %s: %s",
-            type(error).__name__, error,
+            "kernels of %s are not there, plain torch is several times slower: %s: %s",
+            source, type(error).__name__, error,
         )  # fmt: skip
         return False
     return True
@@ -109,15 +109,16 @@ def _ready() -> bool:
 
 def serves(kernel: str, tensor: Tensor) -> bool:
     """Whether ``update`` can run a rule's kernel where this tensor is."""
-    return tensor.device.type == "cuda" and kernel == "adam" and _ready()
+    return tensor.device.type == "cuda" and kernel == "adam" and ready("adam.cu")
 
 
-def _launch(kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
+def launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like: Tensor) -> None:
+    """Gives the current stream of ``like``'s device a kernel with blocks of ``THREADS``."""
     cupy = importlib.import_module("cupy")
     with cupy.cuda.Device(like.device.index or 0):
         stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(like.device).cuda_stream)
         with stream:
-            _module().get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
+            _module(source).get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
 
 
 def _uploaded(structure: ctypes.Structure, like: Tensor) -> Tensor:
@@ -152,5 +153,5 @@ def update(
     blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
     if blocks:
         given = _uploaded(job, weight)
-        _launch(name, blocks, (_address(given), _address(flag)), weight)
+        launch("adam.cu", name, blocks, (_address(given), _address(flag)), weight)
     return int(flag) == 0

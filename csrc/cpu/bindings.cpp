@@ -151,6 +151,73 @@ void accumulate(std::uintptr_t to, std::uintptr_t from, int type, std::size_t nu
   parallel(tasks_of(numel), task);
 }
 
+void unpack(UnpackFn kernel, const Packed& packed, std::size_t numel) {
+  const nb::gil_scoped_release released;
+  auto task = [&](std::size_t index) {
+    const std::size_t begin = index * kTask;
+    kernel(packed, begin, std::min(begin + kTask, numel));
+  };
+  parallel(tasks_of(numel), task);
+}
+
+void unpack_nf4(std::uintptr_t codes, std::uintptr_t scale_code, std::uintptr_t scale,
+                std::uintptr_t table, std::uintptr_t scale_table, float offset, std::size_t numel,
+                std::uintptr_t weight, int weight_type) {
+  Packed packed;
+  packed.codes = address<const std::uint8_t>(codes);
+  packed.scale_code = address<const std::uint8_t>(scale_code);
+  packed.scale = address<const float>(scale);
+  packed.table = address<const float>(table);
+  packed.scale_table = address<const float>(scale_table);
+  packed.offset = offset;
+  packed.weight = address<void>(weight);
+  packed.weight_type = static_cast<FloatType>(weight_type);
+  unpack(kernels().unpack_nf4, packed, numel);
+}
+
+void unpack_int8(std::uintptr_t codes, std::uintptr_t scale, std::size_t rows, std::size_t columns,
+                 std::uintptr_t weight, int weight_type) {
+  Packed packed;
+  packed.codes = address<const std::uint8_t>(codes);
+  packed.scale = address<const float>(scale);
+  packed.columns = columns;
+  packed.weight = address<void>(weight);
+  packed.weight_type = static_cast<FloatType>(weight_type);
+  unpack(kernels().unpack_int8, packed, rows * columns);
+}
+
+bool pack(PackFn kernel, const Packing& packing, std::size_t count, std::size_t each) {
+  const nb::gil_scoped_release released;
+  std::atomic<bool> finite{true};
+  auto task = [&](std::size_t index) {
+    if (!kernel(packing, index * each, std::min((index + 1) * each, count))) finite.store(false);
+  };
+  parallel((count + each - 1) / each, task);
+  return finite.load();
+}
+
+bool pack_nf4(std::uintptr_t weight, int weight_type, std::size_t numel, std::uintptr_t edges,
+              std::uintptr_t codes, std::uintptr_t scale) {
+  Packing packing;
+  packing.weight = address<const void>(weight);
+  packing.weight_type = static_cast<FloatType>(weight_type);
+  packing.edges = address<const float>(edges);
+  packing.codes = address<std::uint8_t>(codes);
+  packing.scale = address<float>(scale);
+  return pack(kernels().pack_nf4, packing, numel, kTask);
+}
+
+bool pack_int8(std::uintptr_t weight, int weight_type, std::size_t rows, std::size_t columns,
+               std::uintptr_t codes, std::uintptr_t scale) {
+  Packing packing;
+  packing.weight = address<const void>(weight);
+  packing.weight_type = static_cast<FloatType>(weight_type);
+  packing.columns = columns;
+  packing.codes = address<std::uint8_t>(codes);
+  packing.scale = address<float>(scale);
+  return pack(kernels().pack_int8, packing, rows, std::max<std::size_t>(1, kTask / columns));
+}
+
 }  // namespace
 }  // namespace overspill
 
@@ -160,6 +227,10 @@ NB_MODULE(_native, m) {
   m.def("update", &update);
   m.def("sums_of_squares", &sums_of_squares);
   m.def("accumulate", &accumulate);
+  m.def("unpack_nf4", &overspill::unpack_nf4);
+  m.def("unpack_int8", &overspill::unpack_int8);
+  m.def("pack_nf4", &overspill::pack_nf4);
+  m.def("pack_int8", &overspill::pack_int8);
   m.def("set_threads", [](int count) {
     const nb::gil_scoped_release released;
     set_pool_threads(count);

@@ -29,6 +29,9 @@ constexpr std::uint32_t kBf16Limit = 0x7f7f8000u;  // to nearest, either tie rul
 constexpr std::uint32_t kNoisyBf16Limit = 0x7f7f0001u;
 constexpr std::uint32_t kF16Limit = 0x477ff000u;
 
+// Bytes of an element.
+INLINE std::size_t width(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
+
 #if !HAS_F16
 // IEEE half to single by integer arithmetic and one exact multiplication (for subnormals).
 INLINE F from_f16(H half) {

@@ -43,6 +43,40 @@ struct Job {
   float coefficient[kCoefficients] = {};
 };
 
+// Elements of a frozen weight that share one nf4 scale, and scales that share one of their own.
+constexpr std::size_t kPackedBlock = 64;
+constexpr std::size_t kScaleBlock = 256;
+constexpr float kInt8Step = 7.874015718698502e-3f;  // 1 / 127
+
+// A frozen weight in the format that it is kept in, and where it is to be as compute has it.
+struct Packed {
+  const std::uint8_t* codes = nullptr;       // nf4: two a byte; int8: one
+  const std::uint8_t* scale_code = nullptr;  // nf4: one per block
+  const float* scale = nullptr;              // nf4: one per kScaleBlock blocks; int8: per row
+  const float* table = nullptr;              // nf4: the sixteen values
+  const float* scale_table = nullptr;        // nf4: the 256 that scales have, of their own scale
+  float offset = 0.0f;                       // nf4: added to every scale
+  std::size_t columns = 0;                   // int8: of a row
+  void* weight = nullptr;
+  FloatType weight_type = FloatType::kF32;
+};
+
+// A frozen weight as compute has it, and where it is to be in the format that it is kept in.
+struct Packing {
+  const void* weight = nullptr;
+  FloatType weight_type = FloatType::kF32;
+  const float* edges = nullptr;  // nf4: the fifteen between two values each
+  std::size_t columns = 0;       // int8: of a row
+  std::uint8_t* codes = nullptr;
+  float* scale = nullptr;  // nf4: one per block, as it is; int8: per row
+};
+
+constexpr float kSmallestSize = 1e-38f;  // whose reciprocal is finite
+constexpr std::uint32_t kCodeOfZero = 7;
+
+using PackFn = bool (*)(const Packing& packing, std::size_t begin, std::size_t end);
+using UnpackFn = void (*)(const Packed& packed, std::size_t begin, std::size_t end);
+
 // Updates elements [begin, end); begin is a multiple of kTask. Returns whether all values that it
 // wrote are finite as stored.
 using UpdateFn = bool (*)(const Job& job, std::size_t begin, std::size_t end);
@@ -62,6 +96,10 @@ struct Kernels {
   int rule_count;
   SumOfSquaresFn sum_of_squares;
   AccumulateFn accumulate;
+  UnpackFn unpack_nf4;
+  UnpackFn unpack_int8;
+  PackFn pack_nf4;
+  PackFn pack_int8;
 };
 
 }  // namespace overspill

@@ -16,6 +16,7 @@ namespace ISA_SPACE {
 #include "layout.h"
 #include "moments.h"
 #include "rules.h"
+#include "packed.h"
 #include "sweep.h"
 // clang-format on
 

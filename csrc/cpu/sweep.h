@@ -18,8 +18,6 @@ struct AnyTypes {
   Master master() const { return job.master_kind; }
 };
 
-INLINE std::size_t width(FloatType type) { return type == FloatType::kF32 ? 4 : 2; }
-
 INLINE F read_float(FloatType type, const void* from) {
   switch (type) {
     case FloatType::kF32:
@@ -344,8 +342,9 @@ constexpr RuleKernels kernels_of() {
 template <class... Rules>
 struct Table {
   static constexpr RuleKernels kRules[] = {kernels_of<Rules>()...};
-  static constexpr Kernels kKernels = {ISA_NAME, kRules, sizeof...(Rules), &sum_of_squares,
-                                       &accumulate};
+  static constexpr Kernels kKernels = {ISA_NAME,        kRules,      sizeof...(Rules),
+                                       &sum_of_squares, &accumulate, &unpack_nf4,
+                                       &unpack_int8,    &pack_nf4,   &pack_int8};
 };
 
 const Kernels& kTable = All<Table>::kKernels;

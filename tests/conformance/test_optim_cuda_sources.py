@@ -94,7 +94,10 @@ def test_rules_use_the_kernels_on_a_gpu(
     """The whole way but the launch, which the host stands in for."""
     launched = []
 
-    def launch(kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor) -> None:
+    def launch(
+        source: str, kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor
+    ) -> None:
+        assert source == "adam.cu"
         launched.append((kernel, blocks))
         job, flag = (int(address) for address in arguments)
         found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job))
@@ -102,7 +105,7 @@ def test_rules_use_the_kernels_on_a_gpu(
 
     monkeypatch.setattr(kernels, "serves", lambda kernel, _: False)
     monkeypatch.setattr(device, "serves", lambda kernel, _: kernel == "adam")
-    monkeypatch.setattr(device, "_launch", launch)
+    monkeypatch.setattr(device, "launch", launch)
     oracle, mine = (make_job("adamw", 5000, torch.bfloat16, "split", moments) for _ in range(2))
     for step, grad in enumerate(gradients(5000, torch.bfloat16, 2), start=1):
         assert mine.step(grad, step, 0.37) == oracle.step_in_torch(grad, step, 0.37)
@@ -134,7 +137,7 @@ def test_kernels_are_chosen_only_where_they_can_be_had(
             if len(compiled) > 1:
                 raise RuntimeError("no compiler")
 
-    for cached in (device._module, device._ready):
+    for cached in (device._module, device.ready):
         cached.cache_clear()
         monkeypatch.setattr(device, cached.__name__, functools.cache(cached.__wrapped__))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=Module))
@@ -142,10 +145,11 @@ def test_kernels_are_chosen_only_where_they_can_be_had(
     assert device.serves("adam", OnGpu())  # type: ignore[arg-type]
     assert not device.serves("momentum", OnGpu())  # type: ignore[arg-type]
     assert len(compiled) == 1 and "adam_int8" in compiled[0]
-    device._ready.cache_clear()
+    device.ready.cache_clear()
     device._module.cache_clear()
     for _ in range(2):
         assert not device.serves("adam", OnGpu())  # type: ignore[arg-type]
     assert [r.message for r in caplog.records] == [
-        "updates on the GPU run in plain torch, several times slower: RuntimeError: no compiler"
+        "kernels of adam.cu are not there, plain torch is several times slower: RuntimeError: "
+        "no compiler"
     ]

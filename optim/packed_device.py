@@ -1,0 +1,63 @@
+"""``packed.unpack`` on a GPU: csrc/cuda/unpack.cu, compiled at run time through CuPy.
+
+It is compiled in CI and its arithmetic is tested on the host; no GPU has run it yet.  Without CuPy
+plain torch unpacks, in more passes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import device
+from .kernels import FLOAT_TYPES
+
+EACH = 8  # elements of a thread
+
+
+class Laid(Protocol):
+    """See ``packed.Parts``."""
+
+    @property
+    def form(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def scale_codes(self) -> int: ...
+    @property
+    def scales(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether ``unpack`` can run where this tensor is."""
+    return tensor.device.type == "cuda" and device.ready("unpack.cu")
+
+
+def arguments(
+    parts: Laid, page: int, weight: Tensor, nf4: int, scales: int
+) -> tuple[str, tuple[Any, ...]]:
+    """The kernel and its arguments; memory by address."""
+    kind, to = FLOAT_TYPES[weight.dtype], weight.data_ptr()
+    if parts.form == "int8":
+        return "unpack_int8", (page, page + parts.scales, parts.columns, parts.numel, to, kind)
+    return "unpack_nf4", (
+        page, page + parts.scale_codes, page + parts.scales, page + parts.offset, nf4, scales,
+        parts.numel, to, kind,
+    )  # fmt: skip
+
+
+def unpack(parts: Laid, page: Tensor, weight: Tensor, nf4: Tensor, scales: Tensor) -> None:
+    """The same as ``packed.unpack``, on torch's current stream; ``nf4`` and ``scales``: what codes
+    stand for, on the device."""
+    name, given = arguments(parts, page.data_ptr(), weight, nf4.data_ptr(), scales.data_ptr())
+    numpy = importlib.import_module("numpy")
+    *words, kind = given
+    blocks = -(-parts.numel // (device.THREADS * EACH))
+    typed = (*map(numpy.uint64, words), numpy.int32(kind))
+    device.launch("unpack.cu", name, blocks, typed, weight)
