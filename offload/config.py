@@ -104,6 +104,9 @@ class OffloadConfig:
         activations: where what autograd saves waits for backward: ``"keep"`` (where it is),
             ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs, and run again), or
             ``"auto"`` (what the budgets have no room for leaves).
+        frozen: format in which matrices that are not trained are kept and moved, and unpacked
+            before use: ``"int8"`` (a scale per row), ``"nf4"`` (4 bits, as QLoRA); embeddings, the
+            head, convolutions and what ``resident`` names keep theirs.  ``None``: as they are.
         tokens: of the largest micro-batch, where they are known: what stays in place leaves room
             for what autograd saves of it, and a plan counts compute.  0: not known.
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
@@ -131,6 +134,7 @@ class OffloadConfig:
     master: Literal["auto", "split", "fp32"] = "auto"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto"
+    frozen: Literal["int8", "nf4"] | None = None
     tokens: int = 0
     max_grad_norm: float | None = None
     update: Literal["auto", "step", "backward", "next_forward"] = "auto"
@@ -198,6 +202,7 @@ class OffloadConfig:
         _choice("moments", self.moments, ("fp32", "bf16", "int8"))
         known = ("auto", "keep", "host", "nvme", "recompute")
         _choice("activations", self.activations, known)
+        _choice("frozen", self.frozen, (None, "int8", "nf4"))
         _choice("update", self.update, ("auto", "step", "backward", "next_forward"))
         _choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
         for name in ("checksum", "durable", "verbose"):

@@ -166,7 +166,7 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
         self._engine.commit("save")
         assert config.nvme is not None
         text, named = config_of(model), partial(as_on_hub, model)
-        export_store(config.nvme, Path(path), config=text, named=named)
+        export_store(config.nvme, Path(path), config=text, named=named, weights=config.weights)
 
     # -- averages -------------------------------------------------------------------------------
 

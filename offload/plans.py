@@ -14,7 +14,9 @@ from .checks import check_devices, check_model, check_moments
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
+from .io_engine.ranges import HELD_BYTES
 from .measure.calibration import Calibration, Task, calibrate
+from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
 from .optim import Master, Rule
 from .optim.bench import case_of
@@ -31,10 +33,15 @@ from .planning.bounds import (
 )
 from .planning.budgets import machine_budgets, resolve_budgets
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
+from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
+from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
+from .state.importing import open_weights
+from .state.in_place import sources_of
+from .state.weight_files import match_files
 from .training.known_code import known
 from .training.profiling import profile_step
 
@@ -61,6 +68,7 @@ def make_blueprint(
     accelerator: Accelerator, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = False, numel: int | None = None, logits: bool = True,
+    description: Mapping[str, Any] | None = None,
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
 
@@ -70,6 +78,7 @@ def make_blueprint(
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
         logits: whether the loss is computed from all logits at once.
+        description: of a store that is to be resumed.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer)
@@ -79,6 +88,8 @@ def make_blueprint(
     records = [r.state_fields(torch.float32, None, config.moments) for r in rules]
     granule = max(map(granule_of, records), default=1)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
+    if config.frozen is not None:
+        parts = with_pages(model, parts, config.frozen, _named(model, config.resident or ()))
     if machine is None or machine.host_memory is None:
         budgets = resolve_budgets(
             config, accelerator.device if accelerator.has_device_memory else None
@@ -87,10 +98,12 @@ def make_blueprint(
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
+    sources = _sources(model, parts, config, description)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
+        in_place=frozenset(sources.ranges),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -102,10 +115,35 @@ def make_blueprint(
     load = Workload(config.tokens, profile, logits)
     if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
-    chosen = choose_layout(parts, budgets, needs, config.prefetch_depth, config.rates, load, prefer)
+    room = replace(budgets, host=max(0, budgets.host - (HELD_BYTES if sources.ranges else 0)))
+    chosen = choose_layout(parts, room, needs, config.prefetch_depth, config.rates, load, prefer)
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
-    return Blueprint(config, parts, plan, budgets, rules, chosen.needs)
+    return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
+
+
+def _sources(
+    model: nn.Module, parts: Partition, config: OffloadConfig,
+    description: Mapping[str, Any] | None,
+) -> Sources:  # fmt: skip
+    """What may be read in place of the files that were named; of a store, what is.
+
+    Raises:
+        ValueError: they do not match the model.
+        OffloadError: they are not those that the store was made with.
+    """
+    if description is not None:
+        return described_sources(description, config.weights)
+    if config.weights is None:
+        return NO_SOURCES
+    files = open_weights(config.weights, model)
+    return sources_of(files, match_files(files, model, parts), parts)
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
+    """The parameters of the modules named; of those that there are."""
+    modules = dict(model.named_modules())
+    return frozenset(p for name in names if name in modules for p in modules[name].parameters())
 
 
 def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
@@ -138,7 +176,7 @@ def _plan_of(
         )  # fmt: skip
     held = {
         Tier.DEVICE: layout.regions.device_bytes,
-        Tier.HOST: layout.regions.host_bytes,
+        Tier.HOST: layout.regions.host_bytes + (HELD_BYTES if layout.in_place else 0),
         Tier.NVME: chosen.disk_bytes,
     }
     detail = PlanDetail(
@@ -267,4 +305,7 @@ def calibrated(
     rules = rules_for(optimizer)
     update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None
     kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), anew=anew)
-    return replace(config, rates=kept.for_task(Task(update, dtype))), kept
+    rates = kept.for_task(Task(update, dtype))
+    if rates.disk_read_bytes_s is None and config.weights is not None:
+        rates = replace(rates, disk_read_bytes_s=measure_file(config.weights))
+    return replace(config, rates=rates), kept

@@ -27,10 +27,8 @@ from .planning.blueprint import Blueprint
 from .planning.plan import Plan
 from .plans import calibrated, make_blueprint
 from .state.homes import Homes
-from .state.importing import open_weights
 from .state.loading import load
 from .state.taken import Taken
-from .state.weight_files import match_files
 from .training import torch_private
 
 log = logging.getLogger("overspill")
@@ -73,8 +71,6 @@ def _wrapped(
         config, calibration = calibrated(model, optimizer, config, begun.accelerator)
         blueprint = make_blueprint(model, optimizer, config, begun.accelerator)
         raise_shortfall(blueprint.plan)
-        if config.weights is not None:
-            match_files(open_weights(config.weights, model), model, blueprint.parts)
         homes, taken = begun.open(blueprint)
         load(model, optimizer, homes, taken)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
@@ -99,7 +95,7 @@ def resumed(
         taken.move_buffers()
         for unit in homes.machinery.parts.units:
             taken.free(unit, theirs=False)
-        adopt(model, optimizer.param_groups, homes.machinery)
+        adopt(model, optimizer.param_groups, homes.machinery, homes.contents)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
         _tell(optimizer, engine)
         made = OffloadedOptimizer(engine, optimizer)
@@ -120,7 +116,9 @@ def _homes_over(
     config, calibration = calibrated(model, optimizer, config, accelerator)
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
-    blueprint = make_blueprint(model, optimizer, config, accelerator, numel=numel)
+    blueprint = make_blueprint(
+        model, optimizer, config, accelerator, numel=numel, description=store.layout.description
+    )
     check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:

@@ -24,6 +24,10 @@ def export(
     optimizer: Annotated[
         bool, typer.Option(help="Also write optimizer.pt: moments and masters in fp32.")
     ] = True,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Where the files are now that the store reads frozen weights from."),
+    ] = None,
     debug: opt.Debug = False,
 ) -> None:
     """Write weights as Hugging Face safetensors, and the optimizer's state as a torch file."""
@@ -33,7 +37,9 @@ def export(
         from ..errors import format_bytes
 
         named = list if config is None else named_by_config(config)
-        done = export_store(store, out, config=config, optimizer=optimizer, named=named)
+        done = export_store(
+            store, out, config=config, optimizer=optimizer, named=named, weights=weights
+        )
         for name, nbytes in done.files.items():
             typer.echo(f"wrote {out / name}, {format_bytes(nbytes)}")
         typer.echo(f"step {done.step}")

@@ -65,7 +65,7 @@ class Commits:
         self._executor, self._direct = machinery.executor, machinery.direct
         self._writer, self._protocol = writer, machinery.executor.protocol
         self._showing, self._landing, self._contents = showing, landing, contents
-        self._units = machinery.parts.units
+        self._units, self._digests = machinery.parts.units, machinery.store.digests
         self._members = member_names(model, groups)
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
@@ -120,6 +120,7 @@ class Commits:
             "members": self._members,
             "rng": self._random,
             "buffers": kept_buffers(self._model),
+            "digests": self._digests(),
             "extra": extra,
         }
         check_readable({"groups": facts["groups"], "extra": extra})
@@ -268,7 +269,10 @@ class Commits:
         _restore(self._model, self._groups, self._ledger, facts)
 
 
-def adopt(model: nn.Module, groups: Sequence[Mapping[str, Any]], machinery: Machinery) -> None:
+def adopt(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], machinery: Machinery,
+    contents: Contents,
+) -> None:  # fmt: skip
     """Takes weights and state over as the last commit of the store that was opened again has
     them."""
     found, writer = machinery.found, machinery.store.writer
@@ -280,6 +284,9 @@ def adopt(model: nn.Module, groups: Sequence[Mapping[str, Any]], machinery: Mach
         machinery.direct.reload(key)
     facts = decode_facts(generation.meta)
     check_buffers(model, facts["buffers"])
+    machinery.store.expect(facts.get("digests", {}))
+    for unit in sorted(machinery.layout.in_place):
+        contents.show_in_place(unit)
     machinery.executor.protocol.open, writer.last = False, generation.meta
     _restore(model, groups, machinery.ledger, facts)
 

@@ -41,6 +41,7 @@ class Exported:
 def export_store(
     paths: Paths, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = list,
+    weights: Path | None = None,
 ) -> Exported:  # fmt: skip
     """Writes the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
@@ -50,6 +51,8 @@ def export_store(
         shard_bytes: about the size of a weights file.
         note: told how many bytes were written.
         named: gives the weights the names that their readers look for.
+        weights: the folder that has those files now which the store reads weights from in place,
+            if it is another one.
 
     Raises:
         OffloadError: ``out`` is there already, too little of its disk is free, or the store's owner
@@ -57,7 +60,7 @@ def export_store(
         IoError, CorruptionError: the store cannot be read; nothing was exported.
     """
     store = find_store(paths)
-    source = StoreSource(store, store.last())
+    source = StoreSource(store, store.last(), weights)
     try:
         tree = source.state_dict() if optimizer else None
         text = None if config is None else _config(config)

@@ -50,7 +50,7 @@ def move_store(
         roles: list[int] = []
         sums: list[Sums | None] = []
         last: Ticket | None = None
-        for key, nbytes, data in _items(reader, store.layout.description["units"], units):
+        for key, nbytes, data in _items(reader, store.layout.description, units):
             pair = [io.allocate(nbytes)]
             named.append((key, pair))
             roles.append(-1 if data is None else 0)
@@ -93,12 +93,14 @@ def _release(lease: Lease, ticket: Ticket) -> None:
 
 
 def _items(
-    reader: StoreReader, there: Sequence[Node], here: Sequence[Node]
+    reader: StoreReader, description: Node, here: Sequence[Node]
 ) -> Iterator[tuple[str, int, Bytes | None]]:
     """Every item of the new store in the order of a commit: key, bytes, and what it holds;
     ``None`` for what was never written."""
+    there = description["units"]
+    in_place = description.get("sources", {}).get("units", {})
     for number, unit in enumerate(here):
-        if unit["weight_bytes"]:
+        if unit["weight_bytes"] and str(number) not in in_place:
             key, nbytes = f"weights/{number}", unit["weight_bytes"]
             yield key, nbytes, reader.read(key, 0, nbytes) if reader.written(key) else None
     for old, new in zip(there, here, strict=True):

@@ -15,7 +15,7 @@ from ..io_engine.committed import FoundStore
 from ..schedule.describe import describe_units, difference
 from ..schedule.layout import Layout
 
-_FORMATS = ("precision", "master", "moments")
+_FORMATS = ("precision", "master", "moments", "frozen")
 
 
 def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> None:
@@ -37,14 +37,15 @@ def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any
     """The options, with the formats and directories of the store."""
     given = dict(options)
     nvme = _directories(store, given.pop("nvme", None))
-    for name in ("weights", "init"):
+    reads = store.layout.description.get("sources", {}).get("units")
+    for name in ("init",) if reads else ("weights", "init"):
         if given.get(name) is not None:
             raise ValueError(f"{name}= is for wrap: resume takes the weights of the store")
     if given.pop("durable", None) is False:
         raise ValueError("resume goes on in a durable store; leave durable out")
     description = store.layout.description
     for name in _FORMATS:
-        kept = description[name]
+        kept = description.get(name)  # of a store from before there was frozen=, None
         if name in given and given[name] != kept and given[name] not in (None, "auto"):
             raise ValueError(f"the store was made with {name}={kept!r}, not {given[name]!r}")
         given[name] = kept

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from ..io_engine.manifest import Generation
 from ..io_engine.reading import StoreReader
 from ..optim.formats import join_halves
 from ..optim.reference import read_moment
+from .in_place import InPlaceReader
+from .packed import unpacked
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
 
 MASTERS = ("master", "master_lo")
@@ -25,25 +29,35 @@ Begin = Callable[[int, int], Callable[[], torch.Tensor]]  # elements [start, sto
 class StoreSource:
     """What a generation of a store holds, read in parts; nothing is ever whole in memory."""
 
-    def __init__(self, store: FoundStore, generation: Generation) -> None:
+    def __init__(
+        self, store: FoundStore, generation: Generation, weights: Path | None = None
+    ) -> None:
+        """``weights``: the folder that now has the files which the store has no copy of."""
         self.store, self.generation = store, generation
         self.reader = StoreReader(store, generation)
         self.units: list[Node] = list(store.layout.description["units"])
         facts = torch.load(io.BytesIO(generation.meta), weights_only=True)
         self.facts: dict[str, Any] = facts
+        self._files = InPlaceReader(store.layout.description, facts.get("digests", {}), weights)
 
     def close(self) -> None:
         """Closes the store's files."""
         self.reader.close()
+        self._files.close()
 
     def weights(self) -> list[StreamedTensor]:
         """Every parameter once, then the buffers."""
-        found = [
-            self._tensor(p, getattr(torch, chunk["dtype"]), self._weight(number, chunk))
-            for number, unit in enumerate(self.units)
-            for chunk in unit["chunks"]
-            for p in chunk["params"]
-        ]
+        found = []
+        for number, unit in enumerate(self.units):
+            page = iter(unit.get("page", ()))
+            for chunk in unit["chunks"]:
+                dtype = getattr(torch, chunk["dtype"])
+                for p in chunk["params"]:
+                    if (part := next(page, None)) is None:
+                        found.append(self._tensor(p, dtype, self._weight(number, chunk)))
+                    else:
+                        begin = partial(self.reader.begin, f"weights/{number}")
+                        found.append(unpacked(p, dtype, part, begin))
         return found + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +117,10 @@ class StoreSource:
 
         def begin(start: int, stop: int) -> Callable[[], torch.Tensor]:
             low, high = (chunk["byte_offset"] + i * dtype.itemsize for i in (start, stop))
-            data = self.reader.begin(f"weights/{unit}", low, high)
+            if self._files.has(unit):
+                data = self._files.begin(unit, low, high)
+            else:
+                data = self.reader.begin(f"weights/{unit}", low, high)
             return lambda: torch.from_numpy(data()).view(dtype)
 
         return begin

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from ..io_engine import Extent, IoEngine, IoStats, Lease, Ticket
+from ..io_engine.ranges import FilePart, FileRanges, RangeReader
 
 MIB = 1 << 20
 DISK_BYTES = 96 * MIB
 DISK_PIECE_BYTES = 16 * MIB
 LINK_BYTES = 64 * MIB
+FILE_BYTES = 64 * MIB
 DRAM_BYTES = 48 * MIB  # twice this, source and target, is beyond most caches
 SMALL_PIECE_BYTES = MIB // 4
 FAST_S, SLOW_S = 0.01, 0.2  # for a small piece: 25 MB/s, 1.3 MB/s
@@ -165,6 +168,18 @@ def _all(start: Callable[..., Ticket], extents: Sequence[Extent], memory: Lease)
         tickets.append(start(extent, _part(memory, number, extent)))
     for ticket in tickets:
         ticket.wait()
+
+
+def file(path: Path, limit_s: float) -> float | None:
+    """Bytes per second read from a file that weights are read from in place; ``None`` for one that
+    is too small to tell."""
+    nbytes = min(path.stat().st_size, FILE_BYTES)
+    if nbytes < FILE_BYTES // 16:
+        return None
+    buffer = np.empty(nbytes, np.uint8)
+    with closing(RangeReader([path], checksum=False)) as reader:
+        ranges = FileRanges(0, nbytes, (FilePart(0, 0, nbytes, 0),))
+        return nbytes / best_s(lambda: reader.read(ranges, buffer).wait(), limit_s)
 
 
 def link(device: torch.device, limit_s: float) -> Link:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -54,6 +55,13 @@ def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
     if compute.type != "cpu":
         there = device_update_rate(case, compute, numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS)
     return UpdateRate(cost.all_threads, cost.beside_traffic, there)
+
+
+def measure_file(path: Path) -> float | None:
+    """Bytes per second read from weight files, for less than a second; ``None``: too small."""
+    files = path.glob("*.safetensors") if path.is_dir() else [path] if path.is_file() else []
+    largest = max(files, key=lambda file: file.stat().st_size, default=None)
+    return None if largest is None else probes.file(largest, MEASURE_S / 16)
 
 
 def measure_flops(device: str | torch.device, dtype: torch.dtype) -> float:

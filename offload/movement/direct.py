@@ -6,11 +6,14 @@ import torch
 
 from ..facts.tier import Tier
 from ..io_engine import Extent, IoEngine
+from ..io_engine.ranges import FileRanges
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Edited, Key, Kind, Locate, Until
+from .disk import Disks
 from .executor import Executor
 from .extents import Extents
+from .packing import unpack_unit
 from .unsignalled import Unsignalled
 
 
@@ -22,9 +25,11 @@ class DirectAccess:
     """
 
     def __init__(
-        self, layout: Layout, executor: Executor, io: IoEngine | None, extents: Extents
-    ) -> None:
+        self, layout: Layout, executor: Executor, io: IoEngine | None, disks: Disks,
+        extents: Extents,
+    ) -> None:  # fmt: skip
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
+        self._disks = disks
         self._transfers = Unsignalled("overspill-direct")
 
     def quiesce(self) -> None:
@@ -78,7 +83,7 @@ class DirectAccess:
             if newest < 0:
                 memory.zero_()
             else:
-                self._read(self._extents.of(item, newest), memory)
+                self._read(self._extents.source(item, newest), memory)
         return place
 
     def store(self, item: Key, *, first: bool = False) -> None:
@@ -108,21 +113,17 @@ class DirectAccess:
         place, newest, _ = self._locate(item)
         memory = self._executor.arenas.bytes_of(place)
         if newest >= 0:
-            self._read(self._extents.of(item, newest), memory)
+            self._read(self._extents.source(item, newest), memory)
         else:
             memory.zero_()
         if home is not None:
             self._refresh_device(item.number, place)
 
-    def _read(self, extent: Extent, memory: torch.Tensor) -> None:
-        io = self._io
-        assert io is not None
-        self._transfers.run(lambda: io.read(extent, memory.numpy(), urgent=True).wait())
+    def _read(self, source: Extent | FileRanges, memory: torch.Tensor) -> None:
+        self._transfers.run(lambda: self._disks.read(source, memory.numpy(), urgent=True).wait())
 
     def _write(self, extent: Extent, memory: torch.Tensor) -> None:
-        io = self._io
-        assert io is not None
-        self._transfers.run(lambda: io.write(extent, memory.numpy(), urgent=True).wait())
+        self._transfers.run(lambda: self._disks.write(extent, memory.numpy(), urgent=True).wait())
 
     def finish(self) -> None:
         """Waits for a transfer that an exception has left on its way."""
@@ -138,5 +139,10 @@ class DirectAccess:
             executor = self._executor
             executor.wait_for(device)  # compute on a stream of the caller's may still read it
             executor.accelerator.used(executor.arenas.bytes_of(device))
-            executor.arenas.bytes_of(device).copy_(executor.arenas.bytes_of(place))
+            source = executor.arenas.bytes_of(place)
+            if self._layout.units[unit].packed:
+                page = source.to(executor.accelerator.device)
+                unpack_unit(self._layout.units[unit], page, executor.arenas.bytes_of(device))
+            else:
+                executor.arenas.bytes_of(device).copy_(source)
             executor.mark_device_use(device, executor.accelerator.record())

@@ -1,4 +1,5 @@
-"""What the executor asks of a disk, and a disk of a set rate for simulated machines."""
+"""What the executor asks of disks: the store's, with files that are read in place; and of those of
+a simulated machine, which have a set rate."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OffloadError
-from ..io_engine import Extent, IoEngine, Ticket
+from ..io_engine import Extent, IoEngine
+from ..io_engine.ranges import FileRanges, RangeReader
 from .accelerators.pace import Pace
 
-__all__ = ["Disk", "Moved", "PacedDisk"]
+__all__ = ["Disk", "Disks", "Moved", "PacedDisk"]
 
 Bytes = NDArray[np.uint8]
 
@@ -39,13 +40,45 @@ OnMoved = Callable[[Moved], None]
 
 
 class Disk(Protocol):
-    """Moves whole extents; ``IoEngine`` is one."""
+    """Moves whole extents."""
 
     def read(
-        self, extent: Extent, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
+        self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> object: ...
 
     def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> object: ...
+
+
+class Moving(Moved, Protocol):
+    """One that was begun."""
+
+    def wait(self) -> None: ...
+
+
+class Disks:
+    """The store, and the files that are read in place; either may be missing."""
+
+    def __init__(self, io: IoEngine | None, files: RangeReader | None) -> None:
+        self._io, self._files = io, files
+
+    def read(
+        self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False,
+        on_done: OnMoved | None = None,
+    ) -> Moving:  # fmt: skip
+        """Starts to fill a buffer; see ``IoEngine.read``."""
+        if isinstance(source, FileRanges):
+            assert self._files is not None, "no files are read in place"
+            return self._files.read(source, buffer, urgent=urgent, on_done=on_done)
+        assert self._io is not None, "nothing lives on disk"
+        return self._io.read(source, buffer, urgent=urgent, on_done=on_done)
+
+    def write(
+        self, extent: Extent, buffer: Bytes, *, urgent: bool = False,
+        on_done: OnMoved | None = None,
+    ) -> Moving:  # fmt: skip
+        """Starts to write a buffer; see ``IoEngine.write``."""
+        assert self._io is not None, "nothing lives on disk"
+        return self._io.write(extent, buffer, urgent=urgent, on_done=on_done)
 
 
 @dataclass(frozen=True)
@@ -53,13 +86,13 @@ class _Paced:
     started_ns: int
     finished_ns: int
     nbytes: int
-    error: OffloadError | None
+    error: BaseException | None
 
 
 @dataclass(frozen=True)
 class _Job:
-    start: Callable[..., Ticket]
-    extent: Extent
+    start: Callable[..., Any]
+    extent: Extent | FileRanges
     buffer: Bytes
     on_done: OnMoved
     submitted_ns: int
@@ -105,24 +138,24 @@ class _Direction:
 
 
 class PacedDisk:
-    """A ``Disk`` over an I/O engine that reads and writes at set rates, each on its own lane."""
+    """A ``Disk`` over real ones that reads and writes at set rates, each on its own lane."""
 
-    def __init__(self, io: IoEngine, read_bytes_s: float | None, write_bytes_s: float | None):
-        self._io = io
+    def __init__(self, disks: Disks, read_bytes_s: float | None, write_bytes_s: float | None):
+        self._disks = disks
         self._reads = _Direction("sim-read", read_bytes_s)
         self._writes = _Direction("sim-write", write_bytes_s)
 
     def read(
-        self, extent: Extent, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
+        self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> None:
         """Queues a read; an urgent one overtakes those that are not and have not begun."""
         self._reads.put(
-            _Job(self._io.read, extent, buffer, on_done, time.perf_counter_ns()), urgent
+            _Job(self._disks.read, source, buffer, on_done, time.perf_counter_ns()), urgent
         )
 
     def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> None:
         """Queues a write."""
-        self._writes.put(_Job(self._io.write, extent, buffer, on_done, time.perf_counter_ns()))
+        self._writes.put(_Job(self._disks.write, extent, buffer, on_done, time.perf_counter_ns()))
 
     def close(self) -> None:
         """Lets what was queued end, and joins both threads."""

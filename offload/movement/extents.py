@@ -1,7 +1,8 @@
 """The extents of the store: a pair for what must survive a crash, one for what need not.
 
 What is not trained has a pair too, in case that it is edited, but its second one is behind all
-others, where the files are sparse: it takes no room until then.
+others, where the files are sparse: it takes no room until then.  What is read in place from files
+that are not ours has its ranges there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from ..facts.tier import Tier
 from ..io_engine import Extent
+from ..io_engine.ranges import FileRanges
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import PAGE, align
@@ -39,18 +41,24 @@ class Extents:
         layout: Layout,
         store: Allocator | None,
         kept: Mapping[tuple[Key, int], Extent] | None = None,
+        files: Mapping[int, FileRanges] | None = None,
     ) -> None:
-        """``kept``: those that a store which was opened again has already."""
+        """
+        Args:
+            kept: those that a store which was opened again has already.
+            files: by unit, where weights are that are read in place.
+        """
         self._store = store
         self._extents: dict[tuple[Key, int], Extent] = dict(kept or {})
+        self._files = dict(files or {})
         if store is None:
             return
         pair = 2 if layout.durable else 1
-        clean = [unit for unit in layout.units if unit.weight_bytes and not unit.trainable]
         for unit, home in zip(layout.units, layout.homes, strict=True):
-            if (layout.durable or home.weights is Tier.NVME) and unit.weight_bytes:
+            mine = unit.weight_bytes and unit.index not in layout.in_place
+            if (layout.durable or home.weights is Tier.NVME) and mine:
                 first = pair if unit.trainable else 1
-                self._add(store, Key(Kind.WEIGHTS, unit.index), first, unit.weight_bytes)
+                self._add(store, Key(Kind.WEIGHTS, unit.index), first, unit.stored_bytes)
             if home.grads is Tier.NVME:
                 item = Key(Kind.GRADS, unit.index)
                 self._add(store, item, 1, layout.grad_bytes[unit.index])
@@ -58,8 +66,8 @@ class Extents:
                 if layout.durable or tier is Tier.NVME:
                     item = Key(Kind.STATE, subgroup.index)
                     self._add(store, item, pair, subgroup.nbytes)
-        for unit in clean if layout.durable else ():
-            self._add(store, Key(Kind.WEIGHTS, unit.index), pair, unit.weight_bytes)
+        for unit in layout.clean if layout.durable else ():
+            self._add(store, Key(Kind.WEIGHTS, unit.index), pair, unit.stored_bytes)
 
     def _add(self, store: Allocator, item: Key, copies: int, nbytes: int) -> None:
         for role in range(copies):
@@ -68,6 +76,12 @@ class Extents:
 
     def of(self, item: Key, role: int) -> Extent:
         """The extent of ``item`` in ``role``."""
+        return self._extents[item, role]
+
+    def source(self, item: Key, role: int) -> Extent | FileRanges:
+        """What a read of ``item`` in ``role`` comes from."""
+        if item.kind is Kind.WEIGHTS and item.number in self._files:
+            return self._files[item.number]
         return self._extents[item, role]
 
     def take(self, item: Key, nbytes: int) -> None:

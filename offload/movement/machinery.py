@@ -9,8 +9,10 @@ from typing import Any
 
 from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
+from ..io_engine.ranges import HELD_BYTES
 from ..optim import set_threads
 from ..planning.blueprint import Blueprint
+from ..planning.sources import describe_sources
 from ..schedule.ledger import Ledger
 from ..schedule.messages import Freed
 from .accelerators.base import Accelerator
@@ -76,15 +78,19 @@ class Machinery:
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=self.store.writer, saved_changed=self.memory.count_saved,
         )  # fmt: skip
-        self.direct = DirectAccess(layout, self.executor, self.store.io, self.store.extents)
+        self.direct = DirectAccess(
+            layout, self.executor, self.store.io, self.store.disks, self.store.extents
+        )
 
     def _open_store(self) -> Store:
         disk_bytes = self.blueprint.plan.disk_bytes
         if disk_bytes and self.config.nvme is not None:
             self.memory.reserve_disk(disk_bytes)
+        if self.layout.in_place:
+            self.memory.reserve_reader(HELD_BYTES)
         return Store(
             self.config, self.layout, disk_bytes, self.found, self.memory.lease,
-            self.accelerator.limits,
+            self.accelerator.limits, self.blueprint.sources,
         )  # fmt: skip
 
     def _facts(self) -> Mapping[str, Any]:
@@ -92,7 +98,9 @@ class Machinery:
         return {
             "optimizer": self.blueprint.rules[0].name,
             "precision": config.precision, "master": config.master, "moments": config.moments,
+            "frozen": config.frozen,
             "names": None if config.units is None else list(config.units),
+            "sources": describe_sources(self.blueprint.sources, self.layout.in_place),
         }  # fmt: skip
 
     def when_still(self, hide: Callable[[], Sequence[MemoryWatch]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,6 +45,10 @@ class Memory:
                     self._budgets[Tier.DEVICE], regions.device_bytes, accelerator.allocate,
                     accelerator.free,
                 )  # fmt: skip
+            elif regions.device_bytes:
+                self._held.take_unpacked(
+                    self._budgets[Tier.HOST], regions.device_bytes, self._allocate_unpacked
+                )
             if layout.saved.host:
                 annex = Annex(regions.host_bytes, layout.saved.host, self._annex, self._take)
                 self._held.take_annex(annex, self._free_annex)
@@ -69,6 +73,10 @@ class Memory:
         self._accelerator.page_lock(self.lease.address, self.lease.nbytes)
         return torch.from_numpy(self.lease.array)[:nbytes]
 
+    def _allocate_unpacked(self, nbytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        lease = allocate_host(nbytes)
+        return torch.from_numpy(lease.array)[:nbytes], lease.release
+
     def _free(self) -> None:
         if self.lease is not None:
             self.lease.release()
@@ -86,6 +94,15 @@ class Memory:
             BudgetError: there is less.
         """
         self._budgets[Tier.NVME].reserve(nbytes, "the store", "raise nvme_memory")
+
+    def reserve_reader(self, nbytes: int) -> None:
+        """Takes room for what weights that are read in place come through.
+
+        Raises:
+            BudgetError: there is less.
+        """
+        remedy = "raise host_memory"
+        self._budgets[Tier.HOST].reserve(nbytes, "the reader of weight files", remedy)
 
     def count_saved(self, nbytes: int, disk: int) -> None:
         """So much of what autograd saved is where compute has it, whoever has allocated it, and on

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
 from ..schedule.messages import CopyIn, CopyOut, Key, Kind, Read, Write
+from ..schedule.units import Unit
 from .accelerators.base import Accelerator, CopyDone
 from .disk import Disk, Moved
 from .events import RangeEvents
 from .extents import Extents
+from .packing import unpack_unit
 from .pools import Arenas
 from .saved import SavedStore
 
@@ -59,7 +61,6 @@ class Mover:
         assert self._disk is not None
         if work.item.kind is Kind.SAVED and isinstance(work, Write):
             self._extents.take(work.item, work.place.nbytes)
-        extent = self._extents.of(work.item, work.role)
         memory = self._arenas.bytes_of(work.place).numpy()
         name = self._layout.name(work.item)
 
@@ -69,11 +70,17 @@ class Mover:
 
         with self._trace.during(lane, name):
             if isinstance(work, Read):
-                self._disk.read(extent, memory, urgent=work.urgent, on_done=done)
+                source = self._extents.source(work.item, work.role)
+                self._disk.read(source, memory, urgent=work.urgent, on_done=done)
             else:
+                extent = self._extents.of(work.item, work.role)
                 self._disk.write(extent, memory, on_done=done)
 
     def _copy_in(self, work: CopyIn) -> None:
+        unit = self._layout.units[work.item.number]
+        if unit.packed:
+            self._unpack(work, unit)
+            return
         with self._trace.during("copy_in", self._unit_name(work)):
             event = self._accelerator.copy_in(
                 self._arenas.bytes_of(work.place),
@@ -81,6 +88,15 @@ class Mover:
                 after=self._events.over(work.place),
                 on_done=self._copied(work, "copy_in"),
             )
+            self._events.set(work.place, event)
+
+    def _unpack(self, work: CopyIn, unit: Unit) -> None:
+        with self._trace.during("copy_in", unit.name):
+            event = self._accelerator.unpack(
+                self._arenas.bytes_of(work.place), self._arenas.bytes_of(work.source),
+                lambda weights, page: unpack_unit(unit, page, weights),
+                after=self._events.over(work.place), on_done=self._copied(work, "copy_in"),
+            )  # fmt: skip
             self._events.set(work.place, event)
 
     def _copy_out(self, work: CopyOut) -> None:

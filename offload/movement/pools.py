@@ -180,6 +180,18 @@ class HeldMemory:
             self._undo.append(lambda: free(arena))
             self.arenas = replace(self.arenas, device=arena)
 
+    def take_unpacked(
+        self, budget: Budget, nbytes: int,
+        allocate: Callable[[int], tuple[torch.Tensor, Callable[[], None]]],
+    ) -> None:  # fmt: skip
+        """Reserves and allocates host memory that compute has unpacked weights in, where it has
+        none of its own."""
+        reservation = budget.reserve(nbytes, "the arena of unpacked weights", "raise host_memory")
+        self._undo.append(reservation.release)
+        memory, free = allocate(nbytes)
+        self._undo.append(free)
+        self.arenas = replace(self.arenas, device=memory)
+
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Frees everything, in the opposite order; a second call does nothing.
 

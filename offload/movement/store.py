@@ -1,4 +1,5 @@
-"""The disk of one run: its store, new or opened again, with the extents and the commits in it."""
+"""The disk of one run: its store, new or opened again, with the extents and the commits in it; and
+the files that weights are read from in place."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from ..facts.trace import Trace
 from ..io_engine import Extent, IoEngine, Lease
 from ..io_engine.committed import OwnedStore
 from ..io_engine.manifest import Manifest
+from ..io_engine.ranges import FileRanges, RangeReader
+from ..planning.sources import Sources
 from ..schedule.describe import describe_units, item_of, key_of
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import PAGE
 from .commit_writer import CommitWriter
-from .disk import Disk, PacedDisk
+from .disk import Disk, Disks, PacedDisk
 from .extents import Extents
 
 
@@ -25,6 +28,8 @@ class Store:
 
     Attributes:
         disk: what the executor moves extents with; ``None`` if nothing lives on disk.
+        disks: the same, as fast as they are.
+        files: what reads weights in place; ``None`` if none are.
         writer: of commits; ``None`` unless the store is durable and ``begin`` was called.
     """
 
@@ -36,11 +41,13 @@ class Store:
         found: OwnedStore | None,
         memory: Lease | None,
         limits: Rates,
+        sources: Sources,
     ) -> None:
         """``found``: a store of the very same layout, to go on in.  ``memory``: what transfers
         use."""
-        self._layout, self.found = layout, found
+        self._layout, self.found, self._sources = layout, found, sources
         self.io: IoEngine | None = None
+        self.files: RangeReader | None = None
         self.disk: Disk | None = None
         self.writer: CommitWriter | None = None
         self._manifest: Manifest | None = None
@@ -48,15 +55,18 @@ class Store:
         try:
             if (disk_bytes or layout.saved.disk) and config.nvme is not None:
                 # What autograd saves makes the store longer when it comes.
-                self._open(config, max(disk_bytes, PAGE), memory, limits)
-            self.extents = Extents(layout, self.io, self._kept())
+                self._open(config, max(disk_bytes, PAGE), memory)
+            if layout.in_place:
+                self.files = RangeReader(sources.files, checksum=config.checksum)
+            self.disks = Disks(self.io, self.files)
+            if self.io is not None or self.files is not None:
+                self.disk = self._paced_to(limits)
+            self.extents = Extents(layout, self.io, self._kept(), self._in_place())
         except BaseException:
             self.close()
             raise
 
-    def _open(
-        self, config: OffloadConfig, disk_bytes: int, memory: Lease | None, limits: Rates
-    ) -> None:
+    def _open(self, config: OffloadConfig, disk_bytes: int, memory: Lease | None) -> None:
         if self.found is not None:
             items = self.found.layout.items
             kept = sum(extent.padded_bytes for item in items for extent in item.extents)
@@ -71,10 +81,17 @@ class Store:
             )  # fmt: skip
         if memory is not None:
             self.io.register(memory)
-        self.disk = self.io
+
+    def _paced_to(self, limits: Rates) -> Disk:
+        """The disks; those of a simulated machine, at that one's rates."""
         read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
-        if read is not None or write is not None:  # a simulated machine: at that one's rates
-            self.disk = self._paced = PacedDisk(self.io, read, write)
+        if read is None and write is None:
+            return self.disks
+        self._paced = PacedDisk(self.disks, read, write)
+        return self._paced
+
+    def _in_place(self) -> dict[int, FileRanges]:
+        return {unit: self._sources.ranges[unit] for unit in self._layout.in_place}
 
     def _reserve(self, found: OwnedStore, io: IoEngine) -> None:
         """A store that was copied may be sparse where it was not: what is written every step has
@@ -96,6 +113,20 @@ class Store:
             for item in self.found.layout.items
             for role, extent in enumerate(item.extents)
         }
+
+    def digests(self) -> dict[int, int]:
+        """By unit that is read in place, a checksum of what was read, as far as it was."""
+        found = {u: self._read_digest(ranges) for u, ranges in self._in_place().items()}
+        return {unit: digest for unit, digest in found.items() if digest is not None}
+
+    def _read_digest(self, ranges: FileRanges) -> int | None:
+        return None if self.files is None else self.files.digest(ranges)
+
+    def expect(self, digests: Mapping[int, int]) -> None:
+        """What ``digests`` has told in a run before: the files must have it still."""
+        for unit, ranges in self._in_place().items():
+            if self.files is not None and unit in digests:
+                self.files.expect(ranges, digests[unit])
 
     def begin(self, facts: Callable[[], Mapping[str, Any]], trace: Trace) -> None:
         """Gives what is durable a manifest, or goes on in that of its store.
@@ -124,5 +155,7 @@ class Store:
             self.io.make_ephemeral(self._manifest)
         if self._paced is not None:
             self._paced.close()
+        if self.files is not None:
+            self.files.close()
         if self.io is not None:
             self.io.close()

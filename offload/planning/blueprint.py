@@ -9,6 +9,7 @@ from ..optim import Rule
 from ..schedule.layout import Layout
 from .partition import Partition
 from .plan import Budgets, Needs, Plan
+from .sources import NO_SOURCES, Sources
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Blueprint:
     budgets: Budgets
     rules: tuple[Rule, ...]  # by param group
     needs: Needs
+    sources: Sources = NO_SOURCES
 
     @property
     def update(self) -> str:

@@ -181,16 +181,16 @@ def _gathered_bytes(layout: Layout) -> int:
 def _moved_weights(layout: Layout) -> tuple[int, int]:
     """Bytes of weights that are not resident, and of those among them that live on disk."""
     streamed = sum(
-        unit.weight_bytes
+        unit.stored_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
         if not home.resident
     )
     paged = sum(
-        unit.weight_bytes
+        unit.stored_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
         if home.weights is Tier.NVME and not home.resident
     )
-    return streamed, paged
+    return streamed, max(0, paged - layout.cached_bytes)
 
 
 def _first_forward(layout: Layout, rates: Rates) -> float:

@@ -87,6 +87,7 @@ class Needs:
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be computed again
+    in_place: frozenset[int] = frozenset()  # units that may be read from files which are not ours
 
     @property
     def durable(self) -> bool:

@@ -61,6 +61,7 @@ class _Planner:
         self.order = self.beside + [u for u in even if u not in self.beside]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.visit_slot = self.saved_room = 0
+        self.unpacked = 0  # of host memory, for what compute has unpacked there
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
@@ -77,6 +78,11 @@ class _Planner:
             else self.lower
             for u in self.units
         ]  # fmt: skip
+        self.in_place = set(needs.in_place)
+        for unit in self.units:
+            if unit.index in self.in_place and (self.has_device or not self._stays(unit)):
+                self.weights[unit.index] = Tier.NVME  # also where there is no store
+        self.cached: set[int] = set()  # of these, what host memory has room to keep
         self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
         self.state = [[self.lower] * len(group) for group in self.subgroups]
 
@@ -92,32 +98,50 @@ class _Planner:
 
     # -- sizes ----------------------------------------------------------------------------------
 
-    def _group_bytes(self, unit: Unit) -> int:
+    def _apart(self, unit: Unit) -> bool:
+        """Whether compute has its weights apart from where they wait; see ``Layout.apart``."""
+        return self.has_device or unit.packed
+
+    def _slot(self, unit: Unit) -> int:
+        """See ``Layout.slot_bytes``."""
+        return unit.weight_bytes + (unit.page_bytes if self.has_device else 0)
+
+    def _demand(self, *, apart: bool) -> int:
+        """The most that weights used at once take, of those that move: apart, or where they are."""
+        return max(self._group_bytes(u, apart=apart) for u in self.units)
+
+    def _group_bytes(self, unit: Unit, *, apart: bool) -> int:
         members = [unit, *(self.units[i] for i in unit.shares)]
-        return sum(m.weight_bytes for m in members if not self.resident[m.index])
+        moving = [m for m in members if not self.resident[m.index]]
+        there = [m for m in moving if self._apart(m) == apart]
+        if apart:
+            return sum(map(self._slot, there))
+        through = max((m.page_bytes for m in moving if self._apart(m)), default=0)  # one at a time
+        return through + sum(m.weight_bytes for m in there)
 
     def _device_weights(self, ahead: int) -> int:
-        """The region that streamed weights move through: the largest demand, and room ahead."""
-        streamed = [u for u in self.units if not self.resident[u.index]]
+        """The region that weights move through which compute has apart: the largest demand, and
+        room ahead."""
+        streamed = [u for u in self.units if not self.resident[u.index] and self._apart(u)]
         if not streamed:
             return 0
-        total = sum(u.weight_bytes for u in streamed)
-        demand = max(self._group_bytes(u) for u in self.units)
-        return min(total, demand + ahead * max(u.weight_bytes for u in streamed))
+        total = sum(map(self._slot, streamed))
+        return min(total, self._demand(apart=True) + ahead * max(map(self._slot, streamed)))
 
     def _host_weights(self, ahead: int) -> int:
         paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
-        if not paged:
-            return 0
-        largest = max(u.weight_bytes for u in paged)
-        total = sum(u.weight_bytes for u in paged)
+        moving = [u.stored_bytes for u in paged if u.index not in self.cached]
+        total = sum(u.stored_bytes for u in paged)
+        if not moving:
+            return total
+        largest, kept = max(moving), total - sum(moving)
         if self.has_device:
-            return min(total, largest * (1 + ahead))
-        demand = max(self._group_bytes(u) for u in self.units)
+            return min(total, kept + largest * (1 + ahead))
+        demand = self._demand(apart=False)
         # An update in the middle of backward needs its unit beside the one that computes; the
         # factor two lets it in wherever the latter lies.
         beside = 2 * largest if self.needs.update_in_backward else 0
-        return min(total, max(demand, largest) + beside + ahead * largest)
+        return min(total, kept + max(demand, largest) + beside + ahead * largest)
 
     def _host_grads(self) -> int:
         sizes = [(self.grad_bytes[u.index], u.grad_bytes, self.grads[u.index]) for u in self.units]
@@ -149,7 +173,7 @@ class _Planner:
         fixed = sum(u.weight_bytes for u in self.units if self.resident[u.index])
         need = fixed + self._device_weights(0) + gather
         if need > self.budgets.device:
-            largest = max(self.units, key=self._group_bytes)
+            largest = max(self.units, key=lambda u: self._group_bytes(u, apart=True))
             self.shortfalls.append(
                 Shortfall(
                     Tier.DEVICE,
@@ -211,6 +235,7 @@ class _Planner:
             if spend.take(nbytes):
                 self.resident[unit.index] = True
                 self.weights[unit.index] = Tier.DEVICE
+                self.in_place.discard(unit.index)  # read once
                 if unit.trainable:
                     self.grads[unit.index] = Tier.DEVICE
                 self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
@@ -234,7 +259,7 @@ class _Planner:
         if policy == "keep":
             return SavedRoom()
         again = self.needs.recomputable if policy == "recompute" else self.needs.prefer.recompute
-        host = max(0, self.budgets.host - regions.host_bytes)
+        host = max(0, self.budgets.host - self.unpacked - regions.host_bytes)
         nvme = 0
         if policy != "host" and self.budgets.nvme is not None:
             nvme = max(0, self.budgets.nvme - disk)
@@ -245,6 +270,12 @@ class _Planner:
             return SavedRoom(policy, there, _pages(staged), nvme, again)
         staged = host // 2 if nvme else 0
         return SavedRoom(policy, host - staged, _pages(staged), nvme, again)
+
+    def _plan_unpacked(self) -> int:
+        """The region that weights are unpacked to where compute has no memory of its own."""
+        least = self._homes() + self._regions(0, 1)
+        room = self.budgets.host - least
+        return self._device_weights(min(1, self._ahead(room, self._device_weights)))
 
     def _ahead(self, room: int, region: object) -> int:
         assert callable(region)
@@ -260,7 +291,7 @@ class _Planner:
 
     def _plan_host(self) -> tuple[int, int]:
         """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
-        budget = self.budgets.host
+        budget = self.budgets.host - self.unpacked
         least = self._homes() + self._regions(min(1, self.depth), STATE_SLOTS)
         self.saved_room = self._for_saved(budget - least, ends=self.needs.activations == "host")
         self._fill()
@@ -285,7 +316,7 @@ class _Planner:
         total = 0
         for unit in range(len(self.units)):
             if self.weights[unit] is Tier.HOST:
-                total += self.units[unit].weight_bytes
+                total += self.units[unit].stored_bytes
             if self.grads[unit] is Tier.HOST:
                 total += self.grad_bytes[unit]
             held = self.state[unit].count(Tier.HOST)
@@ -298,7 +329,7 @@ class _Planner:
 
     def _fill(self) -> None:
         """Moves homes up from disk while there is room, one kind after the other."""
-        if self.lower is Tier.HOST:
+        if self.lower is Tier.HOST and not self.in_place:
             return
         slots = STATE_SLOTS
         kinds: dict[str, Callable[[_Spend, Sequence[Unit]], None]] = {
@@ -307,16 +338,17 @@ class _Planner:
         lifts = [(kinds[kind], self.beside) for kind in kinds if self.beside]
         lifts += [(kinds[kind], self.order) for kind in self.needs.prefer.kinds]
         least = self._homes() + self._regions(min(1, self.depth), slots)
-        spare = self.budgets.host - self.saved_room - least
+        spare = self.budgets.host - self.unpacked - self.saved_room - least
         budget = least + int(spare * self.needs.prefer.share)
         for lift, units in lifts:
             saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
+            cached = set(self.cached)
             lift(_Spend(1 << 62), units)
             # All of a kind at once also saves the region that its last one would need.
             if self._homes() + self._regions(min(1, self.depth), slots) <= budget:
                 continue
             self.weights, self.grads, self.state = saved
-            room = -1
+            self.cached, room = cached, -1
             while True:  # what was lifted may have made the regions smaller
                 before = room
                 used = self._homes() + self._regions(min(1, self.depth), slots)
@@ -327,9 +359,15 @@ class _Planner:
 
     def _lift_weights(self, spend: _Spend, units: Sequence[Unit]) -> None:
         for unit in units:
-            paged = self.weights[unit.index] is Tier.NVME
-            if paged and spend.take(unit.weight_bytes):
-                self.weights[unit.index] = Tier.HOST
+            if self.weights[unit.index] is not Tier.NVME or unit.index in self.cached:
+                continue
+            if self.has_device and self.resident[unit.index] and not unit.trainable:
+                continue  # the copy that compute uses is all that is needed
+            if spend.take(unit.stored_bytes):
+                if unit.index in self.in_place:
+                    self.cached.add(unit.index)
+                else:
+                    self.weights[unit.index] = Tier.HOST
 
     def _lift_grads(self, spend: _Spend, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -350,8 +388,8 @@ class _Planner:
         total = 0
         kept = self.needs.durable  # what lives in memory is committed too
         for unit in self.units:
-            if kept or self.weights[unit.index] is Tier.NVME:
-                total += align(unit.weight_bytes, 4096) * (copies if unit.trainable else 1)
+            if unit.index not in self.in_place and (kept or self.weights[unit.index] is Tier.NVME):
+                total += align(unit.stored_bytes, 4096) * (copies if unit.trainable else 1)
             if self.grads[unit.index] is Tier.NVME:
                 total += align(self.grad_bytes[unit.index], 4096)
             for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):
@@ -362,6 +400,8 @@ class _Planner:
         device_weights = device_grads = 0
         if self.has_device:
             device_weights, device_grads = self._plan_device()
+        elif any(u.packed for u in self.units):
+            device_weights = self.unpacked = self._plan_unpacked()
         ahead, slots = self._plan_host()
         homes, device_fixed, host_fixed = self._assign()
         regions = Regions(
@@ -400,6 +440,8 @@ class _Planner:
                 self.depth,
                 self.needs.prefer.visiting if self.visit_slot else 0.0,
                 self._saved(regions, disk),
+                frozenset(self.in_place),
+                sum(self.units[i].weight_bytes for i in self.cached),
             ),
             disk,
         )
@@ -418,15 +460,15 @@ class _Planner:
         homes: list[UnitHome] = []
         for unit in self.units:
             i = unit.index
-            resident = self.resident[i] if self.has_device else self.weights[i] is Tier.HOST
+            resident = self.resident[i] if self._apart(unit) else self.weights[i] is Tier.HOST
             home = UnitHome(self.weights[i], resident, self.grads[i], tuple(self.state[i]))
             homes.append(
                 replace(
                     home,
                     device_place=put(Tier.DEVICE, unit.weight_bytes)
-                    if self.has_device and resident
+                    if self._apart(unit) and resident
                     else None,
-                    host_place=put(Tier.HOST, unit.weight_bytes)
+                    host_place=put(Tier.HOST, unit.stored_bytes)
                     if home.weights is Tier.HOST
                     else None,
                     grad_place=put(home.grads, self.grad_bytes[i]),

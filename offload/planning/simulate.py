@@ -128,7 +128,7 @@ class Simulation:
             Kind.STATE: [f"state {names[s.unit]} {s.index}" for s in subgroups],
         }
         self._nbytes_of = {
-            Kind.WEIGHTS: [unit.weight_bytes for unit in layout.units],
+            Kind.WEIGHTS: [unit.stored_bytes for unit in layout.units],
             Kind.GRADS: layout.grad_bytes,
             Kind.STATE: [s.nbytes for s in subgroups],
         }
@@ -243,7 +243,8 @@ class Simulation:
             return moved * _inverse(rates.dram_bytes_s)
         seconds = self._nbytes(work) * self._per_byte[lane.name]
         if isinstance(work, (CopyIn, CopyOut)) and not self.layout.has_device:
-            return 2 * self._nbytes(work) * _inverse(rates.dram_bytes_s)
+            moved = work.place.nbytes + work.source.nbytes
+            return moved * _inverse(rates.dram_bytes_s)
         if isinstance(work, (CopyIn, CopyOut)):
             return seconds + (rates.link_latency_s or 0.0)
         if isinstance(work, _Leg):
@@ -260,7 +261,8 @@ class Simulation:
                 return work.place.nbytes
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
-            return work.place.nbytes
+            saved = work.item.kind is Kind.SAVED
+            return work.place.nbytes if saved else work.source.nbytes
         if isinstance(work, CopyOut):
             return work.source.nbytes
         return work.state.nbytes if isinstance(work, Update) else 0

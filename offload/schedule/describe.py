@@ -23,7 +23,8 @@ def item_of(key: str) -> Key:
 
 def describe_units(layout: Layout) -> list[dict[str, Any]]:
     """Every unit with its chunks and parameters (offsets in elements, ``byte_offset`` in bytes)
-    and the records of its state (field offsets in bytes)."""
+    and the records of its state (field offsets in bytes); of packed weights, where each parameter
+    lies in the page, and how (bytes)."""
     return [_unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)]
 
 
@@ -59,8 +60,9 @@ def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:
         for s in group
     ]  # fmt: skip
     return {
-        "name": unit.name, "weight_bytes": unit.weight_bytes, "trainable": unit.trainable,
+        "name": unit.name, "weight_bytes": unit.stored_bytes, "trainable": unit.trainable,
         "chunks": chunks, "subgroups": subgroups,
+        **({"page": [[p.form, p.offset, p.nbytes] for p in unit.page]} if unit.packed else {}),
     }  # fmt: skip
 
 
@@ -86,6 +88,8 @@ def difference(
         return f"unit {at} is {names[at]!r} in the store and {own[at]!r} in the model"
     for there, here in zip(stored, mine, strict=True):
         found = _in_chunks(there["chunks"], here["chunks"])
+        if found is None and there.get("page") != here.get("page"):
+            found = "its frozen weights are kept otherwise; use frozen= and resident= of the store"
         if found is None and _formats(there) != _formats(here):
             found = (
                 f"its state is {_formats(there)} in the store and would be {_formats(here)}; use "

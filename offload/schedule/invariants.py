@@ -19,7 +19,7 @@ def validate(machine: Residency) -> None:
         place
         for item in machine.weights.units
         for place in item.kept
-        if (copy := item.copy(machine.layout.compute_tier)) is None or copy.place != place
+        if (copy := machine.weights.compute_copy(item.key.number)) is None or copy.place != place
     ]
     validate_items(machine.items, machine.in_flight, forgotten)
     for unit in machine.weights.units:

@@ -58,10 +58,14 @@ class Copy:
 class Item:
     """One thing that moves.  ``stored``: the newest extent is current."""
 
-    __slots__ = ("device", "host", "key", "nbytes", "roles", "stored")
+    __slots__ = ("device", "host", "key", "nbytes", "roles", "slot_bytes", "stored")
 
-    def __init__(self, key: Key, nbytes: int, *, pair: bool = False) -> None:
+    def __init__(
+        self, key: Key, nbytes: int, *, pair: bool = False, slot_bytes: int | None = None
+    ) -> None:
+        """``slot_bytes``: what it takes with compute, if not ``nbytes``."""
         self.key, self.nbytes, self.roles, self.stored = key, nbytes, Roles(pair), False
+        self.slot_bytes = nbytes if slot_bytes is None else slot_bytes
         self.host: Copy | None = None
         self.device: Copy | None = None
 
@@ -174,13 +178,14 @@ class Items:
         but none of those that are to be spared.  ``None``: none gives way.
         """
         region, arena, tenants = self._of_kind[item.key.kind, tier]
-        nbytes = region.slot_bytes or item.nbytes
+        own = item.slot_bytes if tier is Tier.DEVICE else item.nbytes
+        nbytes = region.slot_bytes or own
         slot = arena.allocate(nbytes)
         if slot is None and distance is not None:
             slot = self._evict_for(arena, tenants, nbytes, distance, spare)
         if slot is None:
             return None
-        place = slot if slot.nbytes == item.nbytes else Place(tier, slot.offset, item.nbytes)
+        place = slot if slot.nbytes == own else Place(tier, slot.offset, own)
         copy = Copy(place, slot, valid=False, fixed=False)
         item._set(tier, copy)
         tenants.add(item)

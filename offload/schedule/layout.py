@@ -125,6 +125,8 @@ class Layout:
     prefetch_depth: int
     visiting: float = 0.0  # share of the records kept elsewhere that are updated on the device
     saved: SavedRoom = NO_ROOM
+    in_place: frozenset[int] = frozenset()  # units that are read from files which are not ours
+    cached_bytes: int = 0  # of these, what the region of weights in host memory has room to keep
 
     @property
     def trains(self) -> bool:
@@ -132,9 +134,31 @@ class Layout:
         return any(unit.trainable for unit in self.units)
 
     @property
+    def unchangeable(self) -> frozenset[int]:
+        """The units whose weights nothing may change."""
+        return self.in_place | {unit.index for unit in self.units if unit.packed}
+
+    @property
     def compute_tier(self) -> Tier:
-        """Where weights must be for compute to use them."""
+        """Where gradients come from."""
         return Tier.DEVICE if self.has_device else Tier.HOST
+
+    @cached_property
+    def apart(self) -> tuple[bool, ...]:
+        """By unit, whether compute has its weights apart from where they wait: on a device, or
+        unpacked, in slots that are called ``DEVICE`` also where compute has no memory of its own.
+        """
+        return tuple(self.has_device or unit.packed for unit in self.units)
+
+    def tier_of(self, unit: int) -> Tier:
+        """Where the weights of a unit must be for compute to use them."""
+        return Tier.DEVICE if self.apart[unit] else Tier.HOST
+
+    def slot_bytes(self, unit: int) -> int:
+        """What the weights of a unit take where compute has them.  On a device, a page that is to
+        be unpacked is copied behind them."""
+        each = self.units[unit]
+        return each.weight_bytes + (each.page_bytes if self.has_device else 0)
 
     def region(self, kind: Kind, tier: Tier) -> Region:
         """What items of a kind move through in a tier.  Gradients that come share that of those
@@ -164,21 +188,30 @@ class Layout:
     @cached_property
     def stored(self) -> tuple[Key, ...]:
         """The items that a store keeps: weights by unit, then records."""
-        weights = [Key(Kind.WEIGHTS, unit.index) for unit in self.units if unit.weight_bytes]
+        weights = [
+            Key(Kind.WEIGHTS, unit.index)
+            for unit in self.units
+            if unit.weight_bytes and unit.index not in self.in_place
+        ]
         return (*weights, *(Key(Kind.STATE, number) for number in range(len(self.records))))
 
     @property
     def spare_bytes(self) -> int:
         """Of a durable store, room for edits of what is not trained: taken when one comes."""
-        clean = [unit for unit in self.units if not unit.trainable] if self.durable else []
-        return sum(align(unit.weight_bytes, PAGE) for unit in clean)
+        return sum(align(unit.stored_bytes, PAGE) for unit in self.clean) if self.durable else 0
+
+    @property
+    def clean(self) -> list[Unit]:
+        """What a store keeps and nothing trains."""
+        mine = [u for u in self.units if u.weight_bytes and u.index not in self.in_place]
+        return [unit for unit in mine if not unit.trainable]
 
     def nbytes(self, item: Key) -> int:
         """Size of an item, where it waits."""
         if item.kind is Kind.STATE:
             return self.records[item.number].nbytes
         if item.kind is Kind.WEIGHTS:
-            return self.units[item.number].weight_bytes
+            return self.units[item.number].stored_bytes
         assert item.kind is Kind.GRADS, f"{item} has no size of its own"
         return self.grad_bytes[item.number]
 

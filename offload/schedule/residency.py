@@ -356,7 +356,7 @@ class Residency:
                         continue  # a copy now would be lost
                     if room:
                         room = self.weights.toward_compute(member, distance, updating)
-                    elif self.layout.has_device and self.weights.units[member].device is None:
+                    elif self.layout.apart[member] and self.weights.units[member].device is None:
                         self.weights.toward_host(member, distance, updating)
             else:
                 self.weights.toward_host(unit, distance, updating)
@@ -401,13 +401,12 @@ class Residency:
             unit = need.unit if waits_for is None else waits_for
             self._refuse(need.ticket, Key(Kind.WEIGHTS, unit), Tier.HOST)
             return
-        tier = self.layout.compute_tier
-        self.weights.drop_unused((tier,))
+        self.weights.drop_unused({self.layout.tier_of(unit) for unit in group})
         blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
         if not self.in_flight:
             self._demands.popleft()
             unit = blocked[0] if blocked else need.unit
-            self._refuse(need.ticket, Key(Kind.WEIGHTS, unit), tier)
+            self._refuse(need.ticket, Key(Kind.WEIGHTS, unit), self.layout.tier_of(unit))
 
     @property
     def _somebody_waits(self) -> bool:

@@ -54,6 +54,16 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class PagePart:
+    """Where a parameter lies in its unit's page, in bytes, and in which format; ``None``: as
+    compute has it."""
+
+    form: str | None
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Unit:
     """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
 
@@ -63,6 +73,8 @@ class Unit:
     backward; ``activation_bytes`` is about what autograd keeps of them, per token, and
     ``input_bytes`` what goes into it.
     ``logits_bytes``: per token, of a head whose loss is computed from all that comes out of it.
+    ``page``: of frozen weights that are kept and moved in another format than compute has them in,
+    its parts in the order of ``params``; ``page_bytes`` in all.
     """
 
     index: int
@@ -78,6 +90,18 @@ class Unit:
     input_bytes: int = 0
     logits_bytes: int = 0
     runs: bool = True
+    page: tuple[PagePart, ...] = ()
+    page_bytes: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are kept in another format than compute has them in."""
+        return bool(self.page)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its weights where they wait."""
+        return self.page_bytes if self.page else self.weight_bytes
 
     @property
     def trainable(self) -> bool:

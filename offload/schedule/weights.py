@@ -24,8 +24,8 @@ class UnitWeights(Item):
 
     __slots__ = ("kept", "pins", "turn", "updating")
 
-    def __init__(self, unit: int, nbytes: int, *, pair: bool) -> None:
-        super().__init__(Key(Kind.WEIGHTS, unit), nbytes, pair=pair)
+    def __init__(self, unit: int, nbytes: int, slot_bytes: int, *, pair: bool) -> None:
+        super().__init__(Key(Kind.WEIGHTS, unit), nbytes, pair=pair, slot_bytes=slot_bytes)
         self.kept: dict[Place, set[int]] = {}
         self.pins = self.turn = 0
         self.updating = False
@@ -46,12 +46,13 @@ class Weights:
             for u in layout.units
         ]
         for unit, home in zip(layout.units, layout.homes, strict=True):
-            item = UnitWeights(unit.index, unit.weight_bytes, pair=layout.durable)
+            slot_bytes = layout.slot_bytes(unit.index)
+            item = UnitWeights(unit.index, unit.stored_bytes, slot_bytes, pair=layout.durable)
             for place in (home.host_place, home.device_place):
                 if place is not None:
                     item.fix(place)
-            if home.weights is Tier.NVME:
-                item.stored, item.roles.newest = True, 0
+            if home.weights is Tier.NVME or unit.index in layout.in_place:
+                item.stored, item.roles.newest = home.weights is Tier.NVME, 0
             items.add(item)
             self.units.append(item)
 
@@ -64,7 +65,7 @@ class Weights:
 
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
-        return self.units[unit].copy(self.layout.compute_tier)
+        return self.units[unit].copy(self.layout.tier_of(unit))
 
     def usable(self, unit: int) -> bool:
         """Whether compute may be told to go on (on a device, its stream waits for the copy)."""
@@ -85,7 +86,7 @@ class Weights:
         copy = item.copy(tier)
         assert copy is not None
         used = item.pins or copy.place in item.kept
-        return not (used and tier is self.layout.compute_tier)
+        return not (used and tier is self.layout.tier_of(item.key.number))
 
     def next_use(self, item: Item, tier: Tier) -> int:
         assert isinstance(item, UnitWeights)
@@ -102,7 +103,7 @@ class Weights:
         assert isinstance(item, UnitWeights)
         if item.key.number not in spare:
             return False
-        if tier is self.layout.compute_tier or item.updating:
+        if tier is self.layout.tier_of(item.key.number) or item.updating:
             return True
         return item.device is None or not item.device.valid  # there already: here it may go
 
@@ -119,7 +120,7 @@ class Weights:
         ``distance`` is how many uses away the unit is (-1: now); only copies that are used later
         give way.  ``spare`` names units that must not.
         """
-        if not self.layout.has_device:
+        if not self.layout.apart[unit]:
             return self.toward_host(unit, distance, spare)
         item = self.units[unit]
         if item.device is not None or item.updating:
@@ -184,14 +185,14 @@ class Weights:
     def forget_kept(self) -> None:
         """No copy whose slot a graph keeps is used again: the graph may write there."""
         for item in self.units:
-            copy = item.copy(self.layout.compute_tier)
+            copy = self.compute_copy(item.key.number)
             if copy is not None and copy.place in item.kept:
                 self._orphan(item)
 
     def _orphan(self, item: UnitWeights) -> None:
         """Forgets the copy that compute has used; a graph still has its slot.  Without one that may
         be forgotten so, does nothing."""
-        tier = self.layout.compute_tier
+        tier = self.layout.tier_of(item.key.number)
         copy = item.copy(tier)
         if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
             return

@@ -7,7 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
+from ..facts.tier import Tier
+from ..io_engine import allocate_host
 from ..movement.direct import DirectAccess
+from ..movement.packing import pack_param, unpack_param, unpack_unit
 from ..movement.pools import Arenas
 from ..optim import Noise
 from ..optim.formats import join_master, split_master
@@ -16,7 +19,7 @@ from ..optim.reference import load_moment, read_moment
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
-from ..schedule.units import Chunk, ParamSpec, Subgroup
+from ..schedule.units import Chunk, ParamSpec, Subgroup, Unit
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
 MASTERS = ("master", "master_lo")
@@ -48,6 +51,12 @@ class Contents:
 
     # -- writing --------------------------------------------------------------------------------
 
+    def show_in_place(self, unit: int) -> None:
+        """What is read in place comes where it is to stay."""
+        home = self._layout.homes[unit]
+        if home.device_place is not None or home.host_place is not None:
+            self._direct.reload(Key(Kind.WEIGHTS, unit))
+
     def load(
         self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
     ) -> bool:
@@ -62,6 +71,11 @@ class Contents:
         place = self._direct.place(item) if first else self._direct.bring(item)
         if first:
             self._arenas.bytes_of(place).zero_()
+        if self._layout.units[unit].packed:
+            assert first, "what is packed is not changed"
+            self._pack(self._layout.units[unit], place, value_of)
+            self._direct.store(item, first=first)
+            return finite
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
             fields: dict[int, dict[str, torch.Tensor]] = {}  # by parameter, what goes to records
@@ -91,6 +105,24 @@ class Contents:
                 self._load_state(unit, number, fields, first=first)
         self._direct.store(item, first=first)
         return finite
+
+    def _pack(
+        self, unit: Unit, place: Place, value_of: Callable[[ParamSpec], Values | None]
+    ) -> None:
+        page = target = self._arenas.bytes_of(place)
+        if not self._in_page(unit):
+            page = torch.from_numpy(allocate_host(unit.page_bytes).array)
+        for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
+            values = value_of(spec)
+            assert values is not None
+            pack_param(chunk, spec, part, page, flat_like(spec, values["weight"], chunk.dtype))
+        if page is not target:
+            unpack_unit(unit, page.to(target.device), target)
+
+    def _in_page(self, unit: Unit) -> bool:
+        """Whether the weights lie packed where they have their home: all but those that live where
+        compute has them."""
+        return unit.packed and self._layout.homes[unit.index].weights is not Tier.DEVICE
 
     def _load_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, weight: torch.Tensor,
@@ -256,7 +288,15 @@ class Contents:
         """The exact value of every parameter of a unit: its master, else its weight."""
         yield from self.masters(unit)
         place = self._direct.bring(Key(Kind.WEIGHTS, unit))
-        for chunk in self._layout.units[unit].chunks:
+        each = self._layout.units[unit]
+        if self._in_page(each):
+            page = self._arenas.bytes_of(place).cpu()
+            for (chunk, spec), part in zip(each.params, each.page, strict=True):
+                value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
+                unpack_param(spec, part, page, value)
+                yield spec, value.as_strided(spec.shape, spec.stride)
+            return
+        for chunk in each.chunks:
             if chunk.group is None:
                 flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
                 for spec in chunk.params:

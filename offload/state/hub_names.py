@@ -8,8 +8,11 @@ one group of tensors at a time: the least that belongs together, such as the exp
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 from torch import nn
 
 from ..training import torch_private
-from .weight_files import WeightFiles
+from .weight_files import FileRun, InFiles, WeightFiles
 
 Read = Callable[[str], torch.Tensor]
 
@@ -199,6 +202,7 @@ class HubFiles:
             n for n in files.names if n not in used and not any(re.search(k, n) for k in left_out)
         ]
         self._last: tuple[Group, dict[str, torch.Tensor]] | None = None
+        self._traced: tuple[Group | None, dict[str, InFiles]] = None, {}
 
     @property
     def names(self) -> list[str]:
@@ -216,3 +220,66 @@ class HubFiles:
         if self._last is None or self._last[0] is not group or name not in self._last[1]:
             self._last = group, group.convert(self._model, self._files.read)
         return self._last[1].pop(name)
+
+    def find(self, name: str) -> InFiles | None:
+        """See ``TensorFiles``."""
+        group = self._group[name]
+        if group.transform is None:
+            return self._files.find(group.sources[0][0])
+        if group is not self._traced[0]:
+            self._traced = group, _trace(group, self._model, self._files)
+        return self._traced[1].get(name)
+
+
+def _trace(group: Group, model: nn.Module, files: WeightFiles) -> dict[str, InFiles]:
+    """Where tensors lie that are put together of others, row by row; none where rows are not kept
+    whole.
+
+    The conversion is run on tensors of which every row is one number, its own.
+    """
+    runs, kinds = list[tuple[FileRun, int]](), set[tuple[torch.dtype, int]]()
+    numbers: dict[str, torch.Tensor] = {}
+    count = 0
+    for name, _ in group.sources:
+        found, shape = files.find(name), files.shape(name) or ()
+        if found is None or len(shape) < 2 or not math.prod(shape):
+            return {}
+        rows = math.prod(shape[:-1])
+        (run,) = found.runs
+        runs.append((run, count))
+        kinds.add((found.dtype, shape[-1]))
+        each = torch.arange(count, count + rows, device="cpu")
+        numbers[name] = each.reshape(*shape[:-1], 1)
+        count += rows
+    try:
+        made = group.convert(model, numbers.__getitem__)
+    except Exception:  # it looks at what is in a row
+        return {}
+    if len(kinds) != 1:
+        return {}
+    ((dtype, width),) = kinds
+    places = {}
+    for name, numbered in made.items():
+        if numbered.shape != (*group.made[name].shape[:-1], 1) or numbered.dtype != torch.int64:
+            return {}
+        places[name] = InFiles(dtype, _runs(numbered.flatten(), runs, width * dtype.itemsize))
+    return places
+
+
+def _runs(
+    rows: torch.Tensor, runs: list[tuple[FileRun, int]], row_bytes: int
+) -> tuple[FileRun, ...]:
+    """Rows by their numbers as runs of files; ``runs`` has the first number of each."""
+    starts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), rows.numel()]
+    firsts, found = [first for _, first in runs], list[FileRun]()
+    for start, stop in itertools.pairwise(starts):
+        at, end = int(rows[start]), int(rows[start]) + stop - start
+        while at < end:
+            number = bisect_right(firsts, at) - 1
+            run, first = runs[number]
+            count = min(end, first + run.nbytes // row_bytes) - at
+            found.append(
+                FileRun(run.path, run.offset + (at - first) * row_bytes, count * row_bytes)
+            )
+            at += count
+    return tuple(found)

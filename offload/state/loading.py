@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
 from ..planning.partition import Partition
 from ..schedule.units import ParamSpec
-from .contents import Values
+from .contents import Values, is_finite
 from .edits import spoil
 from .homes import Homes
 from .importing import open_weights
@@ -33,7 +33,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
         rule = blueprint.rule_of(index)
         if rule is not None:
             machinery.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+    _require_finite(parts, names)
     for unit in parts.units:
+        if unit.index in machinery.layout.in_place:
+            homes.contents.show_in_place(unit.index)
+            taken.free(unit, theirs=False)
+            continue
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
         if any(parts.parameters[i].is_meta and i not in names for i in specs):
@@ -48,7 +53,25 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
         finite = homes.contents.load(unit.index, values, first=True)
         if not finite and machinery.store.writer is not None:
             spoil(machinery.executor, unit)
-        taken.free(unit, theirs=files is None)
+        taken.free(unit, theirs=files is None and not unit.packed)
+
+
+def _require_finite(parts: Partition, names: Container[int]) -> None:
+    """What is to be packed and is in memory, before anything is given up for it.
+
+    Raises:
+        ValueError: a weight is not finite.
+    """
+    for unit in parts.units:
+        for (_, spec), part in zip(unit.params, unit.page, strict=False):
+            value = parts.parameters[spec.index].detach()
+            if part.form is None or spec.index in names or value.is_meta:
+                continue
+            if not is_finite(value.cpu()):
+                raise ValueError(
+                    f"{spec.name}: a weight that is not finite cannot be kept as {part.form}; "
+                    "leave frozen= out, or mend the weight"
+                )
 
 
 def values_of_unit(

@@ -275,9 +275,14 @@ class WeightDoor:
             OffloadError: the model runs, or this step's backward has updated a unit already.
         """
         self.reconcile()
+        fixed = self._executor.layout.unchangeable
+        for index, read in values.items():
+            if self._parts.unit_of[index] in fixed:
+                self._require_same(index, read().detach())
         parts = {
             unit.index: [spec.index for _, spec in unit.params if spec.index in values]
             for unit in self._parts.units
+            if unit.index not in fixed
         }
         self.require_writable(parts)
 
@@ -314,12 +319,33 @@ class WeightDoor:
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
             self._showing.refuse_edit(unit)
 
+    def _require_same(self, index: int, value: torch.Tensor) -> None:
+        """
+        Raises:
+            OffloadError: a weight that cannot be changed would get another value.
+        """
+        weight = self._copy(index)
+        if not torch.equal(value.to(weight.device, weight.dtype), weight):
+            packed = self._parts.units[self._parts.unit_of[index]].packed
+            why = (
+                "is kept in the format of frozen=" if packed
+                else "is read in place from the files that weights= names"
+            )  # fmt: skip
+            raise OffloadError(
+                f"{self.name(index)} is not trained, and {why}, so it cannot be changed; leave "
+                "that option out and load the model before wrap, or overspill.unwrap(model) first"
+            )
+
     def _is_lent(self, index: int, value: torch.Tensor) -> bool:
         loan = self._loans.get(index)
         return loan is not None and torch_private.same_memory(loan.copy, value)
 
     def _write(self, values: Mapping[int, torch.Tensor]) -> None:
         self._executor.raise_failure()
+        fixed = self._executor.layout.unchangeable
+        for index in [i for i in values if self._parts.unit_of[i] in fixed]:
+            self._require_same(index, values[index].detach())
+        values = {i: v for i, v in values.items() if self._parts.unit_of[i] not in fixed}
         parts: dict[int, list[int]] = {}
         for index in sorted(values, key=self._parts.unit_of.__getitem__):
             parts.setdefault(self._parts.unit_of[index], []).append(index)

@@ -1,8 +1,9 @@
-"""Foreign files that weights are imported from: safetensors, one or in shards."""
+"""Foreign files that weights are imported from, or read in place: safetensors, one or in shards."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,23 @@ from ..planning.partition import Partition
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER = "optimizer.pt"  # in the folder of an export
 DISTRIBUTED = ".metadata"  # in every folder of torch.distributed.checkpoint
+
+
+@dataclass(frozen=True)
+class FileRun:
+    """Bytes of a file that lie one after the other."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class InFiles:
+    """A tensor as it lies in files: runs that follow each other in a contiguous tensor."""
+
+    dtype: torch.dtype
+    runs: tuple[FileRun, ...]
 
 
 class TensorFiles(Protocol):
@@ -34,6 +52,10 @@ class TensorFiles(Protocol):
         """One tensor."""
         ...
 
+    def find(self, name: str) -> InFiles | None:
+        """Where a tensor lies, or ``None`` where it has to be made from what is in the files."""
+        ...
+
 
 class WeightFiles:
     """Tensors of a safetensors file or a (sharded) Hugging Face folder, read one at a time."""
@@ -42,6 +64,7 @@ class WeightFiles:
         self.path = path
         self._files: dict[str, Any] = {}
         self._where: dict[str, Path] = {}
+        self._headers: dict[Path, dict[str, tuple[torch.dtype, FileRun]]] = {}
         for file in self._list(path):
             for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
                 self._where[name] = file
@@ -102,6 +125,35 @@ class WeightFiles:
             raise ValueError(f"weights: {self._where[name]}: {name}: {error}") from error
         assert isinstance(tensor, torch.Tensor)
         return tensor
+
+    def find(self, name: str) -> InFiles | None:
+        """See ``TensorFiles``."""
+        file = self._where[name]
+        if file not in self._headers:
+            self._headers[file] = _header(file)
+        dtype, run = self._headers[file].get(name, (None, None))
+        return None if dtype is None or run is None else InFiles(dtype, (run,))
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+           "BF16": torch.bfloat16}  # fmt: skip
+
+
+def _header(file: Path) -> dict[str, tuple[torch.dtype, FileRun]]:
+    """Where the floating-point tensors of a safetensors file lie; it was opened as one before.
+
+    A length of 8 bytes, so many bytes of JSON, then the tensors' bytes, from which offsets count.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(length))
+    found = {}
+    for name, entry in entries.items():
+        if name != "__metadata__" and entry["dtype"] in _DTYPES:
+            start, stop = entry["data_offsets"]
+            run = FileRun(file, 8 + length + start, stop - start)
+            found[name] = _DTYPES[entry["dtype"]], run
+    return found
 
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:

@@ -87,11 +87,12 @@ class Residences:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._held, self._stubs = held, stubs
         count = len(parts.units)
-        homes, has_device = executor.layout.homes, executor.layout.has_device
+        homes, apart = executor.layout.homes, executor.layout.apart
         self.fixed = [home.resident for home in homes]
         # By unit, where its weights are for compute; what moves, as long as it is open.
         self.places: list[Place | None] = [
-            home.device_place if has_device else home.host_place for home in homes
+            home.device_place if there else home.host_place
+            for home, there in zip(homes, apart, strict=True)
         ]
         self.groups = [(u.index, *u.shares) for u in parts.units]
         self.users = [

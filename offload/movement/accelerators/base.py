@@ -24,11 +24,13 @@ __all__ = [
     "Accelerator",
     "CopyDone",
     "Event",
+    "Fill",
     "OnDone",
     "OverlapError",
     "aligned_bytes",
     "copied_bytes",
     "deliver",
+    "halves",
 ]
 
 log = logging.getLogger("overspill")
@@ -63,6 +65,7 @@ class CopyDone:
 
 
 OnDone = Callable[[CopyDone], None]
+Fill = Callable[[torch.Tensor, torch.Tensor], None]  # of a slot, from a page
 
 
 class InOrder:
@@ -136,6 +139,16 @@ class Accelerator(Protocol):
             ValueError: the tensors are not flat uint8 of one length in the right memories.
             OverlapError: ``sim`` only; ``after`` does not cover the last use of ``dst``.
         """
+        ...
+
+    def unpack(
+        self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        """Has ``fill`` make weights in ``slot`` of a ``page`` in host memory, behind the copies of
+        ``copy_in``; on a device the page is first copied to the slot's end.  ``fill`` is called
+        with weights and page, where compute has them, and gives the device work or does it; else as
+        ``copy_in``."""
         ...
 
     def copy_out(
@@ -229,6 +242,12 @@ def copied_bytes(dst: torch.Tensor, src: torch.Tensor) -> int:
     if dst.numel() != src.numel():
         raise ValueError(f"dst holds {dst.numel()} bytes, src {src.numel()}; they must be equal")
     return dst.numel()
+
+
+def halves(slot: torch.Tensor, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a slot has room for: weights, and behind them a page."""
+    size = page.numel()
+    return slot.narrow(0, 0, slot.numel() - size), slot.narrow(0, slot.numel() - size, size)
 
 
 def aligned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:

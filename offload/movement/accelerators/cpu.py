@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
@@ -13,7 +13,7 @@ import torch
 from ...errors import OffloadError
 from ...facts.rates import Rates
 from ...io_engine.once import Once
-from .base import Event, InOrder, OnDone, copied_bytes
+from .base import Event, Fill, InOrder, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 
 
@@ -42,7 +42,8 @@ class _Copied:
 
 class CpuAccelerator(InOrder):
     """See ``Accelerator``.  Asking it for device memory, or a copy of weights, is a bug of the
-    engine.  What autograd saves is copied to where disks read and write, and back."""
+    engine.  What autograd saves is copied to where disks read and write, and back; weights that are
+    kept in another format are unpacked."""
 
     name = "cpu"
     limits = Rates()
@@ -74,6 +75,12 @@ class CpuAccelerator(InOrder):
     ) -> Event:
         self._refuse("a copy in")
 
+    def unpack(
+        self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        return self._put("copy_in", page, page, after, on_done, lambda: fill(slot, page))
+
     def copy_out(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
@@ -97,6 +104,12 @@ class CpuAccelerator(InOrder):
         on_done: OnDone,
     ) -> Event:  # fmt: skip
         copied_bytes(dst, src)
+        return self._put(name, dst, src, after, on_done)
+
+    def _put(
+        self, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
+        on_done: OnDone, instead: Callable[[], None] | None = None,
+    ) -> Event:  # fmt: skip
         event = _Copied()
         with self._lock:
             if self._closed:
@@ -104,7 +117,11 @@ class CpuAccelerator(InOrder):
             if name not in self._lanes:
                 self._lanes[name] = CopyLane(name, None, 0.0, None)
             now_ns = time.perf_counter_ns()
-            self._lanes[name].put(CopyJob(dst, src, after, now_ns, event.passed.set, on_done))
+            self._lanes[name].put(
+                CopyJob(
+                    dst, src, after, now_ns, event.passed.set, on_done, instead, instead is None
+                )
+            )
         return event
 
     def record(self) -> Event:

@@ -19,7 +19,10 @@ __all__ = ["CopyJob", "CopyLane"]
 
 @dataclass(frozen=True)
 class CopyJob:
-    """A copy that waits for its turn.  ``finish`` is told when it is over, before ``on_done``."""
+    """A copy that waits for its turn.  ``finish`` is told when it is over, before ``on_done``.
+
+    ``then``: done after it; ``copies``: else that is all.
+    """
 
     dst: torch.Tensor
     src: torch.Tensor
@@ -27,6 +30,8 @@ class CopyJob:
     submitted_ns: int
     finish: Callable[[], None]
     on_done: OnDone
+    then: Callable[[], None] | None = None
+    copies: bool = True
 
 
 class CopyLane:
@@ -68,7 +73,10 @@ class CopyLane:
                     self._disturb(self._name, job.dst.numel())
                 # Without the GIL, and on this one thread: a copy by torch would wake a second
                 # team of compute threads.
-                ctypes.memmove(job.dst.data_ptr(), job.src.data_ptr(), job.dst.numel())
+                if job.copies:
+                    ctypes.memmove(job.dst.data_ptr(), job.src.data_ptr(), job.dst.numel())
+                if job.then is not None:
+                    job.then()
                 self._pace.hold(job.dst.numel(), ready_ns)
             except BaseException as raised:
                 error = raised

@@ -23,7 +23,7 @@ from ...errors import OffloadError
 from ...facts.rates import Rates
 from ...io_engine import allocate_host
 from ...io_engine.once import Once
-from .base import Event, InOrder, OnDone, copied_bytes
+from .base import Event, Fill, InOrder, OnDone, copied_bytes, halves
 from .lane import CopyJob, CopyLane
 from .ordering import Clock, Ordering, join
 
@@ -119,6 +119,15 @@ class SimAccelerator(InOrder):
     ) -> Event:
         return self._copy(COPY_IN, dst, src, after, on_done)
 
+    def unpack(
+        self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        weights, behind = halves(slot, page)
+        return self._copy(
+            COPY_IN, behind, page, after, on_done, slot, lambda: fill(weights, behind)
+        )
+
     def copy_out(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
@@ -161,10 +170,14 @@ class SimAccelerator(InOrder):
         src: torch.Tensor,
         after: Sequence[Event],
         on_done: OnDone,
+        touched: torch.Tensor | None = None,
+        then: Callable[[], None] | None = None,
     ) -> Event:
+        """``touched``: what is written on the device, if more than the copy; ``then``: by this."""
         self._refuse_closed()
-        nbytes = copied_bytes(dst, src)
+        copied_bytes(dst, src)
         device, host = (dst, src) if lane == COPY_IN else (src, dst)
+        device = device if touched is None else touched
         if not self._on_device(device) or self._on_device(host) or host.device.type != "cpu":
             raise ValueError(f"{lane} is between host memory and this device's arena; got others")
         events = [self._own(event) for event in after]
@@ -172,14 +185,14 @@ class SimAccelerator(InOrder):
             clock = self._ordering.access(
                 lane,
                 device.data_ptr(),
-                nbytes,
+                device.numel(),
                 writes=lane == COPY_IN,
                 after=[self._thread.known, *(event.clock for event in events)],
             )
             event = _SimEvent(self, clock)
             now_ns = time.perf_counter_ns()
             over = self._over(event)
-            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done))
+            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done, then))
             self._last[lane] = event
         return event
 

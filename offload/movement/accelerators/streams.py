@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from ...errors import OffloadError, format_bytes
 from ...facts.rates import Rates
 from ...facts.trace import Instant
-from .base import CopyDone, Event, OnDone, aligned_bytes, copied_bytes, deliver
+from .base import CopyDone, Event, Fill, OnDone, aligned_bytes, copied_bytes, deliver, halves
 from .stream_clock import StreamClock, StreamInstant
 from .vendors import VENDORS, Vendor
 
@@ -90,8 +90,9 @@ class _CopyStream:
         pieces: Sequence[tuple[torch.Tensor, torch.Tensor]],
         after: Sequence[Event],
         on_done: OnDone,
+        then: Callable[[], None] | None = None,
     ) -> Event:
-        """Gives the stream all ``(dst, src)`` pieces of one copy."""
+        """Gives the stream all ``(dst, src)`` pieces of one copy, and what ``then`` has it do."""
         started, finished = self._make.event(timing=True), self._make.event(timing=True)
         with self._make.on(self.stream):
             for event in after:
@@ -99,6 +100,8 @@ class _CopyStream:
             started.event.record(self.stream)
             for dst, src in pieces:
                 dst.copy_(src, non_blocking=True)
+            if then is not None:
+                then()
             finished.event.record(self.stream)
         nbytes = sum(dst.numel() for dst, _ in pieces)
         self._copies.put(_Copy(started, finished, nbytes, on_done, pieces))
@@ -208,6 +211,15 @@ class StreamsAccelerator:
         self._check(host=src, device=dst)
         pieces = [(device, host) for host, device in self._pieces(src, dst)]
         return self._in.copy(pieces, after, on_done)
+
+    def unpack(
+        self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        weights, behind = halves(slot, page)
+        self._check(host=page, device=behind)
+        pieces = [(device, host) for host, device in self._pieces(page, behind)]
+        return self._in.copy(pieces, after, on_done, lambda: fill(weights, behind))
 
     def copy_out(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone

@@ -1,0 +1,55 @@
+"""Frozen weights of a store that keeps them in another format, as compute has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..io_engine import allocate_host
+from ..optim import packed
+from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of
+
+Begin = Callable[[int, int], Callable[[], Bytes]]  # bytes [low, high) of a page: begun, then had
+
+
+def unpacked(
+    p: Mapping[str, Any], dtype: torch.dtype, where: Sequence[Any], begin: Begin
+) -> StreamedTensor:
+    """A parameter of a page, in parts.
+
+    Args:
+        where: its format (``None``: as it is), and where it lies in the page, in bytes.
+    """
+    form, base, nbytes = where
+    shape = tuple(p["shape"])
+
+    def as_it_is() -> Iterator[Part]:
+        for low in range(0, nbytes, PART_BYTES):
+            high = min(low + PART_BYTES, nbytes)
+            yield Part(high - low, begin(base + low, base + high))
+
+    def parts() -> Iterator[Part]:
+        whole = packed.Parts(form, shape)
+        for window in packed.windows(whole, PART_BYTES // dtype.itemsize):
+            begun = [(begin(base + low, base + high), to) for low, high, to in window.moves]
+            count = window.stop - window.start
+            yield Part(count * dtype.itemsize, _unpack(window, dtype, begun))
+
+    return StreamedTensor(p["name"], dtype, shape, as_it_is if form is None else parts)
+
+
+def _unpack(
+    window: packed.Window, dtype: torch.dtype, begun: Sequence[tuple[Callable[[], Bytes], int]]
+) -> Callable[[], Bytes]:
+    def wait() -> Bytes:
+        page = allocate_host(window.parts.nbytes).array
+        for had, to in begun:
+            data = had()
+            page[to : to + len(data)] = data
+        weight = torch.empty(window.stop - window.start, dtype=dtype, device="cpu")
+        packed.unpack(window.parts, torch.from_numpy(page), weight)
+        return bytes_of(weight)
+
+    return wait

@@ -1,0 +1,43 @@
+"""A unit's weights, between the page that they are kept in and the slot where compute has them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..optim import packed
+from ..schedule.units import Chunk, PagePart, ParamSpec, Unit
+
+
+def unpack_unit(unit: Unit, page: torch.Tensor, slot: torch.Tensor) -> None:
+    """Fills a slot from a page: both flat uint8, on one device."""
+    for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
+        start = chunk.byte_offset + spec.offset * chunk.dtype.itemsize
+        weight = slot.narrow(0, start, spec.numel * chunk.dtype.itemsize).view(chunk.dtype)
+        unpack_param(spec, part, page, weight)
+
+
+def unpack_param(spec: ParamSpec, part: PagePart, page: torch.Tensor, weight: torch.Tensor) -> None:
+    """Fills a parameter, flat, from its unit's page."""
+    source = page.narrow(0, part.offset, part.nbytes)
+    if part.form is None:
+        weight.copy_(source.view(weight.dtype))
+    else:
+        packed.unpack(packed.Parts(part.form, spec.shape), source, weight)  # type: ignore[arg-type]
+
+
+def pack_param(
+    chunk: Chunk, spec: ParamSpec, part: PagePart, page: torch.Tensor, flat: torch.Tensor
+) -> None:
+    """Puts a parameter, flat and of its chunk's dtype, into its unit's page; on the CPU.
+
+    Raises:
+        ValueError: it is not finite, and is to be packed.
+    """
+    target = page.narrow(0, part.offset, part.nbytes)
+    if part.form is None:
+        target.view(chunk.dtype).copy_(flat)
+        return
+    try:
+        packed.pack(packed.Parts(part.form, spec.shape), flat, target)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{spec.name}: {error}; leave frozen= out, or mend the weight") from None

@@ -1,0 +1,79 @@
+"""Which frozen weights are kept in another format than compute has them in, and where in a page."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..optim.packed import BORDER, Format, Parts
+from ..schedule.units import PAGE, PagePart, Unit, align
+from .partition import Partition
+
+LEAST = 64  # rows and columns: smaller matrices (gates, tables of positions) are kept as they are
+
+
+def with_pages(
+    model: nn.Module, parts: Partition, form: Format, kept: Container[nn.Parameter]
+) -> Partition:
+    """The same, with the matrices of units that are not trained in a format; and the stacks of
+    matrices, as those of experts.
+
+    As QLoRA does it, embeddings and the head that gives logits keep theirs, and so do
+    convolutions, norms and biases; and the parameters ``kept``.
+    """
+    if not parts.found:
+        return parts
+    wanted = {p for p in _packable(model, parts.found[-1].module) if p not in kept}
+    units = tuple(
+        unit if unit.trainable or unit.encloses else _packed(unit, parts.parameters, form, wanted)
+        for unit in parts.units
+    )
+    return replace(parts, units=units)
+
+
+def _packable(model: nn.Module, head: nn.Module) -> frozenset[nn.Parameter]:
+    left_out: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            left_out.update(module.parameters(recurse=False))
+    for module in _heads(model, head):
+        left_out.update(module.parameters())
+    return frozenset(p for p in model.parameters() if p not in left_out and _is_matrix(p))
+
+
+def _heads(model: nn.Module, last: nn.Module) -> Iterable[nn.Module]:
+    if isinstance(last, nn.Linear) and last.out_features > last.in_features:
+        yield last
+    for module in model.modules():  # a model may be wrapped in others, as by peft
+        named = getattr(module, "get_output_embeddings", None)
+        found = named() if callable(named) else None
+        if isinstance(found, nn.Module):
+            yield found
+
+
+def _is_matrix(p: nn.Parameter) -> bool:
+    if p.dim() not in (2, 3) or min(p.shape[-2:]) < LEAST or (p.dim() == 3 and p.shape[0] == 1):
+        return False
+    dense = torch.empty(p.shape, device="meta").stride()
+    return p.is_floating_point() and p.stride() == dense
+
+
+def _packed(
+    unit: Unit, parameters: Sequence[nn.Parameter], form: Format,
+    wanted: Container[nn.Parameter],
+) -> Unit:  # fmt: skip
+    parts: list[PagePart] = []
+    offset = 0
+    for chunk, spec in unit.params:
+        packs = parameters[spec.index] in wanted
+        nbytes = spec.numel * chunk.dtype.itemsize
+        if packs:
+            nbytes = Parts(form, spec.shape).nbytes
+        parts.append(PagePart(form if packs else None, offset, nbytes))
+        offset += align(nbytes, BORDER)
+    if all(part.form is None for part in parts):
+        return unit
+    return replace(unit, page=tuple(parts), page_bytes=align(offset, PAGE))
