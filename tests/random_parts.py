@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from overspill.planning.partition import Partition
-from overspill.schedule.units import Chunk, ParamSpec, Unit, align
+from overspill.schedule.units import Chunk, PagePart, ParamSpec, Unit, align
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,15 @@ def random_parts(rng: random.Random) -> Partition:
         grads = nbytes if group is not None else 0
         units.append(Unit(index, f"u{index}", (chunk,), shares, rng.random() < 0.1, nbytes, grads))
     return Partition(tuple(units), (), (), ())
+
+
+def some_packed(parts: Partition, rng: random.Random) -> Partition:
+    """Frozen units that are kept in another format, some of them."""
+
+    def drawn(unit: Unit) -> Unit:
+        if unit.trainable or unit.encloses or rng.random() < 0.4:
+            return unit
+        nbytes = align(unit.weight_bytes // rng.choice([2, 4]) + rng.choice([64, 4096]), 4096)
+        return replace(unit, page=(PagePart("nf4", 0, nbytes),), page_bytes=nbytes)
+
+    return replace(parts, units=tuple(map(drawn, parts.units)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
 from ..schedule.messages import CopyIn, CopyOut, Key, Kind, Read, Write
@@ -91,11 +92,14 @@ class Mover:
             self._events.set(work.place, event)
 
     def _unpack(self, work: CopyIn, unit: Unit) -> None:
+        after = self._events.over(work.place)
+        if work.source.tier is Tier.DEVICE:
+            after = [*after, *self._events.over(work.source)]
         with self._trace.during("copy_in", unit.name):
             event = self._accelerator.unpack(
                 self._arenas.bytes_of(work.place), self._arenas.bytes_of(work.source),
                 lambda weights, page: unpack_unit(unit, page, weights),
-                after=self._events.over(work.place), on_done=self._copied(work, "copy_in"),
+                after=after, on_done=self._copied(work, "copy_in"),
             )  # fmt: skip
             self._events.set(work.place, event)
 

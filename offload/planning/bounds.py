@@ -183,7 +183,7 @@ def _moved_weights(layout: Layout) -> tuple[int, int]:
     streamed = sum(
         unit.stored_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
-        if not home.resident
+        if not home.resident and not home.page_on_device
     )
     paged = sum(
         unit.stored_bytes

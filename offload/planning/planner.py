@@ -62,6 +62,7 @@ class _Planner:
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.visit_slot = self.saved_room = 0
         self.unpacked = 0  # of host memory, for what compute has unpacked there
+        self.pages_there: set[int] = set()  # units whose page lives on the device
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
@@ -104,7 +105,8 @@ class _Planner:
 
     def _slot(self, unit: Unit) -> int:
         """See ``Layout.slot_bytes``."""
-        return unit.weight_bytes + (unit.page_bytes if self.has_device else 0)
+        behind = self.has_device and unit.index not in self.pages_there
+        return unit.weight_bytes + (unit.page_bytes if behind else 0)
 
     def _demand(self, *, apart: bool) -> int:
         """The most that weights used at once take, of those that move: apart, or where they are."""
@@ -198,6 +200,7 @@ class _Planner:
                 self.resident[unit.index] = True
             fixed += taken
         ahead = self._ahead(budget - fixed - gather, self._device_weights)
+        fixed += self._keep_pages(budget - fixed - gather - self._device_weights(ahead))
         room = budget - fixed - gather - self._device_weights(ahead)
         prefer = self.needs.prefer
         whole = _Spend(int(room * prefer.share * prefer.device))
@@ -205,9 +208,22 @@ class _Planner:
             self._move_to_device(whole)
         spend = _Spend(int(room * prefer.share * (1 - prefer.device)) + whole.left)
         for unit in self.order:
-            if not self.resident[unit.index] and spend.take(unit.weight_bytes):
-                self.resident[unit.index] = True
+            if not self.resident[unit.index] and unit.index not in self.pages_there:
+                self.resident[unit.index] = spend.take(unit.weight_bytes)
         return self._device_weights(ahead), gather
+
+    def _keep_pages(self, room: int) -> int:
+        """Lets as many pages as fit live on the device, where all weights do not: they take a part
+        of the room of unpacked ones, and nothing comes over the link.  Their bytes."""
+        if self.needs.durable:
+            return 0  # commits are written from host memory
+        spend = _Spend(room)
+        for unit in self.order:
+            stays = self.resident[unit.index] or not unit.packed
+            if not stays and spend.take(unit.page_bytes):
+                self.pages_there.add(unit.index)
+                self.weights[unit.index] = Tier.HOST
+        return room - spend.left
 
     def _make_room_for_visits(self, room: int) -> int:
         """Bytes of the slots for records that visit the device; 0: none do, or there is no room."""
@@ -229,6 +245,8 @@ class _Planner:
         if self.needs.update_in_backward or self.needs.durable:
             return  # commits are written from host memory
         for unit in self.order:
+            if unit.index in self.pages_there:
+                continue
             nbytes = self.grad_bytes[unit.index] + self.state_bytes[unit.index]
             if not self.resident[unit.index]:
                 nbytes += unit.weight_bytes
@@ -315,7 +333,7 @@ class _Planner:
     def _homes(self) -> int:
         total = 0
         for unit in range(len(self.units)):
-            if self.weights[unit] is Tier.HOST:
+            if self.weights[unit] is Tier.HOST and unit not in self.pages_there:
                 total += self.units[unit].stored_bytes
             if self.grads[unit] is Tier.HOST:
                 total += self.grad_bytes[unit]
@@ -468,7 +486,9 @@ class _Planner:
                     device_place=put(Tier.DEVICE, unit.weight_bytes)
                     if self._apart(unit) and resident
                     else None,
-                    host_place=put(Tier.HOST, unit.stored_bytes)
+                    host_place=put(
+                        Tier.DEVICE if i in self.pages_there else Tier.HOST, unit.stored_bytes
+                    )
                     if home.weights is Tier.HOST
                     else None,
                     grad_place=put(home.grads, self.grad_bytes[i]),

@@ -261,6 +261,8 @@ class Simulation:
                 return work.place.nbytes
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
+            if work.source.tier is Tier.DEVICE:  # unpacked from there: nothing comes over the link
+                return 0
             saved = work.item.kind is Kind.SAVED
             return work.place.nbytes if saved else work.source.nbytes
         if isinstance(work, CopyOut):

@@ -68,7 +68,7 @@ def _owners(items: Items, forgotten: list[Place]) -> None:
 
 def _copy(item: Item, tier: Tier, copy: Copy) -> None:
     assert copy.holds >= 0, f"{item.key} was let go too often"
-    begins = copy.place.tier is tier and copy.place.offset == copy.slot.offset
+    begins = copy.fixed or (copy.place.tier is tier and copy.place.offset == copy.slot.offset)
     assert begins and copy.place.nbytes <= copy.slot.nbytes, f"{item.key} lies beside its slot"
 
 

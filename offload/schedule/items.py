@@ -79,9 +79,10 @@ class Item:
         else:
             self.host = copy
 
-    def fix(self, place: Place) -> None:
-        """The item has a home of its own there, which it never leaves."""
-        self._set(place.tier, Copy(place, place, valid=True, fixed=True))
+    def fix(self, place: Place, tier: Tier | None = None) -> None:
+        """The item has a home of its own there, which it never leaves; ``tier``: as whose copy, if
+        not as that of the place."""
+        self._set(tier or place.tier, Copy(place, place, valid=True, fixed=True))
 
 
 class Policy(Protocol):

@@ -19,7 +19,8 @@ class UnitHome:
     ``weights`` is the tier that owns the weights; ``resident`` says that the copy that compute
     uses never leaves.  ``grads`` is where gradients wait between backward and the update
     (``None``: only from arrival to an immediate update).  ``state`` is by subgroup.  Places are
-    set for what stays put: a host home, a resident device copy, and so on.
+    set for what stays put: a host home, a resident device copy, and so on.  The host home of a page
+    may lie on the device, from where its weights are unpacked.
     """
 
     weights: Tier
@@ -30,6 +31,11 @@ class UnitHome:
     device_place: Place | None = None
     grad_place: Place | None = None
     state_places: tuple[Place | None, ...] = ()
+
+    @property
+    def page_on_device(self) -> bool:
+        """Whether its page has its home there: nothing has to come over the link."""
+        return self.host_place is not None and self.host_place.tier is Tier.DEVICE
 
 
 COUNTED = 1 << 60  # where the names of places that are only counted begin
@@ -158,7 +164,8 @@ class Layout:
         """What the weights of a unit take where compute has them.  On a device, a page that is to
         be unpacked is copied behind them."""
         each = self.units[unit]
-        return each.weight_bytes + (each.page_bytes if self.has_device else 0)
+        behind = self.has_device and not self.homes[unit].page_on_device
+        return each.weight_bytes + (each.page_bytes if behind else 0)
 
     def region(self, kind: Kind, tier: Tier) -> Region:
         """What items of a kind move through in a tier.  Gradients that come share that of those

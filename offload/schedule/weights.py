@@ -48,9 +48,10 @@ class Weights:
         for unit, home in zip(layout.units, layout.homes, strict=True):
             slot_bytes = layout.slot_bytes(unit.index)
             item = UnitWeights(unit.index, unit.stored_bytes, slot_bytes, pair=layout.durable)
-            for place in (home.host_place, home.device_place):
+            fixed = (home.host_place, Tier.HOST), (home.device_place, Tier.DEVICE)
+            for place, tier in fixed:
                 if place is not None:
-                    item.fix(place)
+                    item.fix(place, tier)
             if home.weights is Tier.NVME or unit.index in layout.in_place:
                 item.stored, item.roles.newest = home.weights is Tier.NVME, 0
             items.add(item)

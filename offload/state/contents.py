@@ -110,13 +110,17 @@ class Contents:
         self, unit: Unit, place: Place, value_of: Callable[[ParamSpec], Values | None]
     ) -> None:
         page = target = self._arenas.bytes_of(place)
-        if not self._in_page(unit):
+        if place.tier is Tier.DEVICE:
             page = torch.from_numpy(allocate_host(unit.page_bytes).array)
         for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
             values = value_of(spec)
             assert values is not None
             pack_param(chunk, spec, part, page, flat_like(spec, values["weight"], chunk.dtype))
-        if page is not target:
+        if page is target:
+            return
+        if self._in_page(unit):
+            target.copy_(page)
+        else:
             unpack_unit(unit, page.to(target.device), target)
 
     def _in_page(self, unit: Unit) -> bool:

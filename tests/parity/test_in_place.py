@@ -109,7 +109,8 @@ def test_training_is_the_same_and_none_of_it_is_written(
     assert before == (file.read_bytes(), file.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The test device has no histogram of whole numbers, by which tokens come to their experts.
+@pytest.mark.parametrize("family", ["llama", "mixtral"] if CPU == "cpu" else ["llama"])
 @pytest.mark.parametrize("place", TIGHT)
 def test_inference_needs_no_store_and_no_room_for_the_model(
     place: str, family: str, tmp_path: Path
@@ -147,7 +148,7 @@ def test_only_what_lies_in_the_files_as_in_memory_is_read_in_place(tmp_path: Pat
     """Another dtype, or a unit that lacks a tensor there, is loaded as ever."""
     file = file_of(inference.build().to(torch.bfloat16), tmp_path)
     model = inference.build()
-    options: dict[str, Any] = {"device": CPU, "host_memory": "64MiB", "rates": RATES}
+    options: dict[str, Any] = {"host_memory": "64MiB", "rates": RATES, **inference.PLACES["device"]}
     with overspill.wrap(model, weights=file, **options) as made:
         assert not made.plan.detail.layout.in_place
     model = inference.build()

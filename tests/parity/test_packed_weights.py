@@ -15,7 +15,7 @@ import overspill
 from overspill.facts.tier import Tier
 from overspill.io_engine import allocate_host
 from overspill.optim import packed
-from tests.devices import CPU, SIM, normal
+from tests.devices import CPU, SIM, about_cpu, normal
 from tests.parity import test_inference as inference
 from tests.parity.test_in_place import adamw, file_of, written
 from tests.parity.test_partly_frozen import WIDTH, build
@@ -235,6 +235,7 @@ def test_a_weight_that_is_not_finite_is_told_of_before_anything_is_lost(tmp_path
             assert torch.equal(value, before[name]), name
 
 
+@about_cpu
 def test_embeddings_and_the_head_keep_theirs() -> None:
     import transformers as hf
 

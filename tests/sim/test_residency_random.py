@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from overspill.schedule.messages import (
     Held,
     Judged,
     Key,
+    Kind,
     Locate,
     Need,
     Read,
@@ -42,7 +44,7 @@ from overspill.schedule.messages import (
 )
 from overspill.schedule.protocol import Protocol
 from overspill.schedule.residency import Residency
-from tests.random_parts import Field, random_parts
+from tests.random_parts import Field, random_parts, some_packed
 from tests.sim.commit_shadow import Shadow
 
 MOST_MOVES = 10  # of one unit or record, after the last step
@@ -171,6 +173,8 @@ class Chaos:
         self.protocol.begin_edit()
         stored = self.machine.layout.stored
         for item in self.rng.sample(stored, self.rng.randint(1, len(stored))):
+            if item.kind is Kind.WEIGHTS and item.number in self.machine.layout.unchangeable:
+                continue
             grant = self.ask(lambda ticket, item=item: Locate(item, ticket))
             assert grant.roles is not None
             tier, _ = self.machine.layout.home(item)
@@ -228,12 +232,16 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
         device=other.choice([0.0, 0.0, 0.5, 1.0]), visiting=other.choice([0.0, 0.0, 0.3, 1.0])
     )
     needs = Needs(fields, accumulate, mode, int(rng.random() < 0.5), rng.randint(0, 8), whole)
+    parts = some_packed(parts, other)
+    frozen = [unit.index for unit in parts.units if not unit.trainable and not unit.packed]
+    needs = replace(needs, in_place=frozenset(u for u in frozen if other.random() < 0.5))
     device = None if rng.random() < 0.4 else rng.randint(1, 40) * 100_000
     budgets = Budgets(device, rng.randint(1, 60) * 100_000, 10**9)
     layout, _, shortfalls = make_layout(parts, budgets, needs)
     if shortfalls:
         return 0
-    assert layout.regions.host_bytes <= budgets.host
+    unpacked = 0 if device is not None else layout.regions.device_bytes
+    assert layout.regions.host_bytes + unpacked <= budgets.host
     assert device is None or layout.regions.device_bytes <= device
     chaos = Chaos(rng, Residency(layout))
     play(chaos, steps, accumulate, backward=backward)

@@ -145,9 +145,9 @@ class Accelerator(Protocol):
         self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
         on_done: OnDone,
     ) -> Event:  # fmt: skip
-        """Has ``fill`` make weights in ``slot`` of a ``page`` in host memory, behind the copies of
-        ``copy_in``; on a device the page is first copied to the slot's end.  ``fill`` is called
-        with weights and page, where compute has them, and gives the device work or does it; else as
+        """Has ``fill`` make weights in ``slot`` of a ``page``, behind the copies of ``copy_in``; to
+        a device, a page in host memory is first copied to the slot's end.  ``fill`` is called with
+        weights and page where compute has them, and does it or gives it the device to do; else as
         ``copy_in``."""
         ...
 

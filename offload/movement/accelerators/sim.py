@@ -123,6 +123,8 @@ class SimAccelerator(InOrder):
         self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
         on_done: OnDone,
     ) -> Event:  # fmt: skip
+        if self._on_device(page):
+            return self._unpack_there(slot, page, fill, after, on_done)
         weights, behind = halves(slot, page)
         return self._copy(
             COPY_IN, behind, page, after, on_done, slot, lambda: fill(weights, behind)
@@ -145,6 +147,25 @@ class SimAccelerator(InOrder):
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
         return self._copy_loose(COPY_OUT, dst, src, after, on_done)
+
+    def _unpack_there(
+        self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, after: Sequence[Event],
+        on_done: OnDone,
+    ) -> Event:  # fmt: skip
+        self._refuse_closed()
+        events = [self._own(event) for event in after]
+        with self._lock:
+            before = [self._thread.known, *(event.clock for event in events)]
+            for memory, writes in ((page, False), (slot, True)):
+                clock = self._ordering.access(
+                    COPY_IN, memory.data_ptr(), memory.numel(), writes=writes, after=before
+                )
+            event, nothing = _SimEvent(self, clock), page[:0]
+            over, now_ns = self._over(event), time.perf_counter_ns()
+            job = CopyJob(nothing, nothing, events, now_ns, over, on_done, lambda: fill(slot, page))
+            self._lanes[COPY_IN].put(job)
+            self._last[COPY_IN] = event
+        return event
 
     def _copy_loose(
         self, lane: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],

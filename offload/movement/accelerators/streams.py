@@ -216,6 +216,9 @@ class StreamsAccelerator:
         self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
         on_done: OnDone,
     ) -> Event:  # fmt: skip
+        if page.device == self.device:
+            self._refuse_closed()
+            return self._in.copy([], after, on_done, lambda: fill(slot, page))
         weights, behind = halves(slot, page)
         self._check(host=page, device=behind)
         pieces = [(device, host) for host, device in self._pieces(page, behind)]
