@@ -27,6 +27,8 @@ class Memory:
         """
         regions = layout.regions
         self._accelerator = accelerator
+        # What is read in place is there when it is first read, and so is the memory for it.
+        self._at_once = accelerator.has_device_memory or not layout.in_place
         self._before = accelerator.allocated_bytes()
         self._budgets = {
             Tier.DEVICE: Budget(Tier.DEVICE, budgets.device or 0),
@@ -69,7 +71,7 @@ class Memory:
             self._annexed = None
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        self.lease = allocate_host(nbytes)
+        self.lease = allocate_host(nbytes, populate=self._at_once)
         self._accelerator.page_lock(self.lease.address, self.lease.nbytes)
         return torch.from_numpy(self.lease.array)[:nbytes]
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..training import torch_private
+from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, WeightFiles
 
 Read = Callable[[str], torch.Tensor]
@@ -69,6 +70,13 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def base_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same, but what is behind adapters has the name that it had before."""
+    found = tensors_of(model)
+    in_base = names_in_base(model)
+    return {in_base(name): tensor for name, tensor in found.items()}
+
+
 def saved_names(model: Any) -> list[str]:
     """Of ``tensors_of``, those that transformers puts into files: tied ones once, and without what
     the model is told to leave out."""
@@ -107,7 +115,7 @@ def from_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
 
     renamings, converters = _split(get_model_conversion_mapping(model))
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    mine, prefix = tensors_of(model), getattr(model, "base_model_prefix", None)
+    mine, prefix = base_tensors_of(model), getattr(model, "base_model_prefix", None)
     groups: dict[str, Group] = {}
     for name in _natural(tensors):
         target, pattern = rename_source_key(name, renamings, converters, prefix, mine)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters import base_of
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
@@ -30,9 +31,9 @@ def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
 
         return DistributedFolder(path)
     files = WeightFiles(path)
-    if model is None or not is_of_transformers(model):
+    if model is None or not is_of_transformers(base_of(model)):
         return files
-    return HubFiles(model, files)
+    return HubFiles(base_of(model), files)
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:

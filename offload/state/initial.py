@@ -13,6 +13,7 @@ from ..errors import OffloadError
 from ..planning.partition import FoundUnit, Partition
 from ..schedule.units import ParamSpec
 from ..training import torch_private
+from .adapters import initialiser_of
 
 
 @contextlib.contextmanager
@@ -62,11 +63,12 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
 
 def initialise(
     found: FoundUnit, specs: Mapping[int, ParamSpec], parts: Partition,
-    init: Callable[[nn.Module], None],
+    init: Callable[[nn.Module], None], model: nn.Module,
 ) -> dict[int, torch.Tensor]:  # fmt: skip
-    """Gives the meta parameters of one unit memory, initialises them, and returns their values.
+    """Gives meta parameters of one unit memory, initialises them, and returns their values.
 
-    Only this unit's memory is taken; the caller moves the values home and frees it.
+    Only their memory is taken; the caller moves the values home and frees it.  Modules that share
+    nothing with them are left alone: what they have may be elsewhere by now.
     """
     values: dict[int, torch.Tensor] = {}
     for index in specs:
@@ -75,7 +77,13 @@ def initialise(
             specs[index].shape, specs[index].stride, dtype=p.dtype, device="cpu"
         )
         torch_private.become(p, values[index])
+    mine = {id(parts.parameters[index]) for index in specs}
     modules = [found.module] if found.direct_only else list(reversed(list(found.module.modules())))
-    for module in modules:
-        init(module)
+    for module in modules:  # one after those in it
+        within = [id(p) in mine for p in module.parameters()]
+        direct = [id(p) in mine for p in module.parameters(recurse=False)]
+        if any(direct) or found.direct_only or (within and all(within)):
+            init(module)
+        elif any(within) and (adapters := initialiser_of(module, model)) is not None:
+            adapters()
     return values

@@ -41,8 +41,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
             continue
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
-        if any(parts.parameters[i].is_meta and i not in names for i in specs):
-            made = initialise(parts.found[unit.index], specs, parts, init)
+        empty = {i: s for i, s in specs.items() if parts.parameters[i].is_meta and i not in names}
+        if empty:
+            made = initialise(parts.found[unit.index], empty, parts, init, model)
 
         def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
             if files is not None and index in names:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..planning.partition import Partition
+from .adapters import base_of, may_be_missing, names_in_base
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER = "optimizer.pt"  # in the folder of an export
@@ -160,7 +161,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     """By parameter index, the tensor in the files that holds it; checked before anything moves.
 
     A tied parameter may stand under any of its names, with or without a leading module.  What
-    transformers leaves out of files for this model (tables that are computed) may be missing.
+    transformers leaves out of files for this model (tables that are computed) may be missing, and
+    so may adapters.
 
     Raises:
         ValueError: a parameter without a tensor, or one of another shape.
@@ -171,16 +173,19 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in index_of:
             names.setdefault(index_of[id(p)], []).append(name)
-    prefix = getattr(model, "base_model_prefix", "")
+    in_base, prefix = names_in_base(model), getattr(base_of(model), "base_model_prefix", "")
     found: dict[int, str] = {}
     problems: list[str] = []
     for index, p in enumerate(parts.parameters):
-        candidates = names[index]
+        candidates = list(dict.fromkeys([*names[index], *map(in_base, names[index])]))
         if prefix:
-            candidates = [*candidates, *(n.removeprefix(f"{prefix}.") for n in names[index])]
-            candidates += [f"{prefix}.{n}" for n in names[index]]
+            own = list(candidates)
+            candidates += [n.removeprefix(f"{prefix}.") for n in own]
+            candidates += [f"{prefix}.{n}" for n in own]
         match = next((n for n in candidates if files.shape(n) is not None), None)
         if match is None and not left_out.isdisjoint(names[index]):
+            continue
+        if match is None and may_be_missing(model, names[index][0]):
             continue
         if match is None:
             problems.append(f"{names[index][0]} is missing")

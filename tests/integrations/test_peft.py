@@ -134,3 +134,96 @@ def test_adapters_are_saved_merged_and_exchanged(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+FILES = ["lora", "ia3", "saved too", "prompt"]
+
+
+@pytest.mark.parametrize("frozen", [None, "nf4", "int8"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_base_that_is_in_files_alone(kind: str, place: str, frozen: Any, tmp_path: Path) -> None:
+    """Built without memory, adapters too: they begin as peft has them begin; the base is read where
+    it lies, or packed on its way."""
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    with overspill.empty_init():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    model = peft.get_peft_model(model, KINDS[kind]())
+    (tmp_path / "store").mkdir()
+    options = {**tight(model, place), "rates": overspill.Rates()}
+    options["host_memory"] = (6 << 20) + (options["host_memory"] if place == "cpu" else 3 << 20)
+    with overspill.wrap(
+        model, adamw(torch.optim.AdamW, model), weights=tmp_path / "base", frozen=frozen,
+        nvme=tmp_path / "store", **options,
+    ) as optimizer:  # fmt: skip
+        layout = optimizer.plan.detail.layout
+        assert layout is not None
+        clean = {u.index for u in layout.units if not u.trainable and u.weight_bytes}
+        packed = {u.index for u in layout.units if u.packed}
+        assert layout.in_place == clean - packed and bool(packed) == (frozen is not None)
+        begun = adapters(model)
+        expected = dict(base.named_parameters())
+        for name, value in model.named_parameters():
+            assert torch.isfinite(value).all(), name
+            known = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            if frozen is None and known in expected:
+                assert torch.equal(value.cpu(), expected[known]), name
+        if kind == "lora":
+            assert all(bool((v == 0).all()) == ("lora_B" in n) for n, v in begun.items())
+        if kind == "saved too":
+            (head,) = (v for n, v in begun.items() if "lm_head" in n)
+            assert torch.equal(head, expected["lm_head.weight"])
+        losses = train(model, optimizer, 3)
+        after = adapters(model)
+    if frozen is not None or kind == "prompt":
+        return
+    plain = peft.get_peft_model(base, KINDS[kind]())
+    plain.load_state_dict(begun, strict=False)
+    theirs = adamw(in_memory, plain)
+    assert train(plain.to(DEVICE) if SIM != "sim" else plain, theirs, 3) == losses
+    for name, value in adapters(plain).items():
+        assert torch.equal(after[name], value), name
+
+
+def test_what_begins_with_the_bases_weights_is_refused(tmp_path: Path) -> None:
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    base.save_pretrained(tmp_path)
+    with overspill.empty_init():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    model = peft.get_peft_model(model, KINDS["dora"]())
+    with pytest.raises(
+        overspill.OffloadError, match="takes its magnitudes from the base's weights"
+    ):
+        overspill.wrap(
+            model, adamw(torch.optim.AdamW, model), weights=tmp_path, device=SIM,
+            rates=overspill.Rates(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_adapters_over_a_packed_base_are_those_over_the_unpacked_one(
+    kind: str, frozen: Any, tmp_path: Path
+) -> None:
+    """And they are saved, merged and exchanged as ever: several at a time."""
+    model = adapted(kind)
+    options = {**tight(model, PLACES[-1]), "rates": overspill.Rates(), "nvme": tmp_path}
+    with overspill.wrap(
+        model, adamw(torch.optim.AdamW, model), frozen=frozen, durable=False, **options
+    ) as optimizer:
+        values = {n: t.detach().cpu().clone() for n, t in overspill.named_weights(model)}
+        losses = train(model, optimizer, 6)
+        mine = adapters(model)
+        with overspill.materialized(model):
+            merged = model.merge_and_unload()
+            found = {n: v.detach().cpu().clone() for n, v in merged.state_dict().items()}
+    plain = adapted(kind)
+    plain.load_state_dict(values, strict=False)
+    theirs = adamw(in_memory, plain)
+    assert train(plain.to(DEVICE) if SIM != "sim" else plain, theirs, 6) == losses
+    for name, value in adapters(plain).items():
+        assert torch.equal(mine[name], value), name
+    for name, value in plain.merge_and_unload().state_dict().items():
+        assert torch.equal(found[name], value.cpu()), name

@@ -172,7 +172,7 @@ class Chaos:
         self.protocol.land()
         self.protocol.begin_edit()
         stored = self.machine.layout.stored
-        for item in self.rng.sample(stored, self.rng.randint(1, len(stored))):
+        for item in self.rng.sample(stored, self.rng.randint(min(1, len(stored)), len(stored))):
             if item.kind is Kind.WEIGHTS and item.number in self.machine.layout.unchangeable:
                 continue
             grant = self.ask(lambda ticket, item=item: Locate(item, ticket))
