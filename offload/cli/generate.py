@@ -25,6 +25,7 @@ def generate(
     nvme: opt.Nvme = None,
     nvme_memory: opt.NvmeMemory = None,
     precision: opt.Precision = None,
+    frozen: opt.Frozen = None,
     units: opt.Units = None,
     resident: opt.Resident = None,
     prefetch_depth: opt.PrefetchDepth = None,
@@ -39,7 +40,8 @@ def generate(
         give_freed_memory_back()
         offload = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
-            nvme_memory=nvme_memory, precision=precision, units=units, resident=resident,
+            nvme_memory=nvme_memory, precision=precision, frozen=frozen, units=units,
+            resident=resident,
             prefetch_depth=prefetch_depth, rates=rates,
         )  # fmt: skip
         made = run(

@@ -49,6 +49,10 @@ Activations = Annotated[
         "what the budgets have no room for."
     ),
 ]
+Frozen = Annotated[
+    str | None,
+    typer.Option(help="Keep and move matrices in this format, unpacked before use: int8 or nf4."),
+]
 Update = Annotated[
     str | None, typer.Option(help="When weights are updated: step, backward, next_forward or auto.")
 ]
