@@ -1,6 +1,5 @@
 // The CUDA kernels as host functions, for test_optim_packed.py.
 #include "cuda_on_host.h"
-
 #include "unpack.cu"
 
 using namespace overspill;
