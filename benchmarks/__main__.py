@@ -13,6 +13,7 @@ SUITES = (
     "bound",
     "checkpoint",
     "copy",
+    "frozen",
     "io",
     "memory",
     "optim",

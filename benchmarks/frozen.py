@@ -1,0 +1,237 @@
+"""Weights that are not trained: a model that only generates, beside accelerate's disk offload; an
+adapter over a base that does not fit; and how soon a large base is wrapped.
+
+Models are of a Llama's shape, made here; arms are processes of their own, each with a limit for all
+its memory where control groups allow it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .arms import GIB
+from .memory_group import remove_groups
+from .process import Process
+from .results import Column, Comparison, Outcome, number, others, outcome, spread
+from .runner import Row, Sample, run_interleaved
+
+MIB = 1 << 20
+BESIDE = 448 << 20  # what a process takes beside the engine: the KV cache, results, code
+LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A shape; see ``LlamaConfig``."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """``room``: of the engine, to generate; ``base_room``, under an adapter."""
+
+    shape: Llama
+    large: Llama
+    room: int
+    base_room: int
+    tokens: int
+    batches: tuple[int, ...]
+    length: int
+    rounds: int
+
+
+QUICK = Sizes(
+    Llama(256, 768, 8, 4, 4, 2048), Llama(256, 768, 16, 4, 4, 2048), 12 * MIB, 12 * MIB, 4, (1,),
+    64, 2,
+)  # fmt: skip
+FULL = Sizes(
+    Llama(2048, 5632, 24, 32, 32, 32000), Llama(4096, 14336, 32, 32, 8, 128256), GIB, 600 * MIB,
+    8, (1, 8), 256, 3,
+)  # fmt: skip
+
+
+def make_files(shape: Llama, folder: Path, shard_bytes: int = 2 * GIB) -> None:
+    """A folder as the hub has them: bf16 weights drawn by a seed, in shards."""
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig(**asdict(shape), tie_word_embeddings=False)
+    with torch.device("meta"):
+        state = transformers.LlamaForCausalLM(config).state_dict()
+    folder.mkdir(parents=True)
+    draw, index, shard, held = torch.Generator().manual_seed(0), {}, {}, 0
+    names = list(state)
+    for name in names:
+        size = tuple(state[name].shape)
+        if len(size) == 1:
+            shard[name] = torch.ones(size, dtype=torch.bfloat16)
+        else:
+            drawn = torch.empty(size, dtype=torch.bfloat16)
+            shard[name] = drawn.normal_(0.0, 0.02, generator=draw)
+        held += shard[name].nbytes
+        if held >= shard_bytes or name == names[-1]:
+            file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            index.update(dict.fromkeys(shard, file))
+            shard, held = {}, 0
+    content = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(config.to_json_string())
+
+
+class Served:
+    """An arm: a process that makes a model and answers.  ``order``: of a sample."""
+
+    def __init__(self, name: str, spec: Mapping[str, Any], order: Mapping[str, Any]) -> None:
+        self.name, self._spec, self._order = name, dict(spec), dict(order)
+        self._process: Process | None = None
+
+    def start(self) -> Mapping[str, Any]:
+        self._process = Process("frozen_worker")
+        facts = self._process.ask(self._spec, LIMIT_S)
+        if self._order:
+            self._process.ask(dict.fromkeys(self._order, 1), LIMIT_S)  # records the order
+        return facts
+
+    def sample(self) -> Sample:
+        assert self._process is not None
+        seen = self._process.ask(self._order, LIMIT_S)
+        return Sample(seen.pop("seconds"), seen)
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+            remove_groups()
+
+
+def _seen(row: Row, key: str) -> Any:
+    return row.samples[-1].seen.get(key) if row.samples else None
+
+
+def _mib(value: float | None) -> str:
+    return number(None if value is None else value / MIB, " MiB", 4)
+
+
+def _rss(row: Row) -> str:
+    peak, idle = _seen(row, "peak_rss_bytes"), _seen(row, "idle_bytes")
+    return _mib(None if peak is None else peak - idle)
+
+
+def _generation(sizes: Sizes, folder: Path, store: Path, batch: int) -> Comparison:
+    """Tokens by tokens; greedy, so that all arms must make the same ones."""
+    limit = sizes.room + BESIDE
+    spec = {"folder": str(folder), "batch": batch, "options": {}, "store": str(store / "offload")}
+    room = {"host_memory": sizes.room}
+    arms = [
+        Served("accelerate, disk offload", {**spec, "how": "accelerate", "limit": limit},
+               {"tokens": sizes.tokens}),
+        Served("overspill, in place", {**spec, "how": "overspill", "limit": limit,
+                                       "options": room}, {"tokens": sizes.tokens}),
+        Served("in memory", {**spec, "how": "memory", "limit": None}, {"tokens": sizes.tokens}),
+        Served("overspill, nf4", {**spec, "how": "overspill", "limit": None,
+                                  "options": {**room, "frozen": "nf4"}},
+               {"tokens": sizes.tokens}),
+    ]  # fmt: skip
+    rows = run_interleaved(arms, sizes.rounds)
+    theirs = _seen(rows[2], "made")
+
+    def same(row: Row) -> str:
+        return "yes" if _seen(row, "made") == theirs else "no"
+
+    def rate(row: Row) -> str:
+        return number(row.median_s and batch / row.median_s)
+
+    columns: list[Column] = [
+        ("tokens/s", rate),
+        ("time over the first", spread),
+        ("the tokens of the model in memory", same),
+        ("beside torch, peak", _rss),
+        ("read a token", lambda row: _mib(_seen(row, "read_bytes"))),
+        ("limited", lambda row: "yes" if row.facts.get("limited") else "no"),
+        ("others", others),
+    ]
+    billions = rows[0].facts.get("parameters", 0) / 1e9
+    title = (
+        f"Generation, {billions:.2g} B parameters, bf16, batch {batch}, "
+        f"{sizes.room / GIB:.3g} GiB of host memory"
+    )
+    return Comparison(title, asdict(sizes), rows, columns)
+
+
+def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
+    """Steps of an adapter of rank 16."""
+    spec = {"folder": str(folder), "batch": 1, "tokens": sizes.length, "limit": None}
+    arms = [Served("torch and peft, in memory", {**spec, "how": "memory", "options": {}},
+                   {"steps": 1})]  # fmt: skip
+    for form in (None, "int8", "nf4"):
+        place = store / f"adapter-{form}"
+        place.mkdir()
+        options = {"nvme": str(place), "host_memory": sizes.base_room, "activations": "keep",
+                   "frozen": form}  # fmt: skip
+        name = f"overspill, {form or 'in place'}"
+        arms.append(Served(name, {**spec, "how": "overspill", "options": options}, {"steps": 1}))
+    rows = run_interleaved(arms, sizes.rounds)
+    columns: list[Column] = [
+        ("step", lambda row: number(row.median_s, " s")),
+        ("over the first", spread),
+        ("beside torch, peak", _rss),
+        ("read a step", lambda row: _mib(_seen(row, "read_bytes"))),
+        ("written a step", lambda row: _mib(_seen(row, "written_bytes"))),
+        ("loss", lambda row: number((_seen(row, "made") or [None])[-1], "", 6)),
+        ("made in", lambda row: number(row.facts.get("made_s"), " s")),
+        ("others", others),
+    ]
+    title = (
+        f"LoRA over a base in {sizes.base_room / MIB:.0f} MiB of host memory, activations beside "
+        f"it, {sizes.length} tokens a step"
+    )
+    return Comparison(title, asdict(sizes), rows, columns)
+
+
+def _wrapped(sizes: Sizes, folder: Path) -> Comparison:
+    """How soon a base is there, and what that takes."""
+    spec = {"folder": str(folder), "batch": 1, "how": "overspill", "limit": None}
+    arms = [
+        Served("generation", {**spec, "options": {"host_memory": 2 * GIB}}, {}),
+        Served("LoRA", {**spec, "tokens": 8, "options": {"host_memory": 4 * GIB}}, {}),
+    ]
+    rows = []
+    for arm in arms:
+        facts = arm.start()
+        arm.close()
+        rows.append(Row(arm.name, facts, (), median_s=facts["made_s"]))
+    columns: list[Column] = [
+        ("parameters", lambda row: number(row.facts["parameters"] / 1e9, " B")),
+        ("wrap", lambda row: number(row.median_s, " s")),
+        ("written", lambda row: _mib(row.facts["written_bytes"])),
+        ("resident, beside torch", lambda row: _mib(row.facts["rss_bytes"])),
+    ]
+    return Comparison("wrap of a base that is read in place", asdict(sizes), rows, columns)
+
+
+def run(*, quick: bool, folder: Path) -> Outcome:
+    """Runs the suite; its files live in ``folder`` as long as it runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = QUICK if quick else FULL
+    with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as made:
+        store = Path(made)
+        make_files(sizes.shape, store / "model")
+        found = [_generation(sizes, store / "model", store, batch) for batch in sizes.batches]
+        found.append(_adapters(sizes, store / "model", store))
+        make_files(sizes.large, store / "large")
+        found.append(_wrapped(sizes, store / "large"))
+    return outcome("frozen", found, folder)
