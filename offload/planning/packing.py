@@ -45,7 +45,7 @@ def _packable(model: nn.Module, head: nn.Module) -> frozenset[nn.Parameter]:
 
 
 def _heads(model: nn.Module, last: nn.Module) -> Iterable[nn.Module]:
-    if isinstance(last, nn.Linear) and last.out_features > last.in_features:
+    if isinstance(last, nn.Linear):
         yield last
     for module in model.modules():  # a model may be wrapped in others, as by peft
         named = getattr(module, "get_output_embeddings", None)

@@ -259,3 +259,60 @@ def test_embeddings_and_the_head_keep_theirs() -> None:
 def test_bad_words_are_refused() -> None:
     with pytest.raises(ValueError, match="frozen must be one of None, 'int8', 'nf4'"):
         overspill.wrap(build(), frozen="fp4")  # type: ignore[call-overload]
+
+
+@about_cpu
+def test_a_trained_model_is_as_good_as_with_bitsandbytes() -> None:
+    """Perplexity within a percent of that of the same weights packed there."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+
+    class Next(nn.Module):
+        """Two matrices between characters; the next one is a function of the last two."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(64, 64), nn.Linear(128, 64)
+            self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.table(x).flatten(-2)
+            for block in self.blocks:
+                y = y + torch.nn.functional.gelu(block(y))
+            return self.head(y)
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randint(0, 64, (512, 2), generator=torch.Generator().manual_seed(seed))
+        return x, (5 * x[:, 0] + x[:, 1] * x[:, 1]) % 64
+
+    def perplexity(model: nn.Module) -> float:
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(model(x), y)
+                for x, y in map(batch, range(900, 904))
+            ]
+        return float(torch.stack(losses).mean().exp())
+
+    model = Next()
+    adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for number in range(400):
+        x, y = batch(number)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        adamw.step()
+        adamw.zero_grad()
+    exact = perplexity(model)
+    assert exact < 8, "it has learned something: 64 is nothing"
+    theirs = copy.deepcopy(model)
+    for block in theirs.blocks:
+        codes, state = functional.quantize_4bit(
+            block.weight.data, blocksize=64, compress_statistics=True, quant_type="nf4"
+        )
+        block.weight.data = functional.dequantize_4bit(codes, state)
+    with overspill.wrap(
+        model, device="cpu", host_memory="64MiB", frozen="nf4", rates=RATES
+    ) as made:
+        packed_units = [u for u in made.plan.detail.layout.units if u.packed]
+        assert len(packed_units) == 3
+        mine = perplexity(model)
+    assert mine == pytest.approx(perplexity(theirs), rel=0.01)
+    assert mine != exact
