@@ -115,8 +115,18 @@ def make_blueprint(
     load = Workload(config.tokens, profile, logits)
     if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
-    room = replace(budgets, host=max(0, budgets.host - (HELD_BYTES if sources.ranges else 0)))
-    chosen = choose_layout(parts, room, needs, config.prefetch_depth, config.rates, load, prefer)
+
+    def choose(needs: Needs) -> PlannedLayout:
+        reader = HELD_BYTES if needs.in_place else 0
+        room = replace(budgets, host=max(0, budgets.host - reader))
+        depth, rates = config.prefetch_depth, config.rates
+        return choose_layout(parts, room, needs, depth, rates, load, prefer)
+
+    chosen = choose(needs)
+    if chosen.shortfalls and needs.in_place and description is None:
+        # The reader of files has no room: copies need none.
+        copied = choose(replace(needs, in_place=frozenset()))
+        chosen = chosen if copied.shortfalls else copied
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)

@@ -13,8 +13,9 @@ from .bounds import device_update_worth, least_seconds
 from .coarse import coarsen
 from .costs import Costs, Profile, inputs_of
 from .partition import Partition
+from .placement import DEFAULT_DEPTH
 from .plan import Budgets, Needs, Preference, Shortfall
-from .planner import DEFAULT_DEPTH, make_layout
+from .planner import make_layout
 from .recompute import choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 

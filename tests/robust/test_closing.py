@@ -153,6 +153,7 @@ def test_an_interrupt_at_the_end_of_the_process_waits_for_the_commits(tmp_path: 
     from pathlib import Path
     from tests.robust.test_closing import PLACE, step, wrapped
     from overspill.durable.commits import Commits
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where nobody waits for us
     inner, kept = Commits.close, []
     def close(self):
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,170 @@
+"""A placement that is being made: which homes units have so far, and what that needs of a tier."""
+
+from __future__ import annotations
+
+from ..facts.tier import Tier
+from ..schedule.units import Unit, align
+from .partition import Partition
+from .plan import Budgets, Needs, Shortfall, host_grad_bytes
+from .spread import spread
+from .subgroups import bytes_per_element, choose_numel, cut_subgroups
+
+STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
+DEFAULT_DEPTH = 3
+
+
+class Placement:
+    """Begins with everything as far down as it goes.
+
+    Attributes:
+        resident: by unit, whether compute's copy of its weights never leaves.
+        weights, grads, state: the tiers of homes, by unit, and by unit and record.
+        cached: units that are read in place, and that host memory has room to keep.
+        pages_there: units whose page lives on the device.
+    """
+
+    def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
+        self.units, self.budgets, self.needs = parts.units, budgets, needs
+        self.has_device = budgets.device is not None
+        order = needs.prefer.order
+        even = spread(self.units) if order is None else [self.units[i] for i in order]
+        # Trained beside frozen weights: small, and all that is written.
+        self.beside = [u for u in even if u.trainable and not self._alone(u)]
+        self.order = self.beside + [u for u in even if u not in self.beside]
+        self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
+        self.visit_slot = self.saved_room = 0
+        self.unpacked = 0  # of host memory, for what compute has unpacked there
+        self.pages_there: set[int] = set()  # units whose page lives on the device
+        self._fewer = ", or fewer in resident=" if needs.pinned else ""
+        self.shortfalls: list[Shortfall] = []
+        self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
+        self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
+        element = bytes_per_element(self.units, needs.fields_of)
+        room = budgets.host // 4 if budgets.nvme is not None else budgets.host
+        numel = needs.numel or choose_numel(element, room, STATE_SLOTS)
+        self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
+        self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
+        self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
+        self.resident = [self._stays(u) for u in self.units]
+        self.weights = [
+            Tier.HOST if self._stays(u) and (u.weight_bytes == 0 or not self.has_device)
+            else self.lower
+            for u in self.units
+        ]  # fmt: skip
+        self.in_place = set(needs.in_place)
+        for unit in self.units:
+            if unit.index in self.in_place and (self.has_device or not self._stays(unit)):
+                self.weights[unit.index] = Tier.NVME  # also where there is no store
+        self.cached: set[int] = set()  # of these, what host memory has room to keep
+        self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
+        self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _alone(self, unit: Unit) -> bool:
+        return all(self.units[i].runs for i in unit.shares)
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit's weights stay where compute is, whatever else does."""
+        return unit.encloses or unit.weight_bytes == 0 or unit.index in self.needs.pinned
+
+    def _first_grads(self, unit: Unit) -> Tier | None:
+        return None if self.needs.transient_grads or not unit.trainable else self.lower
+
+    # -- sizes ----------------------------------------------------------------------------------
+
+    def _apart(self, unit: Unit) -> bool:
+        """Whether compute has its weights apart from where they wait; see ``Layout.apart``."""
+        return self.has_device or unit.packed
+
+    def _slot(self, unit: Unit) -> int:
+        """See ``Layout.slot_bytes``."""
+        behind = self.has_device and unit.index not in self.pages_there
+        return unit.weight_bytes + (unit.page_bytes if behind else 0)
+
+    def _demand(self, *, apart: bool) -> int:
+        """The most that weights used at once take, of those that move: apart, or where they are."""
+        return max(self._group_bytes(u, apart=apart) for u in self.units)
+
+    def _group_bytes(self, unit: Unit, *, apart: bool) -> int:
+        members = [unit, *(self.units[i] for i in unit.shares)]
+        moving = [m for m in members if not self.resident[m.index]]
+        there = [m for m in moving if self._apart(m) == apart]
+        if apart:
+            return sum(map(self._slot, there))
+        through = max((m.page_bytes for m in moving if self._apart(m)), default=0)  # one at a time
+        return through + sum(m.weight_bytes for m in there)
+
+    def _device_weights(self, ahead: int) -> int:
+        """The region that weights move through which compute has apart: the largest demand, and
+        room ahead."""
+        streamed = [u for u in self.units if not self.resident[u.index] and self._apart(u)]
+        if not streamed:
+            return 0
+        total = sum(map(self._slot, streamed))
+        return min(total, self._demand(apart=True) + ahead * max(map(self._slot, streamed)))
+
+    def _host_weights(self, ahead: int) -> int:
+        paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
+        moving = [u.stored_bytes for u in paged if u.index not in self.cached]
+        total = sum(u.stored_bytes for u in paged)
+        if not moving:
+            return total
+        largest, kept = max(moving), total - sum(moving)
+        if self.has_device:
+            return min(total, kept + largest * (1 + ahead))
+        demand = self._demand(apart=False)
+        # An update in the middle of backward needs its unit beside the one that computes; the
+        # factor two lets it in wherever the latter lies.
+        beside = 2 * largest if self.needs.update_in_backward else 0
+        return min(total, kept + max(demand, largest) + beside + ahead * largest)
+
+    def _host_grads(self) -> int:
+        sizes = [(self.grad_bytes[u.index], u.grad_bytes, self.grads[u.index]) for u in self.units]
+        moving = max((g for g, _, home in sizes if home in (Tier.NVME, None)), default=0)
+        staged = [gathered for _, gathered, home in sizes if home is not Tier.DEVICE]
+        staging = max(staged, default=0) if self.has_device else 0
+        return moving * (2 if moving else 1) + staging if moving else staging
+
+    def _slot_bytes(self) -> int:
+        """The largest record on disk.  There may be ten thousand: whole units are seen at once."""
+        largest = 0
+        for unit, tiers in enumerate(self.state):
+            paged = tiers.count(Tier.NVME)
+            if not paged or self.largest_state[unit] <= largest:
+                continue
+            if paged == len(tiers):
+                largest = self.largest_state[unit]
+            else:
+                pairs = zip(self.subgroups[unit], tiers, strict=True)
+                largest = max(largest, *(s.nbytes for s, tier in pairs if tier is Tier.NVME))
+        return largest
+
+    def _regions(self, ahead: int, slots: int) -> int:
+        return self._host_weights(ahead) + self._host_grads() + slots * self._slot_bytes()
+
+    def _homes(self) -> int:
+        total = 0
+        for unit in range(len(self.units)):
+            if self.weights[unit] is Tier.HOST and unit not in self.pages_there:
+                total += self.units[unit].stored_bytes
+            if self.grads[unit] is Tier.HOST:
+                total += self.grad_bytes[unit]
+            held = self.state[unit].count(Tier.HOST)
+            if held == len(self.state[unit]):
+                total += self.state_bytes[unit]
+            elif held:
+                pairs = zip(self.subgroups[unit], self.state[unit], strict=True)
+                total += sum(s.nbytes for s, tier in pairs if tier is Tier.HOST)
+        return total
+
+    def disk_bytes(self) -> int:
+        copies = 2 if self.needs.durable else 1
+        total = 0
+        kept = self.needs.durable  # what lives in memory is committed too
+        for unit in self.units:
+            if unit.index not in self.in_place and (kept or self.weights[unit.index] is Tier.NVME):
+                total += align(unit.stored_bytes, 4096) * (copies if unit.trainable else 1)
+            if self.grads[unit.index] is Tier.NVME:
+                total += align(self.grad_bytes[unit.index], 4096)
+            for s, tier in zip(self.subgroups[unit.index], self.state[unit.index], strict=True):
+                total += s.nbytes * copies if kept or tier is Tier.NVME else 0
+        return total
