@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,10 +143,24 @@ class RangesRead:
             on_done(self)
 
 
-class _File:
-    """An open file, and what it was when it was opened."""
+class FileState(NamedTuple):
+    """What tells that a file is another one, or was written to."""
 
-    def __init__(self, path: Path) -> None:
+    nbytes: int
+    mtime_ns: int
+    inode: int
+
+
+def state_of(file: int | Path) -> FileState:
+    """Of a file now, by its path or descriptor."""
+    found = os.stat(file)
+    return FileState(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+class _File:
+    """An open file, and what it was when it was opened, or before."""
+
+    def __init__(self, path: Path, was: FileState | None) -> None:
         self.path = path
         try:
             try:
@@ -157,21 +172,17 @@ class _File:
                 self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise refused(path, "it cannot be opened to read", error) from error
-        self._was = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        found = os.fstat(self.fd)
-        return found.st_size, found.st_mtime_ns
+        self._was = was or state_of(self.fd)
 
     @property
     def nbytes(self) -> int:
-        """When it was opened."""
-        return self._was[0]
+        """As it was."""
+        return self._was.nbytes
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to it since it was opened."""
-        return self._now() != self._was
+        """Whether somebody has written to it since, or put another one in its place."""
+        return state_of(self.fd) != self._was
 
 
 class RangeReader:
@@ -180,8 +191,12 @@ class RangeReader:
     All methods may be called from any thread.
     """
 
-    def __init__(self, files: Sequence[Path], *, checksum: bool = True) -> None:
-        """
+    def __init__(
+        self, files: Sequence[Path], *, was: Sequence[FileState] | None = None,
+        checksum: bool = True,
+    ) -> None:  # fmt: skip
+        """``was``: of each, when somebody found out where in it things lie.
+
         Raises:
             IoError: a file cannot be opened.
         """
@@ -197,8 +212,8 @@ class RangeReader:
         self._sums: dict[FileRanges, list[int | None]] = {}  # by block, as first read
         self._expected: dict[FileRanges, int] = {}
         try:
-            for path in files:
-                self._files.append(_File(path))
+            for number, path in enumerate(files):
+                self._files.append(_File(path, None if was is None else was[number]))
             for number in range(THREADS):
                 lease = allocate_host(BOUNCE_BYTES)
                 self._leases.append(lease)
@@ -318,7 +333,7 @@ class RangeReader:
         block, file = job.blocks[number], self._files[job.blocks[number].file]
         sums = self._sums[job.ranges]
         if self.checksum and sums[number] is None and file.changed:
-            raise self._other(block, "since it was opened")
+            raise self._other(block, "since its header was read")
         start = block.low // SECTOR_BYTES * SECTOR_BYTES
         self._read(file, start, block.high - start, bounce)
         data = bounce[block.low - start : block.high - start]

@@ -177,7 +177,7 @@ class OffloadConfig:
                     raise TypeError(f"{name} must be a list of module names, got one text")
                 values[name] = tuple(values[name])
         if values.get("weights") is not None:
-            values["weights"] = Path(values["weights"])
+            values["weights"] = Path(values["weights"]).absolute()
         return cls(**values)
 
     def for_inference(self) -> OffloadConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
+from .state.adapters import adapter_parameters
 from .state.importing import open_weights
 from .state.in_place import sources_of
 from .state.weight_files import match_files
@@ -68,7 +69,7 @@ def make_blueprint(
     accelerator: Accelerator, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = False, numel: int | None = None, logits: bool = True,
-    description: Mapping[str, Any] | None = None,
+    description: Mapping[str, Any] | None = None, digests: Container[int] = (),
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
 
@@ -78,7 +79,8 @@ def make_blueprint(
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
         logits: whether the loss is computed from all logits at once.
-        description: of a store that is to be resumed.
+        description: of a store that is to be resumed; ``digests``: the units of which its last
+            commit has a checksum, where they are read in place.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer)
@@ -89,7 +91,8 @@ def make_blueprint(
     granule = max(map(granule_of, records), default=1)
     parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
     if config.frozen is not None:
-        parts = with_pages(model, parts, config.frozen, _named(model, config.resident or ()))
+        kept = adapter_parameters(model) | _named(model, config.resident or ())
+        parts = with_pages(model, parts, config.frozen, kept)
     if machine is None or machine.host_memory is None:
         budgets = resolve_budgets(
             config, accelerator.device if accelerator.has_device_memory else None
@@ -98,7 +101,7 @@ def make_blueprint(
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
-    sources = _sources(model, parts, config, description)
+    sources = _sources(model, parts, config, description, digests)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
@@ -134,7 +137,7 @@ def make_blueprint(
 
 def _sources(
     model: nn.Module, parts: Partition, config: OffloadConfig,
-    description: Mapping[str, Any] | None,
+    description: Mapping[str, Any] | None, digests: Container[int],
 ) -> Sources:  # fmt: skip
     """What may be read in place of the files that were named; of a store, what is.
 
@@ -143,7 +146,7 @@ def _sources(
         OffloadError: they are not those that the store was made with.
     """
     if description is not None:
-        return described_sources(description, config.weights)
+        return described_sources(description, digests, config.weights)
     if config.weights is None:
         return NO_SOURCES
     files = open_weights(config.weights, model)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .config import OffloadConfig
 from .durable.commits import adopt
+from .durable.meta import decode_facts
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
 from .engine import Engine, engine_of
@@ -117,8 +118,9 @@ def _homes_over(
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
     blueprint = make_blueprint(
-        model, optimizer, config, accelerator, numel=numel, description=store.layout.description
-    )
+        model, optimizer, config, accelerator, numel=numel, description=store.layout.description,
+        digests=decode_facts(store.last().meta).get("digests", {}),
+    )  # fmt: skip
     check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:

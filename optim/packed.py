@@ -191,7 +191,7 @@ def pack(parts: Parts, weight: Tensor, page: Tensor) -> None:
     else:
         finite = _pack_nf4(parts, flat, page)
     if not finite:
-        raise ValueError(f"a weight that is not finite cannot be kept as {parts.form}")
+        raise ValueError(f"a weight that is not finite, or nearly, cannot be kept as {parts.form}")
 
 
 def _pack_int8(parts: Parts, flat: Tensor, page: Tensor) -> bool:
@@ -231,7 +231,8 @@ def _pack_nf4(parts: Parts, flat: Tensor, page: Tensor) -> bool:
     _part(page, parts.scale_codes, torch.uint8, parts.blocks).copy_(scale_codes)
     _part(page, parts.scales, torch.float32, upper.numel()).copy_(upper)
     _part(page, parts.offset, torch.float32, 1).copy_(mean)
-    return True
+    # A scale that was rounded up may be more than the dtype can hold.
+    return bool((_nf4_scales(parts, page).abs() <= torch.finfo(flat.dtype).max).all())
 
 
 def _edges(table: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ them, for exports."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,31 @@ class InPlaceReader:
         Raises:
             OffloadError: a file is not there any more.
         """
-        sources = described_sources(description, moved)
+        sources = described_sources(description, digests, moved)
         self._ranges, self._checked = sources.ranges, set[int]()
         self._reader = RangeReader(sources.files) if sources.ranges else None
         for unit, digest in digests.items():
             if self._reader is not None and unit in self._ranges:
                 self._reader.expect(self._ranges[unit], digest)
-        self._files = [path.open("rb") for path in sources.files]
+        self._files: list[BufferedReader] = []
+        try:
+            for path in sources.files:
+                self._files.append(path.open("rb"))
+        except BaseException:
+            self.close()
+            raise
 
     def has(self, unit: int) -> bool:
         """Whether a unit's weights are in the files."""
         return unit in self._ranges
 
-    def begin(self, unit: int, low: int, high: int) -> Callable[[], Bytes]:
-        """As ``StoreReader.begin``, for bytes of a unit's slot.
+    @property
+    def units(self) -> list[int]:
+        """Those whose weights are in the files."""
+        return sorted(self._ranges)
+
+    def check(self, unit: int) -> None:
+        """Reads a unit once.
 
         Raises:
             CorruptionError: the files are not what they were when they were first read.
@@ -53,6 +65,14 @@ class InPlaceReader:
             assert self._reader is not None
             self._reader.check(self._ranges[unit])
             self._checked.add(unit)
+
+    def begin(self, unit: int, low: int, high: int) -> Callable[[], Bytes]:
+        """As ``StoreReader.begin``, for bytes of a unit's slot.
+
+        Raises:
+            CorruptionError: the files are not what they were when they were first read.
+        """
+        self.check(unit)
 
         def wait() -> Bytes:
             out = np.zeros(high - low, np.uint8)

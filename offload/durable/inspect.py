@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OffloadError
+from ..errors import IoError, OffloadError
 from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import Generation, repair
 from ..io_engine.reading import StoreReader
 from ..io_engine.store import STORE_NAME
+from .in_place import InPlaceReader
+from .meta import decode_facts
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Note = Callable[[int], None]
@@ -70,6 +73,7 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
                     found.append(problem)
                 if note is not None:
                     note(nbytes)
+        found += _wrong_in_place(store)
         if found:
             require_unmoved(store, store.generations[-1], find_store(paths))
         wrong += found
@@ -81,6 +85,23 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
         tuple(str(each) for each in store.directories), description["optimizer"], sum(numels),
         sum(_on_disk(each) for each in store.directories), _commits(store), verified, tuple(wrong),
     )  # fmt: skip
+
+
+def _wrong_in_place(store: FoundStore) -> list[str]:
+    """What is wrong with weights that the store has no copy of: they are in files of the user's."""
+    digests = decode_facts(store.generations[-1].meta).get("digests", {})
+    try:
+        files = InPlaceReader(store.layout.description, digests, None)
+    except OffloadError as error:
+        return [str(error)]
+    wrong = []
+    with closing(files):
+        for unit in files.units:
+            try:
+                files.check(unit)
+            except IoError as error:
+                wrong.append(str(error))
+    return wrong
 
 
 def _on_disk(directory: Path) -> int:

@@ -25,6 +25,15 @@ def unpacked(
     form, base, nbytes = where
     shape = tuple(p["shape"])
 
+    def turned() -> Iterator[Part]:
+        had = begin(base, base + nbytes)
+
+        def wait() -> Bytes:
+            flat = torch.from_numpy(had()).view(dtype)
+            return bytes_of(flat.as_strided(shape, p["stride"]))
+
+        yield Part(nbytes, wait)
+
     def as_it_is() -> Iterator[Part]:
         for low in range(0, nbytes, PART_BYTES):
             high = min(low + PART_BYTES, nbytes)
@@ -37,7 +46,10 @@ def unpacked(
             count = window.stop - window.start
             yield Part(count * dtype.itemsize, _unpack(window, dtype, begun))
 
-    return StreamedTensor(p["name"], dtype, shape, as_it_is if form is None else parts)
+    if form is not None:
+        return StreamedTensor(p["name"], dtype, shape, parts)
+    dense = torch.empty(shape, device="meta").stride() == tuple(p["stride"]) or p["numel"] < 2
+    return StreamedTensor(p["name"], dtype, shape, as_it_is if dense else turned)
 
 
 def _unpack(

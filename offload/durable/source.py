@@ -38,7 +38,11 @@ class StoreSource:
         self.units: list[Node] = list(store.layout.description["units"])
         facts = torch.load(io.BytesIO(generation.meta), weights_only=True)
         self.facts: dict[str, Any] = facts
-        self._files = InPlaceReader(store.layout.description, facts.get("digests", {}), weights)
+        try:
+            self._files = InPlaceReader(store.layout.description, facts.get("digests", {}), weights)
+        except BaseException:
+            self.reader.close()
+            raise
 
     def close(self) -> None:
         """Closes the store's files."""

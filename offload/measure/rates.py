@@ -59,7 +59,8 @@ def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
 
 def measure_file(path: Path) -> float | None:
     """Bytes per second read from weight files, for less than a second; ``None``: too small."""
-    files = path.glob("*.safetensors") if path.is_dir() else [path] if path.is_file() else []
+    found = path.glob("*.safetensors") if path.is_dir() else [path]
+    files = [file for file in found if file.is_file()]  # a link may lead nowhere
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     return None if largest is None else probes.file(largest, MEASURE_S / 16)
 

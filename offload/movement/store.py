@@ -57,7 +57,9 @@ class Store:
                 # What autograd saves makes the store longer when it comes.
                 self._open(config, max(disk_bytes, PAGE), memory)
             if layout.in_place:
-                self.files = RangeReader(sources.files, checksum=config.checksum)
+                self.files = RangeReader(
+                    sources.files, was=sources.states, checksum=config.checksum
+                )
             self.disks = Disks(self.io, self.files)
             if self.io is not None or self.files is not None:
                 self.disk = self._paced_to(limits)

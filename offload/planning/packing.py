@@ -12,6 +12,10 @@ from ..optim.packed import BORDER, Format, Parts
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
 
+_LEFT_OUT = (
+    nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
+    nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 LEAST = 64  # rows and columns: smaller matrices (gates, tables of positions) are kept as they are
 
 
@@ -37,7 +41,7 @@ def with_pages(
 def _packable(model: nn.Module, head: nn.Module) -> frozenset[nn.Parameter]:
     left_out: set[nn.Parameter] = set()
     for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if isinstance(module, _LEFT_OUT):
             left_out.update(module.parameters(recurse=False))
     for module in _heads(model, head):
         left_out.update(module.parameters())

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import OffloadError
-from ..io_engine.ranges import FilePart, FileRanges
+from ..io_engine.ranges import FilePart, FileRanges, FileState, state_of
 
 
 @dataclass(frozen=True)
 class Sources:
-    """``ranges``: by unit, where its weights lie in the files, and in its slot."""
+    """``ranges``: by unit, where its weights lie in the files, and in its slot; ``states``: what
+    the files were when that was found out."""
 
     files: tuple[Path, ...] = ()
     ranges: Mapping[int, FileRanges] = field(default_factory=dict)
+    states: tuple[FileState, ...] | None = None
 
 
 NO_SOURCES = Sources()
@@ -26,7 +28,10 @@ NO_SOURCES = Sources()
 def describe_sources(sources: Sources, in_place: Iterable[int]) -> dict[str, Any]:
     """As plain JSON values, for those units that are read in place."""
     return {
-        "files": [{"path": str(p), "nbytes": p.stat().st_size} for p in sources.files],
+        "files": [
+            {"path": str(path), "nbytes": state.nbytes, "mtime_ns": state.mtime_ns}
+            for path, state in zip(sources.files, _states(sources), strict=True)
+        ],
         "units": {
             str(unit): {
                 "nbytes": sources.ranges[unit].nbytes,
@@ -37,13 +42,22 @@ def describe_sources(sources: Sources, in_place: Iterable[int]) -> dict[str, Any
     }
 
 
-def described_sources(description: Mapping[str, Any], moved: Path | None = None) -> Sources:
+def _states(sources: Sources) -> tuple[FileState, ...]:
+    return tuple(map(state_of, sources.files)) if sources.states is None else sources.states
+
+
+def described_sources(
+    description: Mapping[str, Any], digests: Container[int], moved: Path | None = None
+) -> Sources:
     """What ``describe_sources`` has put into a store's description.
 
-    ``moved``: the folder that has the files now, or the one file.
+    Args:
+        digests: the units of which a commit knows a checksum: of others nobody could tell whether
+            files that were written to have them still.
+        moved: the folder that has the files now, or the one file.
 
     Raises:
-        OffloadError: a file is not there any more, or has another length.
+        OffloadError: a file is not there any more, has another length, or may be another one.
     """
     kept = description.get("sources")
     if not kept or not kept["units"]:
@@ -69,4 +83,12 @@ def described_sources(description: Mapping[str, Any], moved: Path | None = None)
         )
         for unit, each in kept["units"].items()
     }
+    unseen = {part.file for u, each in ranges.items() if u not in digests for part in each.parts}
+    for number in sorted(unseen):
+        if state_of(paths[number]).mtime_ns != kept["files"][number]["mtime_ns"]:
+            raise OffloadError(
+                f"{paths[number]} was written to since the store was made, and the last commit was "
+                "before all weights in it were first read, so nobody can tell whether they are the "
+                "same; put the file back with its time (cp -p), or wrap anew"
+            )
     return Sources(tuple(paths), ranges)

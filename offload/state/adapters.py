@@ -6,18 +6,20 @@ their base is.  It is not imported for this.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import OffloadError
+from ..training import torch_private
 
+log = logging.getLogger("overspill")
 _WITHIN = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-# By layers of peft, what gives the adapter of a name its first values.
-_RESETS = ("reset_lora_parameters", "reset_ia3_parameters")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -36,48 +38,122 @@ def names_in_base(model: nn.Module) -> Callable[[str], str]:
     """Gives what a tensor of the base was called before there were adapters, by its name now."""
     if not has_adapters(model):
         return str
-    base = base_of(model)
-    within = next(name for name, module in model.named_modules() if module is base)
-    prefix = f"{within}." if within else ""
+    prefix = _prefix(model)
     return lambda name: _WITHIN.sub("", name.removeprefix(prefix))
 
 
-def may_be_missing(model: nn.Module, name: str) -> bool:
-    """Whether files of a base need not have a parameter: it is an adapter's."""
+def _prefix(model: nn.Module) -> str:
+    base = base_of(model)
+    within = next(name for name, module in model.named_modules() if module is base)
+    return f"{within}." if within else ""
+
+
+def adapter_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Those that peft has put beside the base, whether they are trained or not."""
     if not has_adapters(model):
-        return False
-    within = next(name for name, module in model.named_modules() if module is base_of(model))
-    layers = [getattr(m, "prefix", None) for m in (model, *model.children())]
-    adapters = [f".{mark}" for mark in layers if isinstance(mark, str) and mark]
-    outside = bool(within) and not name.startswith(f"{within}.")
-    return outside or any(mark in name for mark in adapters)
+        return frozenset()
+    found = {p for layer in _layers(model) for p in layer.parameters}
+    inside = set(base_of(model).parameters())
+    return frozenset(found | {p for p in model.parameters() if p not in inside})
 
 
-def initialiser_of(module: nn.Module, model: nn.Module) -> Callable[[], None] | None:
-    """What gives the adapters of a layer their first values, as peft does; ``None``: it has none.
+@dataclass(frozen=True)
+class _Adapter:
+    """What one adapter has in one layer."""
+
+    module: nn.Module
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+
+
+def _layers(model: nn.Module) -> Iterator[_Adapter]:
+    for module in model.modules():
+        kinds = getattr(module, "adapter_layer_names", None)
+        if kinds is None:
+            continue
+        found: dict[str, list[nn.Parameter]] = {}
+        for kind in (*kinds, *getattr(module, "other_param_names", ())):
+            container = getattr(module, kind, None)
+            if isinstance(container, (nn.ModuleDict, nn.ParameterDict)):
+                for name, each in container.items():
+                    own = [each] if isinstance(each, nn.Parameter) else each.parameters()
+                    found.setdefault(name, []).extend(own)
+        for name, parameters in found.items():
+            yield _Adapter(module, name, tuple(dict.fromkeys(parameters)))
+
+
+def begin_adapters(model: nn.Module, *, trains: bool) -> None:
+    """Gives adapters on ``meta`` the values that peft has them begin with: LoRA and IA3 as they do
+    by default, prompts that are drawn.
 
     Raises:
-        OffloadError: they are made of the base's weights, which are not there yet.
+        OffloadError: they begin otherwise, or nothing is trained: then they would be nothing.
+            Nothing was changed.
     """
-    reset = next((getattr(module, name) for name in _RESETS if hasattr(module, name)), None)
-    names: Any = getattr(module, "active_adapters", None)
-    if reset is None or names is None:
-        return None
+    if not has_adapters(model):
+        return
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    # What is saved beside adapters (``modules_to_save``) is a copy of the base's: files have it.
+    own = [each for each in _layers(model) if not hasattr(each.module, "original_module")]
+    empty = [each for each in own if any(p.is_meta for p in each.parameters)]
+    begins = {id(each): _begin_of(each, configs) for each in empty}
+    inside = set(base_of(model).parameters())
+    prompts = [
+        module
+        for module in model.modules()
+        if any(p.is_meta and p not in inside for p in module.parameters(recurse=False))
+    ]
+    drawn = all(_is_drawn(configs[name]) for name in configs) if prompts else True
+    unknown = sorted({each.name for each in empty if begins[id(each)] is None})
+    if unknown or not drawn or not all(isinstance(each, nn.Embedding) for each in prompts):
+        raise OffloadError(
+            f"adapters {', '.join(unknown or configs)} are on meta, and nobody knows how they "
+            "begin without the base's weights; load the base before get_peft_model"
+        )
+    if not trains and (empty or prompts):
+        raise OffloadError(
+            f"adapters {', '.join(configs)} are on meta, so they have no values: load the base "
+            "before the adapter, or give no weights= and let peft load both"
+        )
+    for each in empty:
+        _take_memory(each.parameters)
+        begin = begins[id(each)]
+        assert begin is not None
+        with torch.no_grad():
+            begin()
+    for module in prompts:
+        assert isinstance(module, nn.Embedding)
+        _take_memory(tuple(module.parameters(recurse=False)))
+        module.reset_parameters()
+    if empty or prompts:
+        log.info(
+            "overspill: adapters %s were on meta, and begin anew; to go on with trained ones, load "
+            "them after wrap (peft.set_peft_model_state_dict)", ", ".join(configs),
+        )  # fmt: skip
 
-    def initialise() -> None:
-        for name in configs:
-            if getattr(configs[name], "use_dora", False):
-                raise OffloadError(
-                    f"adapter {name!r} takes its magnitudes from the base's weights (use_dora), "
-                    "which are not in memory: load the base before get_peft_model"
-                )
-            how = getattr(configs[name], "init_lora_weights", True)
-            how = getattr(configs[name], "init_ia3_weights", how)
-            with torch.no_grad():
-                if "lora" in reset.__name__:
-                    reset(name, how)
-                elif how:
-                    reset(name)
 
-    return initialise
+def _begin_of(adapter: _Adapter, configs: Mapping[str, Any]) -> Callable[[], None] | None:
+    config, module, name = configs.get(adapter.name), adapter.module, adapter.name
+    if config is None or not all(p.is_meta for p in adapter.parameters):
+        return None
+    lora: Any = getattr(module, "reset_lora_parameters", None)
+    ia3: Any = getattr(module, "reset_ia3_parameters", None)
+    how = getattr(config, "init_lora_weights", None)
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+    plain = not getattr(config, "use_dora", False) and not getattr(config, "lora_bias", False)
+    if kind == "LORA" and lora is not None and plain and how in (True, "gaussian"):
+        return lambda: lora(name, how)
+    if kind == "IA3" and ia3 is not None and getattr(config, "init_ia3_weights", False) is True:
+        return lambda: ia3(name)
+    return None
+
+
+def _is_drawn(config: Any) -> bool:
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+    how = str(getattr(config, "prompt_tuning_init", "")).rpartition(".")[2]
+    return kind == "PROMPT_TUNING" and how == "RANDOM"
+
+
+def _take_memory(parameters: tuple[nn.Parameter, ...]) -> None:
+    for p in parameters:
+        torch_private.become(p, torch.zeros(p.shape, dtype=p.dtype, device="cpu"))

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from ..io_engine.ranges import FileState
 from .weight_files import DISTRIBUTED
 
 # Under which keys people keep the two; torch's own examples use "app", "model" and "optim".
@@ -106,6 +107,10 @@ class DistributedFolder:
         key = self._key(name)
         assert key is not None
         return self.tensor(key)
+
+    def state(self, path: Path) -> FileState:
+        """Of what ``find`` has found, which is nothing."""
+        raise KeyError(path)
 
     def find(self, name: str) -> None:
         """None lies there as it does in memory: they are in torch's own archives."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..io_engine.ranges import FileState
 from ..training import torch_private
 from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, WeightFiles
@@ -228,6 +229,10 @@ class HubFiles:
         if self._last is None or self._last[0] is not group or name not in self._last[1]:
             self._last = group, group.convert(self._model, self._files.read)
         return self._last[1].pop(name)
+
+    def state(self, path: Path) -> FileState:
+        """See ``TensorFiles``."""
+        return self._files.state(path)
 
     def find(self, name: str) -> InFiles | None:
         """See ``TensorFiles``."""

@@ -29,7 +29,8 @@ def sources_of(files: TensorFiles, names: Mapping[int, str], parts: Partition) -
                  if spec.index in names}  # fmt: skip
         if all(_as_in_memory(chunk, spec, found.get(spec.index)) for chunk, spec in unit.params):
             ranges[unit.index] = _ranges(unit, found, paths)
-    return Sources(tuple(path.absolute() for path in paths), ranges)
+    states = tuple(map(files.state, paths))
+    return Sources(tuple(path.absolute() for path in paths), ranges, states)
 
 
 def _as_in_memory(chunk: Chunk, spec: ParamSpec, found: InFiles | None) -> bool:

@@ -13,7 +13,6 @@ from ..errors import OffloadError
 from ..planning.partition import FoundUnit, Partition
 from ..schedule.units import ParamSpec
 from ..training import torch_private
-from .adapters import initialiser_of
 
 
 @contextlib.contextmanager
@@ -63,7 +62,7 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
 
 def initialise(
     found: FoundUnit, specs: Mapping[int, ParamSpec], parts: Partition,
-    init: Callable[[nn.Module], None], model: nn.Module,
+    init: Callable[[nn.Module], None],
 ) -> dict[int, torch.Tensor]:  # fmt: skip
     """Gives meta parameters of one unit memory, initialises them, and returns their values.
 
@@ -84,6 +83,4 @@ def initialise(
         direct = [id(p) in mine for p in module.parameters(recurse=False)]
         if any(direct) or found.direct_only or (within and all(within)):
             init(module)
-        elif any(within) and (adapters := initialiser_of(module, model)) is not None:
-            adapters()
     return values

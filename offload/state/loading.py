@@ -12,7 +12,8 @@ from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
 from ..planning.partition import Partition
 from ..schedule.units import ParamSpec
-from .contents import Values, is_finite
+from .adapters import begin_adapters
+from .contents import Values
 from .edits import spoil
 from .homes import Homes
 from .importing import open_weights
@@ -20,11 +21,14 @@ from .initial import default_init, initialise
 from .taken import Taken
 from .weight_files import match_files, read_float
 
+LARGEST_SHARE = 0.9  # of what a dtype can hold: a scale that is rounded may be larger
+
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken: Taken) -> None:
     """Loads all homes, one unit at a time, from the model or from ``weights=`` files."""
-    taken.move_buffers()
     machinery = homes.machinery
+    begin_adapters(model, trains=machinery.layout.trains)
+    taken.move_buffers()
     parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_files(files, model, parts)
@@ -43,7 +47,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
         made: Mapping[int, torch.Tensor] = {}
         empty = {i: s for i, s in specs.items() if parts.parameters[i].is_meta and i not in names}
         if empty:
-            made = initialise(parts.found[unit.index], empty, parts, init, model)
+            made = initialise(parts.found[unit.index], empty, parts, init)
 
         def weight_of(index: int, made: Mapping[int, torch.Tensor] = made) -> torch.Tensor:
             if files is not None and index in names:
@@ -61,17 +65,18 @@ def _require_finite(parts: Partition, names: Container[int]) -> None:
     """What is to be packed and is in memory, before anything is given up for it.
 
     Raises:
-        ValueError: a weight is not finite.
+        ValueError: a weight is not finite, or may not be once it is unpacked.
     """
     for unit in parts.units:
-        for (_, spec), part in zip(unit.params, unit.page, strict=False):
+        for (chunk, spec), part in zip(unit.params, unit.page, strict=False):
             value = parts.parameters[spec.index].detach()
             if part.form is None or spec.index in names or value.is_meta:
                 continue
-            if not is_finite(value.cpu()):
+            most = float(value.cpu().abs().amax())  # NaN, if there is one
+            if not most <= LARGEST_SHARE * torch.finfo(chunk.dtype).max:
                 raise ValueError(
-                    f"{spec.name}: a weight that is not finite cannot be kept as {part.form}; "
-                    "leave frozen= out, or mend the weight"
+                    f"{spec.name}: {most:.3g} is too large for {chunk.dtype} kept as {part.form}, "
+                    "or not finite; leave frozen= out, or mend the weight"
                 )
 
 

@@ -131,6 +131,10 @@ class StateHooks:
             if id(p) in self._index and _takes(state.get(prefix + name), p):
                 index = self._index[id(p)]
                 parts.setdefault(self._parts.unit_of[index], []).append(index)
+        for name, p in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if id(p) in self._index and _takes(value, p):
+                self._weights.require_same(self._index[id(p)], value)
         self._weights.require_writable(parts)
         if commits is not None:
             self._loading = module, parts

@@ -278,7 +278,7 @@ class WeightDoor:
         fixed = self._executor.layout.unchangeable
         for index, read in values.items():
             if self._parts.unit_of[index] in fixed:
-                self._require_same(index, read().detach())
+                self.require_same(index, read().detach())
         parts = {
             unit.index: [spec.index for _, spec in unit.params if spec.index in values]
             for unit in self._parts.units
@@ -319,11 +319,13 @@ class WeightDoor:
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
             self._showing.refuse_edit(unit)
 
-    def _require_same(self, index: int, value: torch.Tensor) -> None:
+    def require_same(self, index: int, value: torch.Tensor) -> None:
         """
         Raises:
             OffloadError: a weight that cannot be changed would get another value.
         """
+        if self._parts.unit_of[index] not in self._executor.layout.unchangeable:
+            return
         weight = self._copy(index)
         if not torch.equal(value.to(weight.device, weight.dtype), weight):
             packed = self._parts.units[self._parts.unit_of[index]].packed
@@ -343,8 +345,8 @@ class WeightDoor:
     def _write(self, values: Mapping[int, torch.Tensor]) -> None:
         self._executor.raise_failure()
         fixed = self._executor.layout.unchangeable
-        for index in [i for i in values if self._parts.unit_of[i] in fixed]:
-            self._require_same(index, values[index].detach())
+        for index in values:
+            self.require_same(index, values[index].detach())
         values = {i: v for i, v in values.items() if self._parts.unit_of[i] not in fixed}
         parts: dict[int, list[int]] = {}
         for index in sorted(values, key=self._parts.unit_of.__getitem__):

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..io_engine.ranges import FileState, state_of
 from ..planning.partition import Partition
-from .adapters import base_of, may_be_missing, names_in_base
+from .adapters import adapter_parameters, base_of, names_in_base
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OPTIMIZER = "optimizer.pt"  # in the folder of an export
@@ -57,6 +58,10 @@ class TensorFiles(Protocol):
         """Where a tensor lies, or ``None`` where it has to be made from what is in the files."""
         ...
 
+    def state(self, path: Path) -> FileState:
+        """What a file was when it was found out what lies where in it."""
+        ...
+
 
 class WeightFiles:
     """Tensors of a safetensors file or a (sharded) Hugging Face folder, read one at a time."""
@@ -66,6 +71,7 @@ class WeightFiles:
         self._files: dict[str, Any] = {}
         self._where: dict[str, Path] = {}
         self._headers: dict[Path, dict[str, tuple[torch.dtype, FileRun]]] = {}
+        self._states: dict[Path, FileState] = {}
         for file in self._list(path):
             for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
                 self._where[name] = file
@@ -131,21 +137,27 @@ class WeightFiles:
         """See ``TensorFiles``."""
         file = self._where[name]
         if file not in self._headers:
-            self._headers[file] = _header(file)
+            self._headers[file], self._states[file] = _header(file)
         dtype, run = self._headers[file].get(name, (None, None))
         return None if dtype is None or run is None else InFiles(dtype, (run,))
+
+    def state(self, path: Path) -> FileState:
+        """See ``TensorFiles``."""
+        return self._states[path]
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
            "BF16": torch.bfloat16}  # fmt: skip
 
 
-def _header(file: Path) -> dict[str, tuple[torch.dtype, FileRun]]:
-    """Where the floating-point tensors of a safetensors file lie; it was opened as one before.
+def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileState]:
+    """Where the floating-point tensors of a safetensors file lie, which was opened as one before;
+    and what the file is.
 
     A length of 8 bytes, so many bytes of JSON, then the tensors' bytes, from which offsets count.
     """
     with file.open("rb") as stream:
+        state = state_of(stream.fileno())
         length = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(length))
     found = {}
@@ -154,7 +166,7 @@ def _header(file: Path) -> dict[str, tuple[torch.dtype, FileRun]]:
             start, stop = entry["data_offsets"]
             run = FileRun(file, 8 + length + start, stop - start)
             found[name] = _DTYPES[entry["dtype"]], run
-    return found
+    return found, state
 
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
@@ -173,7 +185,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in index_of:
             names.setdefault(index_of[id(p)], []).append(name)
-    in_base, prefix = names_in_base(model), getattr(base_of(model), "base_model_prefix", "")
+    in_base, adapters = names_in_base(model), adapter_parameters(model)
+    prefix = getattr(base_of(model), "base_model_prefix", "")
     found: dict[int, str] = {}
     problems: list[str] = []
     for index, p in enumerate(parts.parameters):
@@ -185,7 +198,7 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
         match = next((n for n in candidates if files.shape(n) is not None), None)
         if match is None and not left_out.isdisjoint(names[index]):
             continue
-        if match is None and may_be_missing(model, names[index][0]):
+        if match is None and p in adapters:
             continue
         if match is None:
             problems.append(f"{names[index][0]} is missing")

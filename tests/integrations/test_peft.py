@@ -187,19 +187,31 @@ def test_a_base_that_is_in_files_alone(kind: str, place: str, frozen: Any, tmp_p
         assert torch.equal(after[name], value), name
 
 
-def test_what_begins_with_the_bases_weights_is_refused(tmp_path: Path) -> None:
+UNKNOWN: dict[str, Callable[[], peft.PeftConfig]] = {
+    "dora": KINDS["dora"],
+    "not set": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+    "fourier": lambda: peft.FourierFTConfig(n_frequency=8, target_modules=["q_proj"]),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_adapters_that_begin_as_nobody_knows_are_refused(kind: str, tmp_path: Path) -> None:
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     base.save_pretrained(tmp_path)
     with overspill.empty_init():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    model = peft.get_peft_model(model, KINDS["dora"]())
-    with pytest.raises(
-        overspill.OffloadError, match="takes its magnitudes from the base's weights"
-    ):
+    model = peft.get_peft_model(model, UNKNOWN[kind]())
+    with pytest.raises(overspill.OffloadError, match="nobody knows how they begin"):
         overspill.wrap(
             model, adamw(torch.optim.AdamW, model), weights=tmp_path, device=SIM,
             rates=overspill.Rates(),
         )  # fmt: skip
+    assert all(p.is_meta for p in model.parameters()), "nothing was changed"
 
 
 @pytest.mark.parametrize("frozen", ["nf4", "int8"])
@@ -227,3 +239,47 @@ def test_adapters_over_a_packed_base_are_those_over_the_unpacked_one(
         assert torch.equal(mine[name], value), name
     for name, value in plain.merge_and_unload().state_dict().items():
         assert torch.equal(found[name], value.cpu()), name
+
+
+def test_of_several_adapters_those_with_values_keep_them(tmp_path: Path) -> None:
+    """And one that does not train is not packed: it is saved as it is."""
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    for layers in (2, 4):
+        shape = {**SHAPE, "num_hidden_layers": layers}
+        with overspill.empty_init():
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+            model = model.to(torch.bfloat16)
+        kind = peft.LoraConfig(r=64, target_modules=["q_proj", "v_proj"])
+        model = peft.get_peft_model(model, kind, adapter_name="first")
+        model.add_adapter("second", kind)
+        model.set_adapter("second")
+        for name, p in model.named_parameters():
+            if ".first." in name:
+                owner, _, last = name.rpartition(".")
+                real = torch.nn.Parameter(torch.full(p.shape, 7.0, device="cpu"), False)
+                setattr(model.get_submodule(owner), last, real)
+        with overspill.wrap(
+            model, adamw(torch.optim.AdamW, model), weights=tmp_path / "base", frozen="nf4",
+            device=SIM, device_memory="64MiB", host_memory="64MiB", rates=overspill.Rates(),
+        ):  # fmt: skip
+            for name, p in model.named_parameters():
+                if ".first." in name:
+                    assert bool((p == 7.0).all()), name
+                elif ".second." in name:
+                    assert bool((p == 0).all()) == ("lora_B" in name), name
+
+
+def test_a_trained_adapter_that_peft_has_left_on_meta_is_not_generated_with(tmp_path: Path) -> None:
+    plain = adapted("lora")
+    plain.get_base_model().save_pretrained(tmp_path / "base")
+    plain.save_pretrained(tmp_path / "adapter")
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    with overspill.empty_init():
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).to(torch.bfloat16)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", low_cpu_mem_usage=True)
+    if not any(p.is_meta and "lora" in n for n, p in model.named_parameters()):
+        return  # peft gives them memory by now
+    with pytest.raises(overspill.OffloadError, match="so they have no values"):
+        overspill.wrap(model, weights=tmp_path / "base", device=SIM, rates=overspill.Rates())

@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import overspill
+from overspill.durable.inspect import inspect_store
 from overspill.facts.tier import Tier
 from overspill.io_engine.ranges import HELD_BYTES
+from overspill.movement.memory import Memory
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.parity import test_inference as inference
 from tests.parity.test_partly_frozen import WIDTH, build, trained
@@ -169,8 +171,11 @@ def test_a_run_goes_on_with_the_same_files_alone(tmp_path: Path, loaded: Any) ->
     ) as made:
         losses = steps(model, made, 0, 3)
     whole = file.read_bytes()
+    assert not inspect_store(tmp_path / "store").wrong
     at = len(whole) - 3000
     file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    (told,) = inspect_store(tmp_path / "store").wrong
+    assert "since the store was made" in told
     model = build()
     with pytest.raises(overspill.CorruptionError, match="since the store was made"):
         made, _ = overspill.resume(model, tmp_path / "store", adamw(model), **options)
@@ -284,3 +289,64 @@ def test_a_plan_says_so_and_reads_headers_alone(
         assert made.tier_bytes[Tier.HOST] <= (READER + 600) << 10
         short = overspill.plan(model, device=CPU, weights=file, host_memory="1MiB", rates=RATES)
         assert not short.fits
+
+
+def test_a_file_that_is_replaced_before_it_is_opened_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header says where in one file things lie: of another one they would be other bytes."""
+    file = file_of(inference.build(), tmp_path)
+    other = file_of(inference.build(seed=1), tmp_path, "other.safetensors")
+    make = Memory.__init__
+
+    def late(self: Any, *given: Any) -> None:
+        other.replace(file)
+        make(self, *given)
+
+    monkeypatch.setattr(Memory, "__init__", late)
+    options = inference.PLACES["all tiers"] | {"host_memory": f"{READER + 600}KiB"}
+    model = inference.build()
+    with (
+        overspill.wrap(model, weights=file, rates=RATES, **options),
+        torch.no_grad(),
+        pytest.raises(overspill.CorruptionError, match="since its header was read"),
+    ):
+        model(normal(0, 3, 64))
+
+
+def test_other_weights_than_nobody_has_read_yet_are_told_of(tmp_path: Path) -> None:
+    """A commit that came before the first forward has no checksum of them: files keep a time."""
+    (tmp_path / "store").mkdir()
+    file = file_of(build(), tmp_path)
+    options = {**TIGHT["device"], "rates": RATES}
+    model = build()
+    with overspill.wrap(
+        model, adamw(model), weights=file, nvme=tmp_path / "store", **options
+    ) as made:
+        made.commit()
+    made, _ = overspill.resume(build(), tmp_path / "store", **options)
+    made.close()
+    file_of(nn.Sequential(*reversed(list(build()))), tmp_path)  # the same names and sizes
+    with pytest.raises(overspill.OffloadError, match="nobody can tell whether they are the same"):
+        overspill.resume(build(), tmp_path / "store", **options)
+
+
+def test_folders_as_people_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is not absolute, links as in the hub's cache, and one that leads nowhere."""
+    real = file_of(build(), tmp_path, "blob")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(real)
+    (folder / "unfinished.safetensors").symlink_to(tmp_path / "gone")
+    (tmp_path / "store").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = build()
+    with overspill.wrap(
+        model, adamw(model), weights="snapshot", nvme="store", **TIGHT["device"]
+    ) as made:
+        assert made.plan.detail.layout.in_place
+        losses = steps(model, made, 0, 1)
+        monkeypatch.chdir("/")
+        losses += steps(model, made, 1, 2)
+        made.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 0

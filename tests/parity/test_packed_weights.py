@@ -316,3 +316,68 @@ def test_a_trained_model_is_as_good_as_with_bitsandbytes() -> None:
         mine = perplexity(model)
     assert mine == pytest.approx(perplexity(theirs), rel=0.01)
     assert mine != exact
+
+
+def test_a_state_dict_is_loaded_whole_or_not_at_all(form: Any, tmp_path: Path) -> None:
+    """One value that cannot be taken over leaves all others as they were."""
+    model = half()
+    with wrapped(model, tmp_path, "device", frozen=form) as made:
+        before = {n: t.detach().cpu().clone() for n, t in model.state_dict().items()}
+        other = {n: t + 1 for n, t in before.items()}
+        with pytest.raises(overspill.OffloadError, match="cannot be changed"):
+            model.load_state_dict(other)
+        assert all(torch.equal(t.cpu(), before[n]) for n, t in model.state_dict().items())
+        steps_in_half(model, made, 0, 1)
+        trained = {n: t + 1 for n, t in before.items() if "up" in n}
+        model.load_state_dict({**before, **trained})
+        assert torch.equal(model.state_dict()["1.up.weight"].cpu(), trained["1.up.weight"])
+
+
+def test_exports_have_every_parameter_in_its_own_order(form: Any, tmp_path: Path) -> None:
+    """Also those beside packed ones whose memory is not in the order of their sizes."""
+    from safetensors.torch import load_file
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Linear(64, 64)
+            self.conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
+            self.turned = nn.Parameter(normal(3, 5, 7).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x.view(-1, 4, 4, 4)).sum() + self.turned.sum()
+            return self.matrix(x) + y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mixed() for _ in range(3)), nn.Linear(64, 64))
+    for p in (p for block in list(model)[:3] for p in block.parameters()):
+        p.requires_grad_(False)
+    adam = torch.optim.AdamW(model[3].parameters())
+    with overspill.wrap(
+        model, adam, device=CPU, nvme=tmp_path, frozen=form, rates=RATES, host_memory="64MiB"
+    ) as made:
+        layout = made.plan.detail.layout
+        assert all(
+            [part.form for part in u.page].count(form) == 1 for u in layout.units if u.packed
+        )
+        want = {n: t.detach().cpu().clone() for n, t in model.state_dict().items()}
+        made.save(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in want.items())
+
+
+def test_what_may_not_be_finite_once_unpacked_is_refused_before_anything_is_lost() -> None:
+    for dtype, value, precision in (
+        (torch.float16, 65_000.0, None), (torch.float32, 70_000.0, "fp16"),
+        (torch.float32, 3.3e38, None),
+    ):  # fmt: skip
+        model = inference.build().to(dtype)
+        with torch.no_grad():
+            model[5].inner.weight[3, 3] = value
+        with pytest.raises(ValueError, match=r"5\.inner\.weight: .* is too large"):
+            overspill.wrap(
+                model, device=CPU, frozen="nf4", rates=RATES, precision=precision,
+                host_memory="64MiB",
+            )  # fmt: skip
+        assert all(p.device.type == torch.device(CPU).type for p in model.parameters())
+        assert torch.isfinite(model[0].inner.weight).all()

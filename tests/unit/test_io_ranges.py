@@ -153,7 +153,7 @@ def test_a_file_that_has_changed_is_an_error_of_that_file(files: list[Path]) -> 
 
 def test_a_change_before_the_first_read_is_told_too(files: list[Path], reader: RangeReader) -> None:
     os.utime(files[1], ns=(1, 1))
-    with pytest.raises(CorruptionError, match="since it was opened"):
+    with pytest.raises(CorruptionError, match="since its header was read"):
         read(reader, FileRanges(0, 10, (FilePart(1, 0, 10, 0),)))
     read(reader, FileRanges(1, 10, (FilePart(0, 0, 10, 0),)))  # another file
 
