@@ -17,6 +17,7 @@ import torch
 from overspill.io_engine import allocate_host
 from overspill.optim import device, kernels, packed, packed_device
 from overspill.optim.packed import Format, Parts
+from tests.crossed import crossed
 
 HERE = Path(__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -210,7 +211,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return launched
 
 
-@pytest.mark.parametrize(("form", "dtype", "shape"), CASES, ids=str)
+@pytest.mark.parametrize(("form", "dtype", "shape"), crossed(packed.FORMATS, DTYPES, SHAPES[:5]))
 def test_the_gpus_kernels_unpack_alike(
     form: Format, dtype: torch.dtype, shape: tuple[int, ...], launch: Launch,
     monkeypatch: pytest.MonkeyPatch,

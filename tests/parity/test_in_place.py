@@ -19,6 +19,7 @@ from overspill.durable.inspect import inspect_store
 from overspill.facts.tier import Tier
 from overspill.io_engine.ranges import HELD_BYTES
 from overspill.movement.memory import Memory
+from tests.crossed import crossed
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.parity import test_inference as inference
 from tests.parity.test_partly_frozen import WIDTH, build, trained
@@ -85,9 +86,10 @@ def loaded(tmp_path: Path) -> tuple[list[float], list[torch.Tensor]]:
         return losses, [p.detach().cpu().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("durable", [True, False])
-@pytest.mark.parametrize("update", ["step", "next_forward", "backward"])
-@pytest.mark.parametrize("place", TIGHT)
+@pytest.mark.parametrize(
+    ("place", "update", "durable"),
+    crossed(list(TIGHT), ["step", "next_forward", "backward"], [True, False], every=2),
+)
 def test_training_is_the_same_and_none_of_it_is_written(
     place: str, update: Any, durable: bool, tmp_path: Path, loaded: Any
 ) -> None:
