@@ -14,8 +14,6 @@ from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import Generation, repair
 from ..io_engine.reading import StoreReader
 from ..io_engine.store import STORE_NAME
-from .in_place import InPlaceReader
-from .meta import decode_facts
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Note = Callable[[int], None]
@@ -89,6 +87,11 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
 
 def _wrong_in_place(store: FoundStore) -> list[str]:
     """What is wrong with weights that the store has no copy of: they are in files of the user's."""
+    if not store.layout.description.get("sources", {}).get("units"):
+        return []  # without torch, which facts need
+    from .in_place import InPlaceReader
+    from .meta import decode_facts
+
     digests = decode_facts(store.generations[-1].meta).get("digests", {})
     try:
         files = InPlaceReader(store.layout.description, digests, None)

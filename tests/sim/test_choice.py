@@ -13,8 +13,9 @@ from overspill.facts.rates import Rates
 from overspill.planning.bounds import least_seconds
 from overspill.planning.choose import Workload, balanced_s, choose_layout
 from overspill.planning.partition import Partition, partition
+from overspill.planning.placement import DEFAULT_DEPTH
 from overspill.planning.plan import Budgets, Needs, Preference
-from overspill.planning.planner import DEFAULT_DEPTH, make_layout
+from overspill.planning.planner import make_layout
 from tests.random_parts import Field
 
 # Like those of a desktop, a thousandth as fast as its memory is small.
