@@ -16,6 +16,7 @@ from overspill.movement.accelerators import streams
 from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 
+RATES = overspill.Rates()
 STREAMED: dict[str, Any] = {
     "device": "testdev", "device_memory": "700KiB", "host_memory": "1500KiB", "durable": False
 }  # fmt: skip
@@ -130,15 +131,16 @@ def test_a_broken_device_is_closed_all_the_same(
 
 
 def test_host_memory_that_cannot_be_locked(native: ModuleType, tmp_path: Path) -> None:
+    # Rates are given: measuring them takes locked memory too.
     locked, held = native.registered_bytes(), torch.accelerator.memory_allocated()
     native.set_lockable_bytes(locked + (1 << 20))
     model = TinyLM().cpu()
     with pytest.raises(overspill.errors.OffloadError, match=r"could not page-lock.*host_memory"):
-        overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED)
+        overspill.wrap(model, adamw(model), nvme=tmp_path, rates=RATES, **STREAMED)
     assert native.registered_bytes() == locked
     assert torch.accelerator.memory_allocated() <= held + 8192
     native.set_lockable_bytes(1 << 40)
-    with overspill.wrap(model, adamw(model), nvme=tmp_path, **STREAMED) as optimizer:
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, rates=RATES, **STREAMED) as optimizer:
         train(model, optimizer, 1)
 
 
