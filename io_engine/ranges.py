@@ -32,11 +32,23 @@ from .types import SECTOR_BYTES
 log = logging.getLogger("overspill.io_engine")
 Bytes = NDArray[np.uint8]
 
-BLOCK_BYTES = 1 << 20  # that four threads read at a time: as fast as larger ones
-THREADS = 4
+# How ranges are cut into blocks, whose checksums digests are made of: both stay as they are, or
+# stores no longer know their files.
+BLOCK_BYTES = 4 << 20  # that each thread reads at a time: smaller ones are slower on most disks
 GAP_BYTES = 64 << 10  # between ranges, read along with them
+LEAST_THREADS, MOST_THREADS = 2, 8
+SHARE = 32  # of host memory, that reads may come through
 BOUNCE_BYTES = BLOCK_BYTES + 2 * SECTOR_BYTES  # of every thread
-HELD_BYTES = THREADS * BOUNCE_BYTES  # of a reader
+
+
+def threads_for(host_bytes: int) -> int:
+    """How many threads read where so much host memory may be taken for all."""
+    return max(LEAST_THREADS, min(MOST_THREADS, host_bytes // (SHARE * BOUNCE_BYTES)))
+
+
+def held_bytes(threads: int) -> int:
+    """What a reader holds."""
+    return threads * BOUNCE_BYTES
 
 
 @dataclass(frozen=True)
@@ -193,7 +205,7 @@ class RangeReader:
 
     def __init__(
         self, files: Sequence[Path], *, was: Sequence[FileState] | None = None,
-        checksum: bool = True,
+        checksum: bool = True, threads: int = LEAST_THREADS,
     ) -> None:  # fmt: skip
         """``was``: of each, when somebody found out where in it things lie.
 
@@ -202,7 +214,7 @@ class RangeReader:
         """
         self.checksum = checksum
         self._files: list[_File] = []
-        self._leases: list[Lease] = []
+        self._lease: Lease | None = None
         self._threads: list[threading.Thread] = []
         self._jobs: list[tuple[bool, int, RangesRead]] = []
         self._numbers = itertools.count()
@@ -214,11 +226,11 @@ class RangeReader:
         try:
             for number, path in enumerate(files):
                 self._files.append(_File(path, None if was is None else was[number]))
-            for number in range(THREADS):
-                lease = allocate_host(BOUNCE_BYTES)
-                self._leases.append(lease)
+            self._lease = allocate_host(held_bytes(threads))  # together, as pages are huge
+            for number in range(threads):
+                bounce = self._lease.array[number * BOUNCE_BYTES :][:BOUNCE_BYTES]
                 thread = threading.Thread(
-                    target=self._run, args=(lease.array,), name=f"overspill-ranges-{number}",
+                    target=self._run, args=(bounce,), name=f"overspill-ranges-{number}",
                     daemon=True,
                 )  # fmt: skip
                 self._threads.append(thread)
@@ -389,9 +401,9 @@ class RangeReader:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
         self._threads.clear()
-        for lease in self._leases:
-            lease.release()
-        self._leases.clear()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
         for file in self._files:
             os.close(file.fd)
         self._files.clear()

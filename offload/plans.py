@@ -14,7 +14,7 @@ from .checks import check_devices, check_model, check_moments
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
-from .io_engine.ranges import HELD_BYTES
+from .io_engine.ranges import held_bytes, threads_for
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
@@ -120,7 +120,7 @@ def make_blueprint(
         needs = replace(needs, saved_bytes=tuple(sizes))
 
     def choose(needs: Needs) -> PlannedLayout:
-        reader = HELD_BYTES if needs.in_place else 0
+        reader = held_bytes(threads_for(budgets.host)) if needs.in_place else 0
         room = replace(budgets, host=max(0, budgets.host - reader))
         depth, rates = config.prefetch_depth, config.rates
         return choose_layout(parts, room, needs, depth, rates, load, prefer)
@@ -187,9 +187,10 @@ def _plan_of(
             tokens=load.tokens * config.accumulate,
             compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
+    reader = held_bytes(threads_for(budgets.host)) if layout.in_place else 0
     held = {
         Tier.DEVICE: layout.regions.device_bytes,
-        Tier.HOST: layout.regions.host_bytes + (HELD_BYTES if layout.in_place else 0),
+        Tier.HOST: layout.regions.host_bytes + reader,
         Tier.NVME: chosen.disk_bytes,
     }
     detail = PlanDetail(

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..io_engine import Extent, IoEngine, IoStats, Lease, Ticket
-from ..io_engine.ranges import FilePart, FileRanges, RangeReader
+from ..io_engine.ranges import MOST_THREADS, FilePart, FileRanges, RangeReader
 
 MIB = 1 << 20
 DISK_BYTES = 96 * MIB
@@ -177,7 +177,7 @@ def file(path: Path, limit_s: float) -> float | None:
     if nbytes < FILE_BYTES // 16:
         return None
     buffer = np.empty(nbytes, np.uint8)
-    with closing(RangeReader([path], checksum=False)) as reader:
+    with closing(RangeReader([path], checksum=False, threads=MOST_THREADS)) as reader:
         ranges = FileRanges(0, nbytes, (FilePart(0, 0, nbytes, 0),))
         return nbytes / best_s(lambda: reader.read(ranges, buffer).wait(), limit_s)
 

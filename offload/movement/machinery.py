@@ -9,7 +9,7 @@ from typing import Any
 
 from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
-from ..io_engine.ranges import HELD_BYTES
+from ..io_engine.ranges import held_bytes, threads_for
 from ..optim import set_threads
 from ..planning.blueprint import Blueprint
 from ..planning.sources import describe_sources
@@ -58,6 +58,7 @@ class Machinery:
             on_trial=blueprint.update == "backward",
         )  # fmt: skip
         self.closed = False
+        self._readers = threads_for(blueprint.budgets.host)
         self._hide: list[Callable[[], Sequence[MemoryWatch]]] = []
         owner.append(self)
         self._start(before_asking)
@@ -87,10 +88,10 @@ class Machinery:
         if disk_bytes and self.config.nvme is not None:
             self.memory.reserve_disk(disk_bytes)
         if self.layout.in_place:
-            self.memory.reserve_reader(HELD_BYTES)
+            self.memory.reserve_reader(held_bytes(self._readers))
         return Store(
             self.config, self.layout, disk_bytes, self.found, self.memory.lease,
-            self.accelerator.limits, self.blueprint.sources,
+            self.accelerator.limits, self.blueprint.sources, self._readers,
         )  # fmt: skip
 
     def _facts(self) -> Mapping[str, Any]:

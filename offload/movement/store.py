@@ -42,9 +42,10 @@ class Store:
         memory: Lease | None,
         limits: Rates,
         sources: Sources,
+        readers: int,
     ) -> None:
         """``found``: a store of the very same layout, to go on in.  ``memory``: what transfers
-        use."""
+        use.  ``readers``: threads that read weights in place."""
         self._layout, self.found, self._sources = layout, found, sources
         self.io: IoEngine | None = None
         self.files: RangeReader | None = None
@@ -58,7 +59,7 @@ class Store:
                 self._open(config, max(disk_bytes, PAGE), memory)
             if layout.in_place:
                 self.files = RangeReader(
-                    sources.files, was=sources.states, checksum=config.checksum
+                    sources.files, was=sources.states, checksum=config.checksum, threads=readers
                 )
             self.disks = Disks(self.io, self.files)
             if self.io is not None or self.files is not None:

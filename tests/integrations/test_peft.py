@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import overspill
+from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
 from tests.devices import CPU, DEVICE, SIM, plainly
 
 SHAPE: dict[str, Any] = {
@@ -153,7 +154,8 @@ def test_a_base_that_is_in_files_alone(kind: str, place: str, frozen: Any, tmp_p
     model = peft.get_peft_model(model, KINDS[kind]())
     (tmp_path / "store").mkdir()
     options = {**tight(model, place), "rates": overspill.Rates()}
-    options["host_memory"] = (6 << 20) + (options["host_memory"] if place == "cpu" else 3 << 20)
+    reader = held_bytes(LEAST_THREADS)
+    options["host_memory"] = reader + (options["host_memory"] if place == "cpu" else 3 << 20)
     with overspill.wrap(
         model, adamw(torch.optim.AdamW, model), weights=tmp_path / "base", frozen=frozen,
         nvme=tmp_path / "store", **options,

@@ -17,7 +17,7 @@ from torch import nn
 import overspill
 from overspill.durable.inspect import inspect_store
 from overspill.facts.tier import Tier
-from overspill.io_engine.ranges import HELD_BYTES
+from overspill.io_engine.ranges import LEAST_THREADS, held_bytes
 from overspill.movement.memory import Memory
 from tests.crossed import crossed
 from tests.devices import CPU, DEVICE, SIM, normal
@@ -25,7 +25,7 @@ from tests.parity import test_inference as inference
 from tests.parity.test_partly_frozen import WIDTH, build, trained
 
 RATES = overspill.Rates()
-READER = HELD_BYTES >> 10  # KiB that reads come through
+READER = held_bytes(LEAST_THREADS) >> 10  # KiB that reads come through
 TIGHT: dict[str, dict[str, Any]] = {
     "device": {
         "device": SIM, "device_memory": "120KiB", "host_memory": f"{READER + 160}KiB"
@@ -130,7 +130,7 @@ def test_inference_needs_no_store_and_no_room_for_the_model(
     size = max(sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers)
     room = {**TIGHT[place], "weights": tmp_path / "hub", "rates": RATES}
     if place in ("device", "host"):
-        room["host_memory"] = HELD_BYTES + 3 * size
+        room["host_memory"] = (READER << 10) + 3 * size
     if place == "device":
         room["device_memory"] = 3 * size
     with overspill.wrap(model, **room) as made, torch.no_grad():
