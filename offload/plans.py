@@ -120,8 +120,7 @@ def make_blueprint(
         needs = replace(needs, saved_bytes=tuple(sizes))
 
     def choose(needs: Needs) -> PlannedLayout:
-        reader = held_bytes(threads_for(budgets.host)) if needs.in_place else 0
-        room = replace(budgets, host=max(0, budgets.host - reader))
+        room = replace(budgets, host=max(0, budgets.host - _reader_bytes(budgets, needs.in_place)))
         depth, rates = config.prefetch_depth, config.rates
         return choose_layout(parts, room, needs, depth, rates, load, prefer)
 
@@ -167,6 +166,11 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 
 
+def _reader_bytes(budgets: Budgets, in_place: frozenset[int]) -> int:
+    """What the reader of weight files takes of host memory, where there is one."""
+    return held_bytes(threads_for(budgets.host)) if in_place else 0
+
+
 def _plan_of(
     chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig,
     load: Workload, step_s_by_update: Mapping[str, float],
@@ -187,10 +191,9 @@ def _plan_of(
             tokens=load.tokens * config.accumulate,
             compute_s=None if profile is None else profile.compute_s * config.accumulate,
         )  # fmt: skip
-    reader = held_bytes(threads_for(budgets.host)) if layout.in_place else 0
     held = {
         Tier.DEVICE: layout.regions.device_bytes,
-        Tier.HOST: layout.regions.host_bytes + reader,
+        Tier.HOST: layout.regions.host_bytes + _reader_bytes(budgets, layout.in_place),
         Tier.NVME: chosen.disk_bytes,
     }
     detail = PlanDetail(

@@ -7,31 +7,15 @@ plain torch unpacks, in more passes.
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from . import device
 from .kernels import FLOAT_TYPES
+from .packed_layout import Parts
 
 EACH = 8  # elements of a thread
-
-
-class Laid(Protocol):
-    """See ``packed.Parts``."""
-
-    @property
-    def form(self) -> str: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def columns(self) -> int: ...
-    @property
-    def scale_codes(self) -> int: ...
-    @property
-    def scales(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
 
 
 def serves(tensor: Tensor) -> bool:
@@ -40,7 +24,7 @@ def serves(tensor: Tensor) -> bool:
 
 
 def arguments(
-    parts: Laid, page: int, weight: Tensor, nf4: int, scales: int
+    parts: Parts, page: int, weight: Tensor, nf4: int, scales: int
 ) -> tuple[str, tuple[Any, ...]]:
     """The kernel and its arguments; memory by address."""
     kind, to = FLOAT_TYPES[weight.dtype], weight.data_ptr()
@@ -52,7 +36,7 @@ def arguments(
     )  # fmt: skip
 
 
-def unpack(parts: Laid, page: Tensor, weight: Tensor, nf4: Tensor, scales: Tensor) -> None:
+def unpack(parts: Parts, page: Tensor, weight: Tensor, nf4: Tensor, scales: Tensor) -> None:
     """The same as ``packed.unpack``, on torch's current stream; ``nf4`` and ``scales``: what codes
     stand for, on the device."""
     name, given = arguments(parts, page.data_ptr(), weight, nf4.data_ptr(), scales.data_ptr())

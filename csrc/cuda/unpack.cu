@@ -1,4 +1,4 @@
-// Frozen weights from the format that they are kept in, on the GPU: the twin of csrc/cpu/unpack.h.
+// Frozen weights from the format that they are kept in, on the GPU: the twin of csrc/cpu/packed.h.
 // A thread takes eight elements; launch with any number of threads that covers them.
 #include "numbers.cuh"
 

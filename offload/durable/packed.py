@@ -9,6 +9,7 @@ import torch
 
 from ..io_engine import allocate_host
 from ..optim import packed
+from ..optim.packed_layout import Parts, Window, windows
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of
 
 Begin = Callable[[int, int], Callable[[], Bytes]]  # bytes [low, high) of a page: begun, then had
@@ -40,8 +41,8 @@ def unpacked(
             yield Part(high - low, begin(base + low, base + high))
 
     def parts() -> Iterator[Part]:
-        whole = packed.Parts(form, shape)
-        for window in packed.windows(whole, PART_BYTES // dtype.itemsize):
+        whole = Parts(form, shape)
+        for window in windows(whole, PART_BYTES // dtype.itemsize):
             begun = [(begin(base + low, base + high), to) for low, high, to in window.moves]
             count = window.stop - window.start
             yield Part(count * dtype.itemsize, _unpack(window, dtype, begun))
@@ -53,7 +54,7 @@ def unpacked(
 
 
 def _unpack(
-    window: packed.Window, dtype: torch.dtype, begun: Sequence[tuple[Callable[[], Bytes], int]]
+    window: Window, dtype: torch.dtype, begun: Sequence[tuple[Callable[[], Bytes], int]]
 ) -> Callable[[], Bytes]:
     def wait() -> Bytes:
         page = allocate_host(window.parts.nbytes).array

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..optim import packed
+from ..optim.packed_layout import Parts
 from ..schedule.units import Chunk, PagePart, ParamSpec, Unit
 
 
@@ -22,7 +23,7 @@ def unpack_param(spec: ParamSpec, part: PagePart, page: torch.Tensor, weight: to
     if part.form is None:
         weight.copy_(source.view(weight.dtype))
     else:
-        packed.unpack(packed.Parts(part.form, spec.shape), source, weight)  # type: ignore[arg-type]
+        packed.unpack(Parts(part.form, spec.shape), source, weight)  # type: ignore[arg-type]
 
 
 def pack_param(
@@ -38,6 +39,6 @@ def pack_param(
         target.view(chunk.dtype).copy_(flat)
         return
     try:
-        packed.pack(packed.Parts(part.form, spec.shape), flat, target)  # type: ignore[arg-type]
+        packed.pack(Parts(part.form, spec.shape), flat, target)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}; leave frozen= out, or mend the weight") from None

@@ -119,11 +119,10 @@ class Store:
 
     def digests(self) -> dict[int, int]:
         """By unit that is read in place, a checksum of what was read, as far as it was."""
-        found = {u: self._read_digest(ranges) for u, ranges in self._in_place().items()}
+        if self.files is None:
+            return {}
+        found = {unit: self.files.digest(ranges) for unit, ranges in self._in_place().items()}
         return {unit: digest for unit, digest in found.items() if digest is not None}
-
-    def _read_digest(self, ranges: FileRanges) -> int | None:
-        return None if self.files is None else self.files.digest(ranges)
 
     def expect(self, digests: Mapping[int, int]) -> None:
         """What ``digests`` has told in a run before: the files must have it still."""

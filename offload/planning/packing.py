@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..optim.packed import BORDER, Format, Parts
+from ..optim.packed_layout import BORDER, Format, Parts
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
 

@@ -16,13 +16,13 @@ import torch
 
 from overspill.io_engine import allocate_host
 from overspill.optim import device, kernels, packed, packed_device
-from overspill.optim.packed import Format, Parts
+from overspill.optim.packed_layout import BLOCK, FORMATS, SCALES, Format, Parts, windows
 from tests.crossed import crossed
 
 HERE = Path(__file__).parent
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(300, 200), (64, 64), (7, 129), (3, 65, 100), (1, 5), (2, 40_000)]
-CASES = list(itertools.product(packed.FORMATS, DTYPES, SHAPES))
+CASES = list(itertools.product(FORMATS, DTYPES, SHAPES))
 
 
 def memory(nbytes: int) -> torch.Tensor:
@@ -105,14 +105,14 @@ def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int, ...])
     parts, page = pack("nf4", weight)
     mine = unpack(parts, page, dtype, WHO[-1])
     codes, state = functional.quantize_4bit(
-        weight, blocksize=packed.BLOCK, compress_statistics=True, quant_type="nf4"
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
     theirs = functional.dequantize_4bit(codes, state).view(-1)
     scale = weight.abs().max().float()
     assert (theirs.float() - mine.float()).abs().max() <= 0.02 * scale
     assert (theirs - mine).abs().mean() <= 1e-4 * scale
     state.absmax = part(page, parts.scale_codes, torch.uint8, parts.blocks)
-    state.state2.absmax = part(page, parts.scales, torch.float32, -(-parts.blocks // packed.SCALES))
+    state.state2.absmax = part(page, parts.scales, torch.float32, -(-parts.blocks // SCALES))
     assert (state.state2.code - packed._scale_codes()).abs().max() <= 1e-7
     state.state2.code = packed._scale_codes()
     state.offset = part(page, parts.offset, torch.float32, 1)[0]
@@ -131,14 +131,12 @@ def test_int8_is_that_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize("most", [1, 16_384, 70_000])
-@pytest.mark.parametrize(
-    ("form", "shape"), list(itertools.product(packed.FORMATS, SHAPES)), ids=str
-)
+@pytest.mark.parametrize(("form", "shape"), list(itertools.product(FORMATS, SHAPES)), ids=str)
 def test_windows_have_what_the_whole_has(form: Format, shape: tuple[int, ...], most: int) -> None:
     parts, page = pack(form, weight_of(shape, torch.bfloat16))
     whole = unpack(parts, page, torch.bfloat16, WHO[-1])
     end = 0
-    for window in packed.windows(parts, most):
+    for window in windows(parts, most):
         assert window.start == end
         end = window.stop
         own = memory(window.parts.nbytes)
@@ -150,7 +148,7 @@ def test_windows_have_what_the_whole_has(form: Format, shape: tuple[int, ...], m
 
 
 @pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("form", packed.FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
 def test_what_is_not_finite_is_refused(bad: float, form: Format, who: str) -> None:
     for at in (0, 63, 8191):
@@ -211,7 +209,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return launched
 
 
-@pytest.mark.parametrize(("form", "dtype", "shape"), crossed(packed.FORMATS, DTYPES, SHAPES[:5]))
+@pytest.mark.parametrize(("form", "dtype", "shape"), crossed(FORMATS, DTYPES, SHAPES[:5]))
 def test_the_gpus_kernels_unpack_alike(
     form: Format, dtype: torch.dtype, shape: tuple[int, ...], launch: Launch,
     monkeypatch: pytest.MonkeyPatch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overspill.optim import packed, packed_device
-from overspill.optim.packed import Format
+from overspill.optim.packed_layout import FORMATS, Format
 from tests.conformance.test_optim_packed import SHAPES, pack, unpack, weight_of
 
 pytestmark = [
@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", packed.FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_unpacked_there_is_unpacked_here(
     form: Format, dtype: torch.dtype, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import overspill
 from overspill.facts.tier import Tier
 from overspill.io_engine import allocate_host
 from overspill.optim import packed
+from overspill.optim.packed_layout import FORMATS, Parts
 from tests.crossed import crossed
 from tests.devices import CPU, SIM, about_cpu, normal
 from tests.parity import test_inference as inference
@@ -37,7 +38,7 @@ def unpacked(model: nn.Module, form: Any, names: tuple[str, ...] = ("first", "ba
     """The model with the values that its weights have once packed."""
     for name, p in model.named_parameters():
         if p.dim() == 2 and any(part in name for part in names):
-            parts = packed.Parts(form, tuple(p.shape))
+            parts = Parts(form, tuple(p.shape))
             page = torch.from_numpy(allocate_host(parts.nbytes).array)
             flat = p.detach().cpu().flatten()
             packed.pack(parts, flat, page)
@@ -55,7 +56,7 @@ def wrapped(model: nn.Module, folder: Path | None, place: str, **options: Any) -
     return overspill.wrap(model, adamw(model), rates=RATES, **{**PLACES[place], **store, **options})
 
 
-@pytest.fixture(params=packed.FORMATS)
+@pytest.fixture(params=FORMATS)
 def form(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -82,7 +83,7 @@ def steps_in_half(model: nn.Module, optimizer: Any, first: int, last: int) -> li
 
 @pytest.mark.parametrize(
     ("form", "place", "update", "durable"),
-    crossed(packed.FORMATS, list(PLACES), ["step", "next_forward", "backward"], [True, False]),
+    crossed(FORMATS, list(PLACES), ["step", "next_forward", "backward"], [True, False]),
 )
 def test_training_is_that_on_the_unpacked_base(
     form: Any, place: str, update: Any, durable: bool, tmp_path: Path

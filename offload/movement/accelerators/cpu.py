@@ -108,7 +108,7 @@ class CpuAccelerator(InOrder):
 
     def _put(
         self, name: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
-        on_done: OnDone, instead: Callable[[], None] | None = None,
+        on_done: OnDone, do: Callable[[], None] | None = None,
     ) -> Event:  # fmt: skip
         event = _Copied()
         with self._lock:
@@ -117,11 +117,7 @@ class CpuAccelerator(InOrder):
             if name not in self._lanes:
                 self._lanes[name] = CopyLane(name, None, 0.0, None)
             now_ns = time.perf_counter_ns()
-            self._lanes[name].put(
-                CopyJob(
-                    dst, src, after, now_ns, event.passed.set, on_done, instead, instead is None
-                )
-            )
+            self._lanes[name].put(CopyJob(dst, src, after, now_ns, event.passed.set, on_done, do))
         return event
 
     def record(self) -> Event:

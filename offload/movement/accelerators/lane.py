@@ -14,14 +14,14 @@ import torch
 from .base import CopyDone, Event, OnDone, deliver
 from .pace import Pace
 
-__all__ = ["CopyJob", "CopyLane"]
+__all__ = ["CopyJob", "CopyLane", "copy"]
 
 
 @dataclass(frozen=True)
 class CopyJob:
     """A copy that waits for its turn.  ``finish`` is told when it is over, before ``on_done``.
 
-    ``then``: done after it; ``copies``: else that is all.
+    ``do``: what makes ``dst`` of ``src``, if it is more than a copy.
     """
 
     dst: torch.Tensor
@@ -30,8 +30,13 @@ class CopyJob:
     submitted_ns: int
     finish: Callable[[], None]
     on_done: OnDone
-    then: Callable[[], None] | None = None
-    copies: bool = True
+    do: Callable[[], None] | None = None
+
+
+def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Without the GIL, and on this one thread: torch would wake a second team of compute
+    threads."""
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.numel())
 
 
 class CopyLane:
@@ -71,12 +76,10 @@ class CopyLane:
             try:
                 if self._disturb is not None:
                     self._disturb(self._name, job.dst.numel())
-                # Without the GIL, and on this one thread: a copy by torch would wake a second
-                # team of compute threads.
-                if job.copies:
-                    ctypes.memmove(job.dst.data_ptr(), job.src.data_ptr(), job.dst.numel())
-                if job.then is not None:
-                    job.then()
+                if job.do is None:
+                    copy(job.dst, job.src)
+                else:
+                    job.do()
                 self._pace.hold(job.dst.numel(), ready_ns)
             except BaseException as raised:
                 error = raised

@@ -24,7 +24,7 @@ from ...facts.rates import Rates
 from ...io_engine import allocate_host
 from ...io_engine.once import Once
 from .base import Event, Fill, InOrder, OnDone, copied_bytes, halves
-from .lane import CopyJob, CopyLane
+from .lane import CopyJob, CopyLane, copy
 from .ordering import Clock, Ordering, join
 
 COMPUTE, COPY_IN, COPY_OUT, UPDATE = "compute", "copy_in", "copy_out", "update"
@@ -126,9 +126,12 @@ class SimAccelerator(InOrder):
         if self._on_device(page):
             return self._unpack_there(slot, page, fill, after, on_done)
         weights, behind = halves(slot, page)
-        return self._copy(
-            COPY_IN, behind, page, after, on_done, slot, lambda: fill(weights, behind)
-        )
+
+        def do() -> None:
+            copy(behind, page)
+            fill(weights, behind)
+
+        return self._copy(COPY_IN, behind, page, after, on_done, slot, do)
 
     def copy_out(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
@@ -192,9 +195,9 @@ class SimAccelerator(InOrder):
         after: Sequence[Event],
         on_done: OnDone,
         touched: torch.Tensor | None = None,
-        then: Callable[[], None] | None = None,
+        do: Callable[[], None] | None = None,
     ) -> Event:
-        """``touched``: what is written on the device, if more than the copy; ``then``: by this."""
+        """``touched``: what is written on the device, if more than the copy; ``do``: by this."""
         self._refuse_closed()
         copied_bytes(dst, src)
         device, host = (dst, src) if lane == COPY_IN else (src, dst)
@@ -213,7 +216,7 @@ class SimAccelerator(InOrder):
             event = _SimEvent(self, clock)
             now_ns = time.perf_counter_ns()
             over = self._over(event)
-            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done, then))
+            self._lanes[lane].put(CopyJob(dst, src, events, now_ns, over, on_done, do))
             self._last[lane] = event
         return event
 
