@@ -37,6 +37,7 @@ from .state.weight_door import WeightDoor
 from .state.weight_files import match_files, read_float
 from .training.adapting import Adapting
 from .training.backward import Backward
+from .training.choices import Choices
 from .training.early import Declared, Early
 from .training.forwards import Forwards
 from .training.frames import Frames
@@ -127,6 +128,7 @@ class Engine(Living):
             model, residences, backward, frames, machinery.trace, loop, adapting.stash,
             adapting.recompute,
         ))  # fmt: skip
+        hooks.append(Choices(model, residences))
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])

@@ -34,9 +34,10 @@ def export(
     with one_line_errors(debug):
         from ..durable.export import export_store
         from ..durable.hub import named_by_config
+        from ..durable.tensors import whole_stacks
         from ..errors import format_bytes
 
-        named = list if config is None else named_by_config(config)
+        named = whole_stacks if config is None else named_by_config(config)
         done = export_store(
             store, out, config=config, optimizer=optimizer, named=named, weights=weights
         )

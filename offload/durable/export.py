@@ -24,7 +24,7 @@ from .hub import Read, config_of, of_model
 from .inspect import require_unmoved
 from .source import StoreSource
 from .sums import SUMS, Written, sums_text
-from .tensors import StreamedTensor
+from .tensors import StreamedTensor, whole_stacks
 
 Named = Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -40,7 +40,7 @@ class Exported:
 
 def export_store(
     paths: Paths, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
-    shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = list,
+    shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
     weights: Path | None = None,
 ) -> Exported:  # fmt: skip
     """Writes the last commit of a store to the folder ``out``; memory for a few parts is taken.

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
-from .tensors import StreamedTensor, in_memory, lazy
+from .tensors import StreamedTensor, in_memory, lazy, whole_stacks
 
 Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
 
@@ -23,9 +23,10 @@ Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with
 def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[StreamedTensor]:
     """Tensors by the names that they have in memory, under the names, and in the shapes, that
     transformers gives them in files; one group of them at a time is in memory.  Of other models
-    they are as they were."""
+    they are as they were, with whole stacks."""
+    tensors = whole_stacks(tensors)
     if not is_of_transformers(model):
-        return list(tensors)
+        return tensors
     by_name = {each.name: each for each in tensors}
     meta = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in by_name.items()}
     found: list[StreamedTensor] = []
@@ -54,7 +55,7 @@ def named_by_config(
     told = json.loads(path.read_text())
     names = told.get("architectures")
     if not names or "auto_map" in told:  # code of its own has names of its own
-        return list
+        return whole_stacks
     try:
         import transformers
     except ImportError as error:
@@ -143,10 +144,10 @@ def of_state_dict(
             raise ValueError(f"{name!r} is no tensor, and safetensors holds nothing else")
         first.setdefault(id(value), name)
     found = streamed({name: state[name] for name in first.values()}, parameters)
-    return [
+    return whole_stacks(
         replace(each, name=name) if isinstance(each, StreamedTensor) else in_memory(name, each)
         for name, each in found.items()
-    ]
+    )
 
 
 def in_full(tree: Any) -> Any:

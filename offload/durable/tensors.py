@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import queue
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from ..io_engine.native import crc32
 from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
+from ..planning.sections import joined
 from .sums import Written
 
 PART_BYTES = 2 << 20  # stays in a cache on its way
@@ -92,6 +94,19 @@ def lazy(
 def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
     """A tensor that is there already."""
     return lazy(name, value.dtype, value.shape, lambda: value)
+
+
+def whole_stacks(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
+    """The same tensors, with stacks of experts whole that a model has in sections."""
+    return list(joined({each.name: each for each in tensors}, _one_after_the_other).values())
+
+
+def _one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedTensor:
+    first = parts[0]
+    shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
+    return StreamedTensor(
+        name, first.dtype, shape, lambda: itertools.chain.from_iterable(p.parts() for p in parts)
+    )
 
 
 def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
+from .sections import Section
 
 LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
 FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
@@ -160,13 +162,15 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
 
     Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units
     (the outermost such, unless one is a quarter of the model and has like blocks inside); what is
-    left becomes units of its own.  ``names`` are modules that form units whatever their kind.
+    left becomes units of its own.  ``names`` are modules that form units whatever their kind, and
+    so are sections of experts.
 
     Raises:
         ValueError: a name that is no module of the model, or a module without parameters.
     """
-    named: dict[nn.Module, str] = {}
     modules = dict(model.named_modules())
+    named: dict[nn.Module, str] = {}
+    named |= {module: n for n, module in modules.items() if isinstance(module, Section)}
     for name in names or ():
         if name not in modules:
             raise ValueError(f"units: the model has no module {name!r}")
@@ -194,18 +198,50 @@ def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{prefix}{child_name}.{name}", p
 
 
+class _Product(NamedTuple):
+    """What a unit multiplies by: a matrix of ``inputs`` and ``outputs``, or several alike, of which
+    a token comes to so many as ``rows`` says, about."""
+
+    p: nn.Parameter
+    inputs: int
+    outputs: int
+    rows: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Per token."""
+        return 2 * self.inputs * self.outputs * self.rows
+
+
+def _products(found: FoundUnit) -> list[_Product]:
+    """The products that a unit takes with its weights."""
+    module = found.module
+    if found.direct_only:
+        return []
+    if isinstance(module, Section):
+        p = module.section
+        return [_Product(p, p.shape[2], p.shape[1], module.rows_per_token)]
+    return [
+        _Product(p, math.prod(p.shape[1:]), p.shape[0])
+        for inner in module.modules()
+        if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag))
+        for p in inner.parameters(recurse=False)
+        if p.dim() > 1
+    ]
+
+
 def forward_flops(found: FoundUnit) -> int:
     """FLOPs of the unit's forward per token: two per element of each matrix it multiplies by.
 
     What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
     """
-    return sum(2 * p.numel() for p in _matrices(found))
+    return round(sum(each.flops for each in _products(found)))
 
 
 def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
     """FLOPs of its backward, per token: a product like forward's for the gradient of each matrix
     that is trained, and one to hand on the gradient, where it ``flows`` to what is before."""
-    return sum(2 * p.numel() * (flows + (p in trained)) for p in _matrices(found))
+    return round(sum(each.flops * (flows + (each.p in trained)) for each in _products(found)))
 
 
 def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
@@ -214,9 +250,11 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     What two of them share counts twice, norms and attention's own not at all; in transformers with
     fused attention the one makes up for the other.
     """
-    return sum(
-        (p.shape[0] + math.prod(p.shape[1:])) * (dtype or p.dtype).itemsize
-        for p in _matrices(found)
+    return round(
+        sum(
+            (each.inputs + each.outputs) * each.rows * (dtype or each.p.dtype).itemsize
+            for each in _products(found)
+        )
     )
 
 
@@ -230,22 +268,9 @@ def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
 
 def input_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     """Bytes per token that go into the unit, about: what its first matrix takes."""
-    for p in _matrices(found):
-        return math.prod(p.shape[1:]) * (dtype or p.dtype).itemsize
+    for each in _products(found):
+        return round(each.inputs * each.rows * (dtype or each.p.dtype).itemsize)
     return 0
-
-
-def _matrices(found: FoundUnit) -> list[nn.Parameter]:
-    """The weights of a unit that products are taken with."""
-    if found.direct_only:
-        return []
-    return [
-        p
-        for module in found.module.modules()
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for p in module.parameters(recurse=False)
-        if p.dim() > 1
-    ]
 
 
 def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:

@@ -197,6 +197,16 @@ class Repeat:
     after that in the same order again."""
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """When compute comes to the units ``among``, in this order, it uses the ``likely`` ones alone.
+    ``now``: that is what it does next, and the others are left out for sure."""
+
+    among: tuple[int, ...]
+    likely: frozenset[int]
+    now: bool
+
+
 class Held(NamedTuple):
     """A storage that a graph keeps over a slot of ``unit``; ``token`` tells it from others."""
 
@@ -424,5 +434,5 @@ class Failed:
 Signal = (
     Need | CatchUp | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut
     | Judged | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
-    | Saved | Fetch | Used | Turn | Repeat
+    | Saved | Fetch | Used | Turn | Repeat | Chosen
 )  # fmt: skip

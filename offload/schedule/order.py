@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 NEVER = 1 << 60
 
@@ -24,6 +24,9 @@ class Order:
     is none it stays, and prefetch guesses badly until the step ends.  Nothing but speed depends
     on it.
 
+    Of units that are known to be chosen among, as experts are, all stand in the record each time;
+    those that were not chosen are passed over until they are.
+
     Args:
         longest: a step with more uses than that is taken for several.
         moving: by use and unit, whether weights may have to move for it.
@@ -35,6 +38,8 @@ class Order:
         self._cursor = 0
         self._recording: list[tuple[Use, int]] = []
         self._longest, self._moving = longest, moving
+        self._recorded_ahead: set[int] = set()  # of units that were announced
+        self._unlikely: set[int] = set()
         self._moves: list[int] = []  # positions of the uses for which something may move
 
     def observe(self, use: Use, unit: int) -> None:
@@ -42,18 +47,34 @@ class Order:
         event = (use, unit)
         if self._recording and self._recording[-1] == event:
             return
-        self._recording.append(event)
+        if use is Use.COMPUTE and unit in self._recorded_ahead:
+            self._recorded_ahead.discard(unit)
+        else:
+            self._recording.append(event)
         if len(self._recording) >= self._longest:
             self.end_step()
-            return
-        if self._events:
-            ahead = self._ahead(event)
-            if ahead < NEVER:
-                self._cursor = (self._cursor + ahead + 1) % len(self._events)
+        else:
+            self._go_to(event, behind=True)
+
+    def choose(self, among: Sequence[int], likely: Container[int], *, now: bool) -> None:
+        """Compute comes to units in the order of ``among``, but to the ``likely`` ones alone;
+        ``now``: that is what it does next."""
+        self._unlikely.difference_update(among)
+        self._unlikely.update(unit for unit in among if unit not in likely)
+        if now and among:
+            self._recording += [(Use.COMPUTE, unit) for unit in among]
+            self._recorded_ahead.update(among)
+            self._go_to((Use.COMPUTE, among[0]), behind=False)
+
+    def _go_to(self, event: tuple[Use, int], *, behind: bool) -> None:
+        ahead = self._ahead(event)
+        if ahead < NEVER:
+            self._cursor = (self._cursor + ahead + behind) % len(self._events)
 
     def end_step(self) -> None:
         """What was recorded since the last end becomes the order of the next step."""
         self._events, self._recording, self._cursor = self._recording, [], 0
+        self._recorded_ahead.clear()
         self._positions, self._moves = {}, []
         for position, (use, unit) in enumerate(self._events):
             self._positions.setdefault((use, unit), []).append(position)
@@ -71,13 +92,21 @@ class Order:
 
     def next_use(self, use: Use, unit: int) -> int:
         """How many uses away the unit's next such use is; ``NEVER`` where none is known."""
-        return self._ahead((use, unit))
+        ahead = self._ahead((use, unit))
+        if use is Use.COMPUTE and unit in self._unlikely and ahead < NEVER:
+            ahead += len(self._events)  # not this time
+        return ahead
 
     def upcoming(self, most: int) -> Iterator[tuple[int, Use, int]]:
         """The next uses for which something may move, as (distance, use, unit): ``most`` of them,
         and once around at most.  What never moves costs nothing here, however often it is used."""
         moves, around = self._moves, len(self._events)
         first = bisect_left(moves, self._cursor)
-        for turn in range(first, first + min(most, len(moves))):
+        for turn in range(first, first + len(moves)):
+            if most <= 0:
+                return
             position = moves[turn % len(moves)]
-            yield (position - self._cursor) % around, *self._events[position]
+            use, unit = self._events[position]
+            if use is Use.UPDATE or unit not in self._unlikely:
+                most -= 1
+                yield (position - self._cursor) % around, use, unit

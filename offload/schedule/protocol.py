@@ -6,7 +6,7 @@ Whoever computes follows it: the training thread, the simulator, the drawn machi
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from .arena import Place
@@ -14,6 +14,7 @@ from .layout import Layout
 from .messages import (
     Await,
     CatchUp,
+    Chosen,
     Cut,
     GradReady,
     GradRoom,
@@ -90,6 +91,10 @@ class Protocol:
     def need(self, unit: int) -> tuple[Place, ...]:
         """Has a unit brought to compute, until ``Release``; where its group is."""
         return self._ask(partial(Need, unit), self._names[unit]).places
+
+    def chosen(self, among: Sequence[int], likely: Collection[int], *, now: bool) -> None:
+        """Which of some units compute will use; see ``Chosen``."""
+        self._tell(Chosen(tuple(among), frozenset(likely), now))
 
     def room(self, unit: int, *, merge: bool) -> Place:
         """Where to gather the gradients of a unit; see ``GradRoom``."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..io_engine.ranges import FileState
+from ..planning.sections import joined
 from ..training import torch_private
 from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, WeightFiles
@@ -72,10 +73,11 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def base_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same, but what is behind adapters has the name that it had before."""
-    found = tensors_of(model)
+    """The same, on ``meta``, but what is behind adapters has the name that it had before, and
+    stacks in sections are whole."""
     in_base = names_in_base(model)
-    return {in_base(name): tensor for name, tensor in found.items()}
+    found = {in_base(name): on_meta(tensor) for name, tensor in tensors_of(model).items()}
+    return joined(found, lambda _, parts: torch.cat(list(parts)))
 
 
 def saved_names(model: Any) -> list[str]:

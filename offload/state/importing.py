@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.sections import has_sections
 from .adapters import base_of
 from .hub_names import HubFiles, is_of_transformers, tensors_of
+from .section_files import SectionFiles
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
 log = logging.getLogger("overspill")
@@ -30,10 +32,12 @@ def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
         from .distributed_checkpoint import DistributedFolder  # imports much of torch
 
         return DistributedFolder(path)
-    files = WeightFiles(path)
-    if model is None or not is_of_transformers(base_of(model)):
-        return files
-    return HubFiles(base_of(model), files)
+    own = WeightFiles(path)
+    if model is None:
+        return own
+    base = base_of(model)
+    files: TensorFiles = HubFiles(base, own) if is_of_transformers(base) else own
+    return SectionFiles(base, files) if has_sections(base) else files
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:

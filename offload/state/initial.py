@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..planning.partition import FoundUnit, Partition
+from ..planning.sections import Section, stacks_of
 from ..schedule.units import ParamSpec
 from ..training import torch_private
 
@@ -60,6 +61,28 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
     return reset
 
 
+def _with_whole_stacks(module: nn.Module) -> nn.Module:
+    """What an initialiser gets in the place of ``module``: one that has stacks as parameters.  Of a
+    section it is the module that holds the stack, with these experts and without anything else; of
+    that module, it has stacks of no experts."""
+    holder = module.stack.holder if isinstance(module, Section) else module
+    stacks = stacks_of(holder)
+    if not stacks:
+        return module
+    own = dict(torch_private.own_parameters(holder))
+    if isinstance(module, Section):
+        own = {name: p if p is None else _none_of(p) for name, p in own.items()}
+    own |= {name: _none_of(next(iter(stack)).section) for name, stack in stacks.items()}
+    if isinstance(module, Section):
+        own[module.stack.name] = module.section
+    others = {name: m for name, m in holder.named_children() if name not in stacks}
+    return torch_private.with_members(holder, others, own)
+
+
+def _none_of(p: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.empty((0, *p.shape[1:]), dtype=p.dtype, device="cpu"))
+
+
 def initialise(
     found: FoundUnit, specs: Mapping[int, ParamSpec], parts: Partition,
     init: Callable[[nn.Module], None],
@@ -82,5 +105,5 @@ def initialise(
         within = [id(p) in mine for p in module.parameters()]
         direct = [id(p) in mine for p in module.parameters(recurse=False)]
         if any(direct) or found.direct_only or (within and all(within)):
-            init(module)
+            init(_with_whole_stacks(module))
     return values

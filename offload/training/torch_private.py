@@ -5,6 +5,7 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
@@ -51,6 +52,16 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
+
+
+def with_members(
+    module: torch.nn.Module, modules: Mapping[str, torch.nn.Module | None],
+    parameters: Mapping[str, torch.nn.Parameter | None],
+) -> torch.nn.Module:  # fmt: skip
+    """A module like this one, that holds others."""
+    made = copy.copy(module)
+    made._modules, made._parameters = dict(modules), dict(parameters)
+    return made
 
 
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:

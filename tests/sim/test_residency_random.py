@@ -208,6 +208,13 @@ class Chaos:
         self.held += kept
         self.send(Release(unit, tuple(kept)))
 
+    def choose(self, rng: random.Random, order: list[int]) -> None:
+        """A router tells which of some units are used, right or wrong."""
+        first = rng.randrange(len(order))
+        among = order[first : first + rng.randint(1, 4)]
+        likely = [unit for unit in among if rng.random() < 0.5]
+        self.protocol.chosen(among, likely, now=rng.random() < 0.5)
+
     def gather(self, unit: int, *, merge: bool, update: bool) -> None:
         """Backward of a unit is over: its gradients go where they are kept."""
         at_home = self.at_home[unit] and self.rng.random() < 0.7
@@ -244,7 +251,7 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     assert layout.regions.host_bytes + unpacked <= budgets.host
     assert device is None or layout.regions.device_bytes <= device
     chaos = Chaos(rng, Residency(layout))
-    play(chaos, steps, accumulate, backward=backward)
+    play(chaos, steps, accumulate, random.Random(seed), backward=backward)
     chaos.free()
     chaos.seal()
     for _ in range(MOST_MOVES * (len(parts.units) + sum(map(len, layout.subgroups)))):
@@ -257,12 +264,15 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     return chaos.signals
 
 
-def play(chaos: Chaos, steps: int, accumulate: int, *, backward: bool) -> None:
+def play(
+    chaos: Chaos, steps: int, accumulate: int, routers: random.Random, *, backward: bool
+) -> None:
     """Steps, and what users do between them."""
     rng, layout, protocol = chaos.rng, chaos.machine.layout, chaos.protocol
     order = list(range(len(layout.units)))
     background = rng.random() < 0.6
     often = layout.durable and rng.random() < 0.7
+    chosen = routers.choice([0.0, 0.3])  # how often one tells something
     for _ in range(steps):
         if rng.random() < 0.3:
             rng.shuffle(order)  # conditional branches: the recorded order no longer holds
@@ -270,6 +280,8 @@ def play(chaos: Chaos, steps: int, accumulate: int, *, backward: bool) -> None:
         chaos.seal()
         for micro in range(accumulate):
             for unit in order:
+                if routers.random() < chosen:
+                    chaos.choose(routers, order)
                 chaos.use(unit)
             for unit in reversed(order):
                 chaos.use(unit)

@@ -40,3 +40,56 @@ def test_uses_that_never_move_are_not_looked_at() -> None:
     order.end_step()
     order.observe(Use.COMPUTE, 0)
     assert list(order.upcoming(3)) == [(units - 1, Use.COMPUTE, 0)]
+
+
+def recorded(units: int) -> Order:
+    """Units 0, 1, ... in their order, all of which may move."""
+    order = Order(1000, {use: [True] * units for use in Use})
+    for unit in range(units):
+        order.observe(Use.COMPUTE, unit)
+    order.end_step()
+    return order
+
+
+def ahead(order: Order, most: int = 100) -> list[int]:
+    return [unit for _, _, unit in order.upcoming(most)]
+
+
+def test_what_is_not_chosen_is_passed_over_until_it_is() -> None:
+    order = recorded(6)
+    order.observe(Use.COMPUTE, 0)
+    order.choose([1, 2, 3], {2}, now=True)
+    assert ahead(order) == [2, 4, 5, 0]
+    assert ahead(order, 2) == [2, 4], "what is passed over takes no turn of the others"
+    assert order.next_use(Use.COMPUTE, 2) == 1
+    assert order.next_use(Use.COMPUTE, 1) == 6, "not before the next round"
+    order.observe(Use.COMPUTE, 2)
+    assert ahead(order) == [4, 5, 0, 2]
+    order.observe(Use.COMPUTE, 4)
+    order.choose([1, 2, 3], {1, 3}, now=False)
+    assert ahead(order) == [5, 0, 1, 3, 4], "a guess changes no place in the record"
+
+
+def test_all_that_is_chosen_among_stands_in_the_record() -> None:
+    order = Order(1000, {use: [True] * 5 for use in Use})
+    order.observe(Use.COMPUTE, 0)
+    order.choose([1, 2, 3], {2}, now=True)
+    order.observe(Use.COMPUTE, 2)
+    order.observe(Use.COMPUTE, 4)
+    order.end_step()
+    assert ahead(order) == [0, 2, 4]
+    order.choose([1, 2, 3], {1, 3}, now=False)
+    assert ahead(order) == [0, 1, 3, 4], "each where it would be used"
+    order.choose([1, 2, 3], {1, 2, 3}, now=True)
+    assert ahead(order, 3) == [1, 2, 3], "now: what lies before is not waited for"
+
+
+def test_updates_come_whether_chosen_or_not() -> None:
+    order = Order(1000, {use: [True] * 2 for use in Use})
+    for use in (Use.COMPUTE, Use.UPDATE):
+        for unit in range(2):
+            order.observe(use, unit)
+    order.end_step()
+    order.choose([0, 1], set(), now=False)
+    assert [use for _, use, _ in order.upcoming(9)] == [Use.UPDATE, Use.UPDATE]
+    assert order.next_use(Use.UPDATE, 1) == 3

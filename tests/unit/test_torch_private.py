@@ -197,6 +197,14 @@ def test_the_clock_of_the_graph() -> None:
     assert not private.made_since(x, clock), "no node has made a leaf"
 
 
+def test_a_module_with_other_members() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3))
+    module.scale = torch.nn.Parameter(torch.ones(2))
+    other = private.with_members(module, {}, {"scale": torch.nn.Parameter(torch.zeros(1))})
+    assert type(other) is torch.nn.Sequential and [*other.state_dict()] == ["scale"]
+    assert [*module.state_dict()] == ["scale", "0.weight", "0.bias"], "it is as it was"
+
+
 def test_who_unpacks_a_saved_tensor() -> None:
     """A node of torch's own, in whichever thread; or a Function written in Python."""
     found: list[bool] = []

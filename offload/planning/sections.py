@@ -1,0 +1,176 @@
+"""Stacks of matrices, one for each expert, in sections: modules that come to compute one by one.
+
+A model that holds all experts of a layer in one parameter needs room for all of them at once.  In
+sections, each is a parameter of some experts, and a unit of its own.  Outside of the model, in
+state dicts and files, the stack has its own name and shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+_NAME = "section_of_experts"  # of the parameter, as no other is called
+_SECTION = re.compile(rf"(.+)\.(\d+)\.{_NAME}")
+
+
+class Stack(NamedTuple):
+    """Where a stack is: the module that holds it, and its name there."""
+
+    holder: nn.Module
+    name: str
+
+
+class Section(nn.Module):
+    """Some experts of a stack.
+
+    Attributes:
+        first: the number of the first of them.
+        rows_per_token: how many rows come to them for each token, about.
+        stack: whose section it is.
+    """
+
+    section_of_experts: nn.Parameter
+
+    def __init__(
+        self, section: nn.Parameter, first: int, rows_per_token: float, stack: Stack
+    ) -> None:
+        super().__init__()
+        self.section_of_experts = section
+        self.first, self.rows_per_token, self.stack = first, rows_per_token, stack
+
+    @property
+    def section(self) -> nn.Parameter:
+        """Their matrices, (experts, rows, columns)."""
+        return self.section_of_experts
+
+    @property
+    def experts(self) -> range:
+        """Their numbers."""
+        return range(self.first, self.first + len(self.section))
+
+    def forward(self, product: Callable[..., T], *rows: torch.Tensor) -> T:
+        """What ``product`` gives of the matrices and ``rows``."""
+        return product(self.section, *rows)
+
+    def extra_repr(self) -> str:
+        return f"experts {self.first} to {self.experts.stop - 1} of {tuple(self.section.shape)}"
+
+
+# Told by the holder of a stack: the experts that it uses now, and those that the next holder in the
+# model is likely to use (``None``: nobody knows).
+Announce = Callable[[nn.Module, Collection[int], Collection[int] | None], None]
+
+
+class Sections(nn.ModuleList):
+    """A stack in sections, in the place of its parameter.
+
+    Attributes:
+        announce: who wants to know what is used of it.
+    """
+
+    announce: Announce | None = None
+
+    def __init__(
+        self, stack: nn.Parameter, experts: int, rows_per_token: float, where: Stack
+    ) -> None:
+        """Takes a copy of each section of so many ``experts``; ``rows_per_token``: of the whole."""
+        sections = []
+        for first in range(0, len(stack), experts):
+            part = nn.Parameter(
+                stack.detach()[first : first + experts].clone(
+                    memory_format=torch.contiguous_format
+                ),
+                requires_grad=stack.requires_grad,
+            )
+            if stack.grad is not None:
+                part.grad = _copy_of(stack.grad[first : first + experts])
+            share = len(part) / len(stack)
+            sections.append(Section(part, first, rows_per_token * share, where))
+        super().__init__(sections)
+        self.register_state_dict_post_hook(_join_in)
+
+    def __iter__(self) -> Iterator[Section]:  # type: ignore[override]
+        return super().__iter__()  # type: ignore[return-value]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the stack."""
+        parts = [each.section for each in self]
+        return sum(map(len, parts)), *parts[0].shape[1:]
+
+    def joined(self) -> nn.Parameter:
+        """The stack as one parameter; its gradient too, where all sections have one."""
+        parts = [each.section for each in self]
+        whole = nn.Parameter(
+            torch.cat([p.detach() for p in parts]), requires_grad=parts[0].requires_grad
+        )
+        grads = [p.grad for p in parts if p.grad is not None]
+        if len(grads) == len(parts):
+            whole.grad = torch.cat(grads)
+        return whole
+
+
+def _copy_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def stacks_of(module: nn.Module) -> dict[str, Sections]:
+    """By name, the stacks that the module itself holds in sections."""
+    return {name: m for name, m in module.named_children() if isinstance(m, Sections)}
+
+
+def has_sections(model: nn.Module) -> bool:
+    """Whether any stack in it is in sections."""
+    return any(isinstance(module, Sections) for module in model.modules())
+
+
+# -- by the names of a state dict ------------------------------------------------------------------
+
+
+def section_name(stack: str, number: int) -> str:
+    """What the parameter of a section is called, in a stack of that name."""
+    return f"{stack}.{number}.{_NAME}"
+
+
+def joined(values: Mapping[str, T], join: Callable[[str, Sequence[T]], T]) -> dict[str, T]:
+    """Values by name, in their order, but those of sections as ``join`` makes one of them, which
+    gets the name of the stack and what its sections have, in their order."""
+    found: dict[str, dict[int, T]] = {}
+    for name, value in values.items():
+        section = _SECTION.fullmatch(name)
+        stack, number = (name, -1) if section is None else (section[1], int(section[2]))
+        found.setdefault(stack, {})[number] = value
+    return {
+        name: parts[-1] if -1 in parts else join(name, [parts[i] for i in sorted(parts)])
+        for name, parts in found.items()
+    }
+
+
+def _join_in(stack: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
+    """After a stack has put its sections into a state dict."""
+    name = prefix.removesuffix(".")
+    names = [section_name(name, number) for number in range(len(list(stack.children())))]
+    parts: list[torch.Tensor] = [state[name] for name in names if name in state]
+    if len(parts) < len(names) or isinstance(parts[0], nn.Parameter):  # keep_vars
+        return
+    for each in names:
+        del state[each]
+    state[name] = torch.cat(parts)
+
+
+def split_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module loads a state dict: stacks in it become their sections."""
+    for name, stack in module.named_modules(prefix=prefix.removesuffix(".")):
+        whole = state.get(name) if isinstance(stack, Sections) else None
+        if isinstance(whole, torch.Tensor) and whole.shape[:1] == stack.shape[:1]:
+            del state[name]
+            for number, section in enumerate(stack):
+                part = whole[section.first : section.experts.stop]
+                state[section_name(name, number)] = part

@@ -1,0 +1,95 @@
+"""Files that have whole stacks of experts, under the names of their sections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..io_engine.ranges import FileState
+from ..planning.sections import Section, Sections, section_name
+from .weight_files import FileRun, InFiles, TensorFiles
+
+
+class SectionFiles:
+    """``TensorFiles`` of a model with stacks in sections; ``files`` has the stacks."""
+
+    def __init__(self, model: nn.Module, files: TensorFiles) -> None:
+        self.path: Path = files.path
+        self._files = files
+        self._sections: dict[str, tuple[str, Section]] = {}  # with the name of its stack
+        for name, stack in model.named_modules():
+            if isinstance(stack, Sections) and files.shape(name) == stack.shape:
+                for number, section in enumerate(stack):
+                    self._sections[section_name(name, number)] = name, section
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """See ``TensorFiles``."""
+        split = {stack for stack, _ in self._sections.values()}
+        return [*(n for n in self._files.names if n not in split), *self._sections]
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """See ``TensorFiles``."""
+        if name not in self._sections:
+            return self._files.shape(name)
+        return tuple(self._sections[name][1].section.shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See ``TensorFiles``."""
+        if name not in self._sections:
+            return self._files.read(name)
+        if (found := self.find(name)) is not None:
+            return _read(found, self.shape(name) or ())
+        stack, section = self._sections[name]
+        if self._last is None or self._last[0] != stack:
+            self._last = None  # before there is another one
+            self._last = stack, self._files.read(stack)
+        return self._last[1][section.first : section.experts.stop].clone()
+
+    def state(self, path: Path) -> FileState:
+        """See ``TensorFiles``."""
+        return self._files.state(path)
+
+    def find(self, name: str) -> InFiles | None:
+        """See ``TensorFiles``."""
+        if name not in self._sections:
+            return self._files.find(name)
+        stack, section = self._sections[name]
+        whole = self._files.find(stack)
+        if whole is None:
+            return None
+        each = math.prod(section.section.shape[1:]) * whole.dtype.itemsize
+        first, stop = section.first * each, section.experts.stop * each
+        return InFiles(whole.dtype, tuple(_cut(whole.runs, first, stop)))
+
+
+def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:
+    """The bytes from ``first`` to ``stop`` of what the runs have, one after the other."""
+    at = 0
+    for run in runs:
+        low, high = max(first, at), min(stop, at + run.nbytes)
+        if low < high:
+            yield FileRun(run.path, run.offset + low - at, high - low)
+        at += run.nbytes
+
+
+def _read(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
+    """
+    Raises:
+        ValueError: a file has become shorter.
+    """
+    whole = np.empty(math.prod(shape) * found.dtype.itemsize, np.uint8)
+    at = 0
+    for run in found.runs:
+        data = np.fromfile(run.path, np.uint8, run.nbytes, offset=run.offset)
+        if data.size != run.nbytes:
+            raise ValueError(f"weights: {run.path} has become shorter since it was opened")
+        whole[at : at + run.nbytes] = data
+        at += run.nbytes
+    return torch.from_numpy(whole).view(found.dtype).view(shape)
