@@ -185,6 +185,11 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
         name = f"overspill, {form or 'in place'}"
         arms.append(Served(name, {**spec, "how": "overspill", "options": options}, {"steps": 1}))
     rows = run_interleaved(arms, sizes.rounds)
+    in_memory = [sample.seen["made"] for sample in rows[0].samples]
+
+    def same(row: Row) -> str:
+        return "yes" if [sample.seen["made"] for sample in row.samples] == in_memory else "no"
+
     columns: list[Column] = [
         ("step", lambda row: number(row.median_s, " s")),
         ("over the first", spread),
@@ -192,6 +197,7 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
         ("read a step", lambda row: _mib(_seen(row, "read_bytes"))),
         ("written a step", lambda row: _mib(_seen(row, "written_bytes"))),
         ("loss", lambda row: number((_seen(row, "made") or [None])[-1], "", 6)),
+        ("all losses of the first", same),
         ("made in", lambda row: number(row.facts.get("made_s"), " s")),
         ("others", others),
     ]

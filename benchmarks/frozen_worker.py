@@ -107,13 +107,17 @@ class Arm:
         import overspill
 
         trained = [p for p in self.model.parameters() if p.requires_grad] if self._tokens else []
-        adamw = torch.optim.AdamW(trained, lr=1e-3) if trained else None
         if how == "overspill":
+            adamw = torch.optim.AdamW(trained, lr=1e-3) if trained else None
             given = {"device": "cpu", "weights": folder, **options}
             self._optimizer = overspill.wrap(self.model, adamw, **given)
             atexit.register(self._optimizer.close)
-        else:
-            self._optimizer = adamw
+        elif trained:
+            self._optimizer = overspill.optim.AdamW(trained, lr=1e-3)  # of the same bits
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in trained:  # adapters begin alike, wherever their base was
+                p.copy_(0.02 * torch.randn(p.shape, generator=draw))
 
     def _ids(self, length: int) -> torch.Tensor:
         draw = torch.Generator().manual_seed(0)

@@ -150,6 +150,8 @@ def _require_splittable(model: nn.Module, found: dict[str, Any]) -> None:
             raise ValueError(f"split_experts: {path} and {names[id(p)]} are the same parameter")
         names.setdefault(id(p), path)
     for path, module in found.items():
+        if path.endswith("base_layer"):
+            raise ValueError(f"split_experts: peft adapts the stacks of {path}; leave them out")
         if len(_stacks(module)) != 2:
             raise ValueError(f"split_experts: {path} has only one of its stacks as a parameter")
         if getattr(module, _SPREAD, False):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import overspill
 from overspill.integrations.experts import NAME, join_experts, split_experts
 from overspill.planning.sections import Section, Sections
-from tests.devices import CPU, DEVICE, SIM, about_sim, plainly
+from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, plainly
 from tests.devices import NAME as PLACE
 
 SHAPE: dict[str, Any] = {
@@ -408,6 +408,9 @@ def test_what_cannot_be_split_is_refused() -> None:
         split_experts(model, arithmetic="batched_mm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="number of bytes"):
         split_experts(model, "50%")
+    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.raises(ValueError, match="peft adapts the stacks"):
+        split_experts(peft.get_peft_model(build("mixtral", "eager"), config))
     experts = [m for n, m in model.named_modules() if n.endswith("experts")]
     experts[1].down_proj = experts[0].down_proj
     with pytest.raises(ValueError, match="the same parameter"):
@@ -432,6 +435,7 @@ def test_copies_stand_alone() -> None:
     same(other.state_dict(), model.state_dict())
 
 
+@about_cpu
 def test_the_name_may_be_given_to_models_that_are_not_split() -> None:
     one, other = build("mixtral", NAME), build("mixtral", "grouped_mm")
     ids = batch(0)
