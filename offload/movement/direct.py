@@ -108,7 +108,9 @@ class DirectAccess:
     def reload(self, item: Key) -> None:
         """Brings what the newest extent holds to every tier that has a lasting copy."""
         home = self._layout.homes[item.number] if item.kind is Kind.WEIGHTS else None
-        if self._on_disk(item) and (home is None or home.device_place is None):
+        if self._on_disk(item) and (
+            home is None or (home.device_place is None and not home.page_on_device)
+        ):
             return
         place, newest, _ = self._locate(item)
         memory = self._executor.arenas.bytes_of(place)
@@ -134,7 +136,13 @@ class DirectAccess:
         self._transfers.close()
 
     def _refresh_device(self, unit: int, place: Place) -> None:
-        device = self._layout.homes[unit].device_place
+        home = self._layout.homes[unit]
+        if home.page_on_device and home.host_place != place:  # of a durable store
+            assert home.host_place is not None
+            arenas = self._executor.arenas
+            arenas.bytes_of(home.host_place).copy_(arenas.bytes_of(place))
+            self._executor.mark_device_use(home.host_place, self._executor.accelerator.record())
+        device = home.device_place
         if device is not None and device != place and device.nbytes:
             executor = self._executor
             executor.wait_for(device)  # compute on a stream of the caller's may still read it

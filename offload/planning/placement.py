@@ -103,7 +103,10 @@ class Placement:
         return min(total, self._demand(apart=True) + ahead * max(map(self._slot, streamed)))
 
     def _host_weights(self, ahead: int) -> int:
-        paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
+        paged = [
+            u for u in self.units
+            if self.weights[u.index] is Tier.NVME and u.index not in self.pages_there
+        ]  # fmt: skip
         moving = [u.stored_bytes for u in paged if u.index not in self.cached]
         total = sum(u.stored_bytes for u in paged)
         if not moving:

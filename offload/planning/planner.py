@@ -96,15 +96,15 @@ class _Planner(Placement):
 
     def _keep_pages(self, room: int) -> int:
         """Lets as many pages as fit live on the device, where all weights do not: they take a part
-        of the room of unpacked ones, and nothing comes over the link.  Their bytes."""
-        if self.needs.durable:
-            return 0  # commits are written from host memory
+        of the room of unpacked ones, and nothing comes over the link.  Their bytes.  A durable
+        store has them too."""
         spend = _Spend(room)
         for unit in self.order:
             stays = self.resident[unit.index] or not unit.packed
             if not stays and spend.take(unit.page_bytes):
                 self.pages_there.add(unit.index)
-                self.weights[unit.index] = Tier.HOST
+                if not self.needs.durable:
+                    self.weights[unit.index] = Tier.HOST
         return room - spend.left
 
     def _make_room_for_visits(self, room: int) -> int:
@@ -340,7 +340,7 @@ class _Planner(Placement):
                     host_place=put(
                         Tier.DEVICE if i in self.pages_there else Tier.HOST, unit.stored_bytes
                     )
-                    if home.weights is Tier.HOST
+                    if home.weights is Tier.HOST or i in self.pages_there
                     else None,
                     grad_place=put(home.grads, self.grad_bytes[i]),
                     state_places=tuple(

@@ -19,8 +19,8 @@ class UnitHome:
     ``weights`` is the tier that owns the weights; ``resident`` says that the copy that compute
     uses never leaves.  ``grads`` is where gradients wait between backward and the update
     (``None``: only from arrival to an immediate update).  ``state`` is by subgroup.  Places are
-    set for what stays put: a host home, a resident device copy, and so on.  The host home of a page
-    may lie on the device, from where its weights are unpacked.
+    set for what stays put: a host home, a resident device copy, and so on.  The host place of a page
+    may lie on the device, from where its weights are unpacked; in a durable store it is a copy.
     """
 
     weights: Tier
@@ -228,8 +228,8 @@ class Layout:
             return self._state_homes[item.number]
         home = self.homes[item.number]
         if item.kind is Kind.WEIGHTS:
-            own = home.device_place if home.weights is Tier.DEVICE else home.host_place
-            return home.weights, own
+            own = {Tier.DEVICE: home.device_place, Tier.HOST: home.host_place}
+            return home.weights, own.get(home.weights)
         return home.grads, home.grad_place
 
     def name(self, item: Key) -> str:

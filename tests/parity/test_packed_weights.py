@@ -138,6 +138,26 @@ def test_a_quarter_moves(form: Any, tmp_path: Path) -> None:
     assert read[form] <= share * read[None]
 
 
+def test_a_durable_store_leaves_pages_on_the_device(form: Any, tmp_path: Path) -> None:
+    """All that has room there stays; a commit has them, and a resumed run brings them back."""
+    model = half()
+    room = {"device": SIM, "device_memory": "230KiB", "host_memory": "100KiB", "rates": RATES}
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, frozen=form, **room) as made:
+        there = [home.page_on_device for home in made.plan.detail.layout.homes]
+        assert any(there)
+        losses = steps_in_half(model, made, 0, 3)
+    other = half()
+    with overspill.resume(other, tmp_path, adamw(other), **room)[0] as made:
+        assert [home.page_on_device for home in made.plan.detail.layout.homes] == there
+        losses += steps_in_half(other, made, 3, 6)
+        assert losses == expected(form)[0]
+        assert not [s for s in written(made) if "(frozen)" in s.name], "it is never written again"
+        made.commit()
+        made.rollback()
+        assert all(map(torch.equal, (p.detach().cpu() for p in other.parameters()),
+                       expected(form)[1]))  # fmt: skip
+
+
 def test_a_store_keeps_them_packed_and_exports_them_whole(form: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
