@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..facts.tier import Tier
 from ..schedule.units import Unit, align
 from .partition import Partition
@@ -103,10 +105,14 @@ class Placement:
         return min(total, self._demand(apart=True) + ahead * max(map(self._slot, streamed)))
 
     def _host_weights(self, ahead: int) -> int:
-        paged = [
-            u for u in self.units
-            if self.weights[u.index] is Tier.NVME and u.index not in self.pages_there
-        ]  # fmt: skip
+        """The region that weights move through in host memory.  Pages of a store that stay on the
+        device come through it too, once."""
+        paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
+        moving = [u for u in paged if u.index not in self.pages_there]
+        once = max((u.stored_bytes for u in paged if u.index in self.pages_there), default=0)
+        return max(once, self._host_moving(moving, ahead))
+
+    def _host_moving(self, paged: Sequence[Unit], ahead: int) -> int:
         moving = [u.stored_bytes for u in paged if u.index not in self.cached]
         total = sum(u.stored_bytes for u in paged)
         if not moving:

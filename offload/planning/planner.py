@@ -64,7 +64,9 @@ class _Planner(Placement):
                     f"unit {largest.name!r} with its gradient",
                     need,
                     self.budgets.device,
-                    "raise device_memory or name smaller units" + self._fewer,
+                    "raise device_memory or name smaller units"
+                    + self._fewer
+                    + _in_sections(largest),
                 )
             )
             return self._device_weights(0), gather
@@ -243,6 +245,8 @@ class _Planner(Placement):
         for unit in units:
             if self.weights[unit.index] is not Tier.NVME or unit.index in self.cached:
                 continue
+            if unit.index in self.pages_there:
+                continue  # no copy is needed between the device's and the store's
             if self.has_device and self.resident[unit.index] and not unit.trainable:
                 continue  # the copy that compute uses is all that is needed
             if spend.take(unit.stored_bytes):
@@ -349,6 +353,13 @@ class _Planner(Placement):
                 )
             )
         return tuple(homes), ends[Tier.DEVICE], ends[Tier.HOST]
+
+
+def _in_sections(unit: Unit) -> str:
+    """What more can be done about a unit that is too large, if it has stacks of matrices."""
+    if not any(len(spec.shape) == 3 for _, spec in unit.params):
+        return ""
+    return ", or cut its experts into sections (overspill.integrations.experts.split_experts)"
 
 
 def make_layout(

@@ -19,8 +19,8 @@ class UnitHome:
     ``weights`` is the tier that owns the weights; ``resident`` says that the copy that compute
     uses never leaves.  ``grads`` is where gradients wait between backward and the update
     (``None``: only from arrival to an immediate update).  ``state`` is by subgroup.  Places are
-    set for what stays put: a host home, a resident device copy, and so on.  The host place of a page
-    may lie on the device, from where its weights are unpacked; in a durable store it is a copy.
+    set for what stays put: a host home, a resident device copy, and so on.  The host place of a
+    page may lie on the device, from where its weights are unpacked; of a store's it is a copy.
     """
 
     weights: Tier

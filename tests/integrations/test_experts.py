@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import overspill
 from overspill.integrations.experts import NAME, join_experts, split_experts
 from overspill.planning.sections import Section, Sections
+from tests.crossed import crossed
 from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, plainly
 from tests.devices import NAME as PLACE
 
@@ -105,10 +106,13 @@ def test_sections_alone_compute_the_same(family: str, way: str) -> None:
     assert not any(isinstance(m, Sections) for m in split.modules())
 
 
-@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
-@pytest.mark.parametrize("place", ["device", "disk"] if CPU == "cpu" else ["device"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "way", "place", "update"),
+    crossed(
+        ["mixtral", "qwen3"], WAYS, ["device", "disk"] if CPU == "cpu" else ["device"],
+        ["step", "backward", "next_forward"],
+    ),
+)  # fmt: skip
 def test_training_with_less_room_than_one_layer(
     family: str, way: str, place: str, update: Any, tmp_path: Path
 ) -> None:
@@ -117,6 +121,9 @@ def test_training_with_less_room_than_one_layer(
     theirs = plainly(overspill.optim.AdamW, list(plain.parameters()), lr=1e-2)
     plain.to(DEVICE)
     expected = train(plain, theirs, 20)
+    if place == "device":
+        with pytest.raises(overspill.BudgetError, match="split_experts"):
+            overspill.wrap(split, device=SIM, device_memory=layer * 2 // 3, rates=overspill.Rates())
     split_experts(split, SECTION)
     budgets: dict[str, Any] = (
         {"device": SIM, "device_memory": layer * 2 // 3, "host_memory": "64MiB"}

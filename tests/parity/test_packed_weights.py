@@ -141,10 +141,12 @@ def test_a_quarter_moves(form: Any, tmp_path: Path) -> None:
 def test_a_durable_store_leaves_pages_on_the_device(form: Any, tmp_path: Path) -> None:
     """All that has room there stays; a commit has them, and a resumed run brings them back."""
     model = half()
-    room = {"device": SIM, "device_memory": "230KiB", "host_memory": "100KiB", "rates": RATES}
+    room = {"device": SIM, "device_memory": "230KiB", "host_memory": "16MiB", "rates": RATES}
     with overspill.wrap(model, adamw(model), nvme=tmp_path, frozen=form, **room) as made:
-        there = [home.page_on_device for home in made.plan.detail.layout.homes]
+        homes = made.plan.detail.layout.homes
+        there = [home.page_on_device for home in homes]
         assert any(there)
+        assert {home.weights for home in homes if home.page_on_device} == {Tier.NVME}
         losses = steps_in_half(model, made, 0, 3)
     other = half()
     with overspill.resume(other, tmp_path, adamw(other), **room)[0] as made:
