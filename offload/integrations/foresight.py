@@ -17,7 +17,7 @@ class _Layer:
     """What is known of one layer: ``follow`` counts how often each of its experts came (column)
     where an expert of the layer before had come (row)."""
 
-    follow: NDArray[np.int64]
+    follow: NDArray[np.int32]
     last: frozenset[int] = frozenset()  # what it chose
     guesses: dict[str, frozenset[int]] = field(default_factory=dict)  # by the way to guess
 
@@ -28,11 +28,16 @@ class Foresight:
 
     def __init__(self, experts: Collection[int]) -> None:
         """``experts``: how many each layer has."""
+        self._experts = list(experts)
         before = [*list(experts)[-1:], *list(experts)[:-1]]
         self._layers = [
-            _Layer(np.zeros(sizes, np.int64)) for sizes in zip(before, experts, strict=True)
+            _Layer(np.zeros(sizes, np.int32)) for sizes in zip(before, experts, strict=True)
         ]
         self.right = {"layer before": 0.0, "last time": 0.0}  # share of what was guessed
+
+    def __reduce__(self) -> tuple[type[Foresight], tuple[list[int]]]:
+        """A copy begins anew."""
+        return Foresight, (self._experts,)
 
     @property
     def layers(self) -> int:

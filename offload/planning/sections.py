@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,30 +20,23 @@ _NAME = "section_of_experts"  # of the parameter, as no other is called
 _SECTION = re.compile(rf"(.+)\.(\d+)\.{_NAME}")
 
 
-class Stack(NamedTuple):
-    """Where a stack is: the module that holds it, and its name there."""
-
-    holder: nn.Module
-    name: str
-
-
 class Section(nn.Module):
     """Some experts of a stack.
 
     Attributes:
         first: the number of the first of them.
         rows_per_token: how many rows come to them for each token, about.
-        stack: whose section it is.
     """
 
     section_of_experts: nn.Parameter
 
     def __init__(
-        self, section: nn.Parameter, first: int, rows_per_token: float, stack: Stack
+        self, section: nn.Parameter, first: int, rows_per_token: float, product: Callable[..., Any]
     ) -> None:
+        """``product``: what the section gives, of its matrices and what it is called with."""
         super().__init__()
         self.section_of_experts = section
-        self.first, self.rows_per_token, self.stack = first, rows_per_token, stack
+        self.first, self.rows_per_token, self._product = first, rows_per_token, product
 
     @property
     def section(self) -> nn.Parameter:
@@ -55,9 +48,9 @@ class Section(nn.Module):
         """Their numbers."""
         return range(self.first, self.first + len(self.section))
 
-    def forward(self, product: Callable[..., T], *rows: torch.Tensor) -> T:
-        """What ``product`` gives of the matrices and ``rows``."""
-        return product(self.section, *rows)
+    def forward(self, *rows: torch.Tensor, **how: Any) -> Any:
+        """The rows that come to the experts, times their matrices."""
+        return self._product(self.section, *rows, **how)
 
     def extra_repr(self) -> str:
         return f"experts {self.first} to {self.experts.stop - 1} of {tuple(self.section.shape)}"
@@ -78,7 +71,7 @@ class Sections(nn.ModuleList):
     announce: Announce | None = None
 
     def __init__(
-        self, stack: nn.Parameter, experts: int, rows_per_token: float, where: Stack
+        self, stack: nn.Parameter, experts: int, rows_per_token: float, product: Callable[..., Any]
     ) -> None:
         """Takes a copy of each section of so many ``experts``; ``rows_per_token``: of the whole."""
         sections = []
@@ -92,7 +85,7 @@ class Sections(nn.ModuleList):
             if stack.grad is not None:
                 part.grad = _copy_of(stack.grad[first : first + experts])
             share = len(part) / len(stack)
-            sections.append(Section(part, first, rows_per_token * share, where))
+            sections.append(Section(part, first, rows_per_token * share, product))
         super().__init__(sections)
         self.register_state_dict_post_hook(_join_in)
 
@@ -109,7 +102,7 @@ class Sections(nn.ModuleList):
         """The stack as one parameter; its gradient too, where all sections have one."""
         parts = [each.section for each in self]
         whole = nn.Parameter(
-            torch.cat([p.detach() for p in parts]), requires_grad=parts[0].requires_grad
+            torch.cat([p.detach() for p in parts]), any(p.requires_grad for p in parts)
         )
         grads = [p.grad for p in parts if p.grad is not None]
         if len(grads) == len(parts):
@@ -165,12 +158,23 @@ def _join_in(stack: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -
     state[name] = torch.cat(parts)
 
 
-def split_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def split_in(
+    module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any], _strict: bool,
+    _missing: list[str], _unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
     """Before a module loads a state dict: stacks in it become their sections."""
     for name, stack in module.named_modules(prefix=prefix.removesuffix(".")):
         whole = state.get(name) if isinstance(stack, Sections) else None
-        if isinstance(whole, torch.Tensor) and whole.shape[:1] == stack.shape[:1]:
-            del state[name]
-            for number, section in enumerate(stack):
-                part = whole[section.first : section.experts.stop]
-                state[section_name(name, number)] = part
+        if not isinstance(whole, torch.Tensor):
+            continue
+        del state[name]
+        if tuple(whole.shape) != stack.shape:
+            errors.append(
+                f"size mismatch for {name}: {tuple(whole.shape)} in the checkpoint, "
+                f"{stack.shape} in the model"
+            )
+        for number, section in enumerate(stack):
+            part = whole[section.first : section.experts.stop]
+            # Parameters over one memory would count as one that is changed with each.
+            kept = _copy_of(part) if meta.get("assign_to_params_buffers") else part
+            state[section_name(name, number)] = kept

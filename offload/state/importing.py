@@ -28,16 +28,17 @@ def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
     Raises:
         ValueError: it is neither, or cannot be read.
     """
+    base = None if model is None else base_of(model)
+    files: TensorFiles
     if (path / DISTRIBUTED).is_file():
         from .distributed_checkpoint import DistributedFolder  # imports much of torch
 
-        return DistributedFolder(path)
-    own = WeightFiles(path)
-    if model is None:
-        return own
-    base = base_of(model)
-    files: TensorFiles = HubFiles(base, own) if is_of_transformers(base) else own
-    return SectionFiles(base, files) if has_sections(base) else files
+        files = DistributedFolder(path)
+    elif base is not None and is_of_transformers(base):
+        files = HubFiles(base, WeightFiles(path))
+    else:
+        files = WeightFiles(path)
+    return files if base is None or not has_sections(base) else SectionFiles(base, files)
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:

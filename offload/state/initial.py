@@ -61,22 +61,34 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
     return reset
 
 
-def _with_whole_stacks(module: nn.Module) -> nn.Module:
-    """What an initialiser gets in the place of ``module``: one that has stacks as parameters.  Of a
-    section it is the module that holds the stack, with these experts and without anything else; of
-    that module, it has stacks of no experts."""
-    holder = module.stack.holder if isinstance(module, Section) else module
-    stacks = stacks_of(holder)
-    if not stacks:
-        return module
-    own = dict(torch_private.own_parameters(holder))
-    if isinstance(module, Section):
-        own = {name: p if p is None else _none_of(p) for name, p in own.items()}
-    own |= {name: _none_of(next(iter(stack)).section) for name, stack in stacks.items()}
-    if isinstance(module, Section):
-        own[module.stack.name] = module.section
-    others = {name: m for name, m in holder.named_children() if name not in stacks}
-    return torch_private.with_members(holder, others, own)
+def on_whole_stacks(
+    model: nn.Module, init: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
+    """An initialiser that knows stacks of experts as parameters, for a model that may have them in
+    sections.  A section is shown as the module that holds its stack, with these experts and without
+    anything else; that module, with stacks of no experts."""
+    where = {
+        section: (holder, name)
+        for holder in model.modules()
+        for name, stack in stacks_of(holder).items()
+        for section in stack
+    }  # fmt: skip
+
+    def shown(module: nn.Module) -> nn.Module:
+        holder, stack = where[module] if isinstance(module, Section) else (module, None)
+        stacks = stacks_of(holder)
+        if not stacks:
+            return module
+        own = dict(torch_private.own_parameters(holder))
+        if stack is not None:
+            own = {name: p if p is None else _none_of(p) for name, p in own.items()}
+        own |= {name: _none_of(next(iter(each)).section) for name, each in stacks.items()}
+        if isinstance(module, Section) and stack is not None:
+            own[stack] = module.section
+        others = {name: m for name, m in holder.named_children() if name not in stacks}
+        return torch_private.with_members(holder, others, own)
+
+    return lambda module: init(shown(module))
 
 
 def _none_of(p: torch.Tensor) -> nn.Parameter:
@@ -105,5 +117,5 @@ def initialise(
         within = [id(p) in mine for p in module.parameters()]
         direct = [id(p) in mine for p in module.parameters(recurse=False)]
         if any(direct) or found.direct_only or (within and all(within)):
-            init(_with_whole_stacks(module))
+            init(module)
     return values

@@ -17,7 +17,7 @@ from .contents import Values
 from .edits import spoil
 from .homes import Homes
 from .importing import open_weights
-from .initial import default_init, initialise
+from .initial import default_init, initialise, on_whole_stacks
 from .taken import Taken
 from .weight_files import match_files, read_float
 
@@ -32,7 +32,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
     parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_files(files, model, parts)
-    init = config.init or default_init(model)
+    init = on_whole_stacks(model, config.init or default_init(model))
     for index, p in enumerate(parts.parameters):
         rule = blueprint.rule_of(index)
         if rule is not None:

@@ -64,6 +64,13 @@ def with_members(
     return made
 
 
+def put_in_place(module: torch.nn.Module, name: str, other: torch.nn.Module) -> None:
+    """A module takes the place of a parameter of that name.  An exception between the lines leaves
+    the parameter."""
+    module._modules[name] = other
+    del module._parameters[name]
+
+
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """What a module has beside what every module has (parameters, buffers, hooks, its mode)."""
     return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)

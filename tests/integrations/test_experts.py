@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,14 @@ import transformers as hf
 from safetensors.torch import load_file
 
 import overspill
-from overspill.integrations.experts import NAME, join_experts, split_experts
+from overspill.integrations.experts import join_experts, split_experts
 from overspill.planning.sections import Section, Sections
 from tests.crossed import crossed
-from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, plainly
+from tests.devices import CPU, DEVICE, SIM, about_sim, plainly
 from tests.devices import NAME as PLACE
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_experts_per_tok": 2,
 }  # fmt: skip
@@ -93,16 +91,14 @@ def largest_layer(model: Any) -> int:
 def test_sections_alone_compute_the_same(family: str, way: str) -> None:
     """Without an engine: outputs, gradients, and what AdamW makes of them, bit for bit."""
     plain, split = build(family, way).to(DEVICE), build(family, way)
-    assert split_experts(split, SECTION) is split
+    assert split_experts(split, 1) is split  # sections of one expert, of which many have no token
     split.to(DEVICE)
-    assert sum(isinstance(m, Section) for m in split.modules()) >= 3 * (2 + 1)
+    assert sum(isinstance(m, Section) for m in split.modules()) >= 3 * 2 * 8
     ours = torch.optim.AdamW(split.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    # Three tokens choose few experts: most sections have none.
     assert train(split, ours, 4, length=3) == train(plain, theirs, 4, length=3)
     same(split.state_dict(), plain.state_dict())
     same(join_experts(split).state_dict(), plain.state_dict())
-    assert split.config._experts_implementation == way
     assert not any(isinstance(m, Sections) for m in split.modules())
 
 
@@ -389,61 +385,3 @@ def generated(model: Any, prompt: torch.Tensor) -> torch.Tensor:
         use_cache=True,
     )  # fmt: skip
     return found.cpu()
-
-
-def test_random_weights_are_those_of_whole_stacks() -> None:
-    """On meta, sections begin as the model has whole stacks begin: nothing is left as it was."""
-    with overspill.empty_init():
-        split = split_experts(build("mixtral", "eager"), SECTION)
-    torch.manual_seed(5)
-    with overspill.wrap(
-        split, torch.optim.AdamW(split.parameters()), device=SIM, device_memory="8MiB",
-        host_memory="64MiB", rates=overspill.Rates(),
-    ):  # fmt: skip
-        for name, value in split.state_dict().items():
-            if "experts" in name:
-                assert 0.018 < value.std() < 0.022, name
-                assert value.abs().max() < 0.15, name
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    dense = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SHAPE, "num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match="has no experts in stacks"):
-        split_experts(dense)
-    model = build("mixtral", "eager")
-    with pytest.raises(ValueError, match="batched_mm"):
-        split_experts(model, arithmetic="batched_mm")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="number of bytes"):
-        split_experts(model, "50%")
-    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
-    with pytest.raises(ValueError, match="peft adapts the stacks"):
-        split_experts(peft.get_peft_model(build("mixtral", "eager"), config))
-    experts = [m for n, m in model.named_modules() if n.endswith("experts")]
-    experts[1].down_proj = experts[0].down_proj
-    with pytest.raises(ValueError, match="the same parameter"):
-        split_experts(model)
-    assert not any(isinstance(m, Sections) for m in model.modules()), "nothing was changed"
-    model = split_experts(build("mixtral", "eager"))
-    with pytest.raises(ValueError, match="in sections already"):
-        split_experts(model)
-    with (
-        overspill.wrap(model, device=CPU, rates=overspill.Rates()),
-        pytest.raises(ValueError, match="wrapped"),
-    ):
-        join_experts(model)
-
-
-def test_copies_stand_alone() -> None:
-    model = split_experts(build("mixtral", "eager"), SECTION)
-    same(copy.deepcopy(model).state_dict(), model.state_dict())
-    same(pickle.loads(pickle.dumps(model)).state_dict(), model.state_dict())
-    other = split_experts(build("mixtral", "eager"), 1)
-    other.load_state_dict(model.state_dict())
-    same(other.state_dict(), model.state_dict())
-
-
-@about_cpu
-def test_the_name_may_be_given_to_models_that_are_not_split() -> None:
-    one, other = build("mixtral", NAME), build("mixtral", "grouped_mm")
-    ids = batch(0)
-    assert torch.equal(one(input_ids=ids).logits, other(input_ids=ids).logits)

@@ -203,6 +203,8 @@ def test_a_module_with_other_members() -> None:
     other = private.with_members(module, {}, {"scale": torch.nn.Parameter(torch.zeros(1))})
     assert type(other) is torch.nn.Sequential and [*other.state_dict()] == ["scale"]
     assert [*module.state_dict()] == ["scale", "0.weight", "0.bias"], "it is as it was"
+    private.put_in_place(module, "scale", other)
+    assert module.scale is other and [*module.state_dict()][-1] == "scale.scale"
 
 
 def test_who_unpacks_a_saved_tensor() -> None:
