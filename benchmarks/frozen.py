@@ -185,10 +185,12 @@ def _adapters(sizes: Sizes, folder: Path, store: Path) -> Comparison:
         name = f"overspill, {form or 'in place'}"
         arms.append(Served(name, {**spec, "how": "overspill", "options": options}, {"steps": 1}))
     rows = run_interleaved(arms, sizes.rounds)
-    in_memory = [sample.seen["made"] for sample in rows[0].samples]
+
+    def losses(row: Row) -> list[Any]:
+        return [sample.seen.get("made") for sample in row.samples]
 
     def same(row: Row) -> str:
-        return "yes" if [sample.seen["made"] for sample in row.samples] == in_memory else "no"
+        return "yes" if losses(row) and losses(row) == losses(rows[0]) else "no"
 
     columns: list[Column] = [
         ("step", lambda row: number(row.median_s, " s")),

@@ -29,7 +29,11 @@ def contents(plan: Plan) -> dict[Tier, Counter[str]]:
     for unit, home, group, grads in zip(
         layout.units, layout.homes, layout.subgroups, layout.grad_bytes, strict=True
     ):
-        found[home.weights]["weights"] += unit.weight_bytes
+        there = home.weights is Tier.DEVICE
+        if there or home.weights is Tier.NVME or not home.page_on_device:
+            found[home.weights]["weights"] += unit.weight_bytes if there else unit.stored_bytes
+        if home.page_on_device:
+            found[Tier.DEVICE]["weights"] += unit.stored_bytes
         if home.resident and layout.has_device and home.weights is not Tier.DEVICE:
             found[Tier.DEVICE]["weights"] += unit.weight_bytes
         if home.grads is not None:
@@ -141,7 +145,10 @@ def _units(plan: Plan) -> Table:
     table = Table("unit", "parameters", "weights", "gradients", "optimizer state")
     units = () if plan.detail.layout is None else plan.detail.layout.units
     for unit, home in zip(units, plan.placement.values(), strict=True):
-        weights = f"{home.weights.value}{', resident' if home.resident else ''}"
+        stays = (
+            "resident" if home.resident else "packed on the device" if home.page_on_device else ""
+        )
+        weights = ", ".join(filter(None, (home.weights.value, stays)))
         grads = "not kept" if home.grads is None else home.grads.value
         states = " and ".join(sorted({tier.value for tier in home.state})) or "none"
         numel = sum(chunk.numel for chunk in unit.chunks)

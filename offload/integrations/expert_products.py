@@ -7,6 +7,7 @@ tensor an element is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -72,12 +73,13 @@ def _one_by_one(
     return made
 
 
-def _used(stack: Sections, chosen: Iterable[int]) -> Iterator[tuple[Section, list[int]]]:
-    """The sections that have some of the experts ``chosen``, and which."""
+def _used(stack: Sections, chosen: Sequence[int]) -> Iterator[tuple[Section, Sequence[int]]]:
+    """The sections that have some of the experts ``chosen``, in their order, and which."""
+    at = 0
     for section in stack:
-        mine = [expert for expert in chosen if expert in section.experts]
-        if mine:
-            yield section, mine
+        first, at = at, bisect_left(chosen, section.experts.stop)
+        if first < at:
+            yield section, chosen[first:at]
 
 
 def grouped(
@@ -138,7 +140,7 @@ def _activated(experts: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _with_untouched(
-    out: torch.Tensor, chosen: Iterable[int], stacks: Iterable[Sections]
+    out: torch.Tensor, chosen: Sequence[int], stacks: Iterable[Sections]
 ) -> torch.Tensor:
     """``out``, in whose backward the sections without a chosen expert get a gradient of zeros: in a
     stack as a whole they have one, and an optimizer steps them."""

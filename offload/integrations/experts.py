@@ -38,6 +38,9 @@ _ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {"eager": eager, "grouped_
 # What transformers has under names of its own: of a config, and of experts.
 _CHOSEN, _SPREAD = "_experts_implementation_internal", "_is_expert_parallel"
 
+# What ``generate`` makes of the one on a device, while it decodes.
+_DECODING = "grouped_mm", "batched_mm"
+
 
 class _Sectioned(NamedTuple):
     """What experts in sections know: the implementation whose bits they give, the config that they
@@ -195,7 +198,8 @@ def _require_same_bits(found: dict[str, Any], chosen: dict[str, str]) -> None:
     tried = {(type(module), chosen[name]): (name, module) for name, module in found.items()}
     for (kind, arithmetic), (name, module) in tried.items():
         try:
-            same = _same_bits(module, arithmetic)
+            with torch.inference_mode(False), torch.enable_grad():
+                same = _same_bits(module, arithmetic)
         except Exception as error:
             raise ValueError(
                 f"split_experts: {name} ({kind.__name__}) cannot be tried in small: {error}"
@@ -210,9 +214,10 @@ def _require_same_bits(found: dict[str, Any], chosen: dict[str, str]) -> None:
 
 def _same_bits(module: Any, arithmetic: str) -> bool:
     """Whether a few experts of the same class, in sections of one, give the same output and
-    gradients as they do by transformers' own code."""
+    gradients as they do by transformers' own code, on the CPU."""
     draw = torch.Generator("cpu").manual_seed(0)
-    experts, width, inner, tokens = 4, 16, 8, 6
+    experts, inner, tokens = 4, 8, 6
+    width = getattr(module, up_name(module)).shape[1 if module.is_transposed else 2]
 
     def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         made = torch.randn(shape, generator=draw, device="cpu").to(dtype)
@@ -234,7 +239,7 @@ def _same_bits(module: Any, arithmetic: str) -> bool:
     index = torch.stack(
         [torch.randperm(3, generator=draw, device="cpu")[:2] for _ in range(tokens)]
     )
-    inner_modules = {n: m for n, m in module.named_children() if n not in stacks}
+    inner_modules = {name: _on_cpu(each) for name, each in module.named_children()}
     found = []
     for in_sections in (False, True):
         tried: Any = with_members(module, inner_modules, values)
@@ -250,13 +255,24 @@ def _same_bits(module: Any, arithmetic: str) -> bool:
             out = _ARITHMETIC[arithmetic](tried, hidden, index, weights, lambda _: None)
             own = [p for each in parts.values() for p in each.parameters()]
         else:
-            out = tried(hidden, index, weights)
+            out = tried.forward(hidden, index, weights)  # without hooks of the user's
             own = [values[name] for name in stacks]
         grads = torch.autograd.grad(out.float().square().sum(), [hidden, weights, *own])
         count = len(own) // len(stacks)
         whole = [torch.cat(grads[2 + i * count : 2 + (i + 1) * count]) for i in range(len(stacks))]
         found.append([out, *grads[:2], *whole])
     return all(map(torch.equal, *found))
+
+
+def _on_cpu(module: nn.Module) -> nn.Module:
+    """A copy of a part of experts, with any weights if it has none."""
+    made = copy.deepcopy(module)
+    if not any(p.is_meta for p in made.parameters()):
+        return made.to("cpu")
+    made.to_empty(device="cpu")
+    for p in made.parameters():
+        nn.init.ones_(p)
+    return made
 
 
 def _in_sections(module: Any, name: str, most: int) -> Sections:
@@ -267,7 +283,7 @@ def _in_sections(module: Any, name: str, most: int) -> Sections:
 
 def _used_by_a_token(config: Any) -> float:
     """How many experts each token goes to, about: configs may say so by layer."""
-    for name in ("num_experts_per_tok", "top_k"):
+    for name in ("num_experts_per_tok", "top_k", "moe_topk", "top_k_experts"):
         used = getattr(config, name, None)
         if isinstance(used, (list, tuple)) and used:
             return float(sum(used) / len(used))
@@ -295,7 +311,7 @@ def _forward(
         return moe.grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     mine: _Sectioned = experts.sectioned
     now = getattr(mine.config, _CHOSEN)
-    if now != mine.before:
+    if now != mine.before and (mine.before, now) != _DECODING:
         raise OffloadError(
             f"the model's experts are in sections, and compute by {mine.arithmetic!r}; for "
             f"{now!r} join_experts(model) first"

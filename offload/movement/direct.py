@@ -136,21 +136,17 @@ class DirectAccess:
         self._transfers.close()
 
     def _refresh_device(self, unit: int, place: Place) -> None:
-        home = self._layout.homes[unit]
-        if home.page_on_device and home.host_place != place:  # of a durable store
-            assert home.host_place is not None
-            arenas = self._executor.arenas
-            arenas.bytes_of(home.host_place).copy_(arenas.bytes_of(place))
-            self._executor.mark_device_use(home.host_place, self._executor.accelerator.record())
-        device = home.device_place
-        if device is not None and device != place and device.nbytes:
-            executor = self._executor
+        """Its copies on the device, the page or what compute uses, become what is at a place."""
+        home, executor = self._layout.homes[unit], self._executor
+        page = home.host_place if home.page_on_device else None
+        for device in (page, home.device_place):
+            if device is None or device == place or not device.nbytes:
+                continue
             executor.wait_for(device)  # compute on a stream of the caller's may still read it
-            executor.accelerator.used(executor.arenas.bytes_of(device))
-            source = executor.arenas.bytes_of(place)
-            if self._layout.units[unit].packed:
-                page = source.to(executor.accelerator.device)
-                unpack_unit(self._layout.units[unit], page, executor.arenas.bytes_of(device))
+            target, source = executor.arenas.bytes_of(device), executor.arenas.bytes_of(place)
+            executor.accelerator.used(target)
+            if device is not page and self._layout.units[unit].packed:
+                unpack_unit(self._layout.units[unit], source.to(target.device), target)
             else:
-                executor.arenas.bytes_of(device).copy_(source)
+                target.copy_(source)
             executor.mark_device_use(device, executor.accelerator.record())

@@ -188,7 +188,7 @@ def _moved_weights(layout: Layout) -> tuple[int, int]:
     paged = sum(
         unit.stored_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
-        if home.weights is Tier.NVME and not home.resident
+        if home.weights is Tier.NVME and not home.resident and not home.page_on_device
     )
     return streamed, max(0, paged - layout.cached_bytes)
 

@@ -24,7 +24,7 @@ class Section(nn.Module):
     """Some experts of a stack.
 
     Attributes:
-        first: the number of the first of them.
+        experts: their numbers; ``first`` is that of the first.
         rows_per_token: how many rows come to them for each token, about.
     """
 
@@ -37,16 +37,12 @@ class Section(nn.Module):
         super().__init__()
         self.section_of_experts = section
         self.first, self.rows_per_token, self._product = first, rows_per_token, product
+        self.experts = range(first, first + len(section))
 
     @property
     def section(self) -> nn.Parameter:
         """Their matrices, (experts, rows, columns)."""
         return self.section_of_experts
-
-    @property
-    def experts(self) -> range:
-        """Their numbers."""
-        return range(self.first, self.first + len(self.section))
 
     def forward(self, *rows: torch.Tensor, **how: Any) -> Any:
         """The rows that come to the experts, times their matrices."""
@@ -134,14 +130,23 @@ def section_name(stack: str, number: int) -> str:
 
 def joined(values: Mapping[str, T], join: Callable[[str, Sequence[T]], T]) -> dict[str, T]:
     """Values by name, in their order, but those of sections as ``join`` makes one of them, which
-    gets the name of the stack and what its sections have, in their order."""
+    gets the name of the stack and what its sections have, in their order.
+
+    Raises:
+        ValueError: a stack has not all of its sections.
+    """
     found: dict[str, dict[int, T]] = {}
     for name, value in values.items():
         section = _SECTION.fullmatch(name)
         stack, number = (name, -1) if section is None else (section[1], int(section[2]))
         found.setdefault(stack, {})[number] = value
+    torn = [
+        name for name, parts in found.items() if sorted(parts) not in ([-1], [*range(len(parts))])
+    ]
+    if torn:
+        raise ValueError(f"{torn[0]} has not all of its sections, or is there as a whole too")
     return {
-        name: parts[-1] if -1 in parts else join(name, [parts[i] for i in sorted(parts)])
+        name: parts[-1] if -1 in parts else join(name, [parts[i] for i in range(len(parts))])
         for name, parts in found.items()
     }
 

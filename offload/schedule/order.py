@@ -45,10 +45,10 @@ class Order:
     def observe(self, use: Use, unit: int) -> None:
         """The unit is used now."""
         event = (use, unit)
-        if self._recording and self._recording[-1] == event:
-            return
         if use is Use.COMPUTE and unit in self._recorded_ahead:
             self._recorded_ahead.discard(unit)
+        elif self._recording and self._recording[-1] == event:
+            return
         else:
             self._recording.append(event)
         if len(self._recording) >= self._longest:

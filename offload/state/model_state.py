@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..movement.machinery import Machinery
+from ..planning.sections import has_sections, split_in
 from ..training.callers import callers
 from ..training.handles import all_or_none, remove_all
 from ..training.showing import Showing
@@ -69,6 +70,8 @@ class StateHooks:
         begin, end = hook(self._begin), hook(self._end)
         with all_or_none(self._handles):
             for module in model.modules():
+                if has_sections(module):  # whatever has come around them since they were split
+                    self._handles.append(module.register_load_state_dict_pre_hook(split_in))
                 self._handles.append(module.register_load_state_dict_pre_hook(begin))
                 self._handles.append(module.register_load_state_dict_post_hook(end))
                 if any(id(p) in self._index for p in module.parameters(recurse=False)):

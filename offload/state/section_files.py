@@ -19,13 +19,24 @@ class SectionFiles:
     """``TensorFiles`` of a model with stacks in sections; ``files`` has the stacks."""
 
     def __init__(self, model: nn.Module, files: TensorFiles) -> None:
+        """
+        Raises:
+            ValueError: a stack has another shape.
+        """
         self.path: Path = files.path
         self._files = files
         self._sections: dict[str, tuple[str, Section]] = {}  # with the name of its stack
         for name, stack in model.named_modules():
-            if isinstance(stack, Sections) and files.shape(name) == stack.shape:
-                for number, section in enumerate(stack):
-                    self._sections[section_name(name, number)] = name, section
+            shape = files.shape(name) if isinstance(stack, Sections) else None
+            if not isinstance(stack, Sections) or shape is None:
+                continue  # without the stack its sections may be there
+            if shape != stack.shape:
+                raise ValueError(
+                    f"weights: {files.path} does not match the model: {name} has shape {shape}, "
+                    f"expected {stack.shape}"
+                )
+            for number, section in enumerate(stack):
+                self._sections[section_name(name, number)] = name, section
         self._last: tuple[str, torch.Tensor] | None = None
 
     @property

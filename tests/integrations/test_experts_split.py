@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import overspill
 from overspill.integrations.experts import NAME, join_experts, split_experts
 from overspill.integrations.transformers import OverspillTrainer
-from overspill.planning.sections import Section, Sections
+from overspill.planning.sections import Section, Sections, joined
 from tests.devices import CPU, SIM, about_cpu, plainly
 from tests.integrations import test_transformers as trainer
 from tests.integrations.test_experts import (
@@ -149,6 +149,41 @@ def test_a_config_that_others_have_too_stays_as_it_is() -> None:
     one.set_experts_implementation("eager")
     join_experts(one)
     assert torch.equal(one(input_ids=ids).logits, expected)
+
+
+def test_what_generate_does_to_the_name_on_a_device_changes_nothing() -> None:
+    """While it decodes there, transformers has the model compute by another implementation."""
+    plain, model = build("mixtral", "grouped_mm"), split_experts(build("mixtral", "grouped_mm"), 1)
+    ids = batch(0).cpu()
+    expected = plain(input_ids=ids).logits
+    model.set_experts_implementation("batched_mm")
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_they_are_split_where_nothing_is_differentiated(mode: Any) -> None:
+    with mode():
+        model = split_experts(build("mixtral", "eager"))
+    assert any(isinstance(m, Sections) for m in model.modules())
+
+
+def test_stacks_that_are_not_whole_are_refused() -> None:
+    names = {f"experts.{n}.section_of_experts": n for n in (0, 2)}
+    with pytest.raises(ValueError, match="experts has not all of its sections"):
+        joined(names, lambda _, parts: len(parts))
+    with pytest.raises(ValueError, match="as a whole too"):
+        joined({**names, "experts.1.section_of_experts": 1, "experts": 3}, lambda _, p: len(p))
+    assert joined({"a": 1, "b.section": 2}, lambda _, p: len(p)) == {"a": 1, "b.section": 2}
+
+
+def test_files_of_another_shape_are_named_by_the_stack(tmp_path: Path) -> None:
+    build("mixtral", "eager").save_pretrained(tmp_path)
+    config = hf.MixtralConfig(**SHAPE, num_local_experts=8)
+    config.intermediate_size = 64
+    with overspill.empty_init():
+        model = split_experts(hf.MixtralForCausalLM(config))
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj has shape"):
+        overspill.wrap(model, device=SIM, weights=tmp_path, rates=overspill.Rates())
 
 
 def test_configs_may_say_by_layer_how_many_experts_a_token_has() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.cli.plan_text import contents
 from overspill.facts.tier import Tier
 from overspill.io_engine import allocate_host
 from overspill.optim import packed
@@ -158,6 +159,26 @@ def test_a_durable_store_leaves_pages_on_the_device(form: Any, tmp_path: Path) -
         made.rollback()
         assert all(map(torch.equal, (p.detach().cpu() for p in other.parameters()),
                        expected(form)[1]))  # fmt: skip
+
+
+def test_pages_that_stay_on_the_device_cost_no_disk_in_a_plan(form: Any, tmp_path: Path) -> None:
+    """However slow the disk is: a bound over what moves is no more than the step takes."""
+    rates = overspill.Rates(
+        h2d_bytes_s=1e9, d2h_bytes_s=1e9, dram_bytes_s=1e10, update_params_s=1e9,
+        device_flops_s=1e9, disk_read_bytes_s=1e5, disk_write_bytes_s=1e5,
+    )  # fmt: skip
+    model = half()
+    plan = overspill.plan(
+        model, adamw(model), nvme=tmp_path, frozen=form, rates=rates, tokens=8, device=SIM,
+        device_memory="230KiB", host_memory="16MiB", durable=True, commit_every=1000,
+    )  # fmt: skip
+    assert any(home.page_on_device for home in plan.placement.values())
+    assert plan.step_s is not None and plan.bound_s is not None
+    assert plan.step_s >= 0.999 * plan.bound_s
+    units = plan.detail.layout.units  # type: ignore[union-attr]
+    homes = zip(units, plan.placement.values(), strict=True)
+    pages = sum(unit.page_bytes for unit, home in homes if home.page_on_device)
+    assert contents(plan)[Tier.DEVICE]["weights"] >= pages > 0
 
 
 def test_a_store_keeps_them_packed_and_exports_them_whole(form: Any, tmp_path: Path) -> None:

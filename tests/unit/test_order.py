@@ -93,3 +93,16 @@ def test_updates_come_whether_chosen_or_not() -> None:
     order.choose([0, 1], set(), now=False)
     assert [use for _, use, _ in order.upcoming(9)] == [Use.UPDATE, Use.UPDATE]
     assert order.next_use(Use.UPDATE, 1) == 3
+
+
+def test_the_last_of_a_group_is_used_like_the_others() -> None:
+    order = Order(1000, {use: [True] * 5 for use in Use})
+    order.choose([1, 2, 3], {3}, now=True)
+    for unit in (3, 4, 3):
+        order.observe(Use.COMPUTE, unit)
+    order.end_step()
+    order.choose([1, 2], {1, 2}, now=False)
+    assert ahead(order) == [1, 2, 3, 4, 3], "backward's use is in the record too"
+    order.choose([1, 2, 3], {3}, now=True)
+    order.observe(Use.COMPUTE, 3)
+    assert ahead(order, 1) == [4], "it is behind"
