@@ -72,12 +72,8 @@ class Sections(nn.ModuleList):
         """Takes a copy of each section of so many ``experts``; ``rows_per_token``: of the whole."""
         sections = []
         for first in range(0, len(stack), experts):
-            part = nn.Parameter(
-                stack.detach()[first : first + experts].clone(
-                    memory_format=torch.contiguous_format
-                ),
-                requires_grad=stack.requires_grad,
-            )
+            rows = stack.detach()[first : first + experts]
+            part = nn.Parameter(_copy_of(rows), requires_grad=stack.requires_grad)
             if stack.grad is not None:
                 part.grad = _copy_of(stack.grad[first : first + experts])
             share = len(part) / len(stack)

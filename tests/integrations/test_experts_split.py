@@ -26,6 +26,7 @@ from tests.integrations.test_experts import (
     MODELS,
     SECTION,
     SHAPE,
+    adapted,
     batch,
     build,
     files_in,
@@ -201,6 +202,28 @@ def test_a_checkpoint_of_another_shape_is_an_error_of_the_stack() -> None:
     state[name] = torch.cat([state[name], state[name]])
     with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
         model.load_state_dict(state, strict=False)
+
+
+def test_a_state_dict_is_looked_at_as_a_whole_before_it_is_loaded(tmp_path: Path) -> None:
+    """Also by a model that was put around the sections after the split."""
+    build("mixtral", "eager", torch.bfloat16).save_pretrained(tmp_path / "base")
+    with overspill.empty_init():
+        empty = split_experts(build("mixtral", "eager", torch.bfloat16), SECTION // 2)
+    model = adapted(empty)
+    with overspill.wrap(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        weights=tmp_path / "base", nvme=tmp_path, device=SIM, device_memory="700KiB",
+        host_memory="64MiB",
+        rates=overspill.Rates(), activations="keep",
+    ) as made:  # fmt: skip
+        assert made.plan.detail.layout.in_place
+        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+        others = ("experts", "lora")
+        other = {n: v + 1 if any(o in n for o in others) else v for n, v in before.items()}
+        with pytest.raises(overspill.OffloadError, match="cannot be changed"):
+            model.load_state_dict(other)
+        same(model.state_dict(), before)
+        model.load_state_dict(before)
 
 
 @about_cpu
