@@ -92,10 +92,11 @@ def grouped(
     chosen = [expert for expert, count in enumerate(counts) if count]
     tell(chosen)
     up, down = getattr(experts, up_name(experts)), experts.down_proj
-    made = _in_groups(experts, up, counts, hidden[order // choices])
+    ends = torch.tensor(counts, device="cpu").cumsum(0).to(hidden.device, torch.int32)
+    made = _in_groups(experts, up, counts, ends, hidden[order // choices])
     if experts.has_bias:
         made = made.add_(getattr(experts, f"{up_name(experts)}_bias")[expert_of])
-    made = _in_groups(experts, down, counts, _activated(experts, made))
+    made = _in_groups(experts, down, counts, ends, _activated(experts, made))
     if experts.has_bias:
         made = made.add_(experts.down_proj_bias[expert_of])
     if experts.has_post_expert_norm:
@@ -108,16 +109,17 @@ def grouped(
 
 
 def _in_groups(
-    experts: Any, stack: Sections, counts: Sequence[int], rows: torch.Tensor
+    experts: Any, stack: Sections, counts: Sequence[int], ends: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """The rows, sorted by expert, times the matrix of each."""
-    of_sections = [counts[s.first : s.experts.stop] for s in stack]
-    pieces = rows.split([sum(each) for each in of_sections])
-    made, transposed = [], experts.is_transposed
-    for section, each, piece in zip(stack, of_sections, pieces, strict=True):
+    """The rows, sorted by expert, times the matrix of each.  ``ends``: where the rows of each
+    expert end, on the rows' device: nothing has to go there for a section."""
+    sizes = [sum(counts[s.first : s.experts.stop]) for s in stack]
+    made, transposed, before = [], experts.is_transposed, 0
+    for section, piece in zip(stack, rows.split(sizes), strict=True):
         if len(piece):
-            ends = torch.tensor(each, device="cpu").cumsum(0).to(rows.device, torch.int32)
-            made.append(section(piece, ends, within=None, transposed=transposed))
+            mine = ends[section.first : section.experts.stop] - before
+            made.append(section(piece, mine, within=None, transposed=transposed))
+            before += len(piece)
     return torch.cat(made) if made else rows.new_empty(0, stack.shape[2 if transposed else 1])
 
 

@@ -108,9 +108,7 @@ class DirectAccess:
     def reload(self, item: Key) -> None:
         """Brings what the newest extent holds to every tier that has a lasting copy."""
         home = self._layout.homes[item.number] if item.kind is Kind.WEIGHTS else None
-        if self._on_disk(item) and (
-            home is None or (home.device_place is None and not home.page_on_device)
-        ):
+        if self._on_disk(item) and (home is None or not home.stays):
             return
         place, newest, _ = self._locate(item)
         memory = self._executor.arenas.bytes_of(place)

@@ -169,8 +169,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
         ValueError: a name that is no module of the model, or a module without parameters.
     """
     modules = dict(model.named_modules())
-    named: dict[nn.Module, str] = {}
-    named |= {module: n for n, module in modules.items() if isinstance(module, Section)}
+    named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
     for name in names or ():
         if name not in modules:
             raise ValueError(f"units: the model has no module {name!r}")

@@ -33,6 +33,11 @@ class UnitHome:
     state_places: tuple[Place | None, ...] = ()
 
     @property
+    def stays(self) -> bool:
+        """Whether some copy of the weights never leaves memory."""
+        return self.device_place is not None or self.host_place is not None
+
+    @property
     def page_on_device(self) -> bool:
         """Whether its page has its home there: nothing has to come over the link."""
         return self.host_place is not None and self.host_place.tier is Tier.DEVICE

@@ -56,15 +56,16 @@ class Order:
         else:
             self._go_to(event, behind=True)
 
-    def choose(self, among: Sequence[int], likely: Container[int], *, now: bool) -> None:
-        """Compute comes to units in the order of ``among``, but to the ``likely`` ones alone;
-        ``now``: that is what it does next."""
+    def expect(self, among: Sequence[int], likely: Container[int]) -> None:
+        """When compute comes to the units ``among``, it uses the ``likely`` ones alone."""
         self._unlikely.difference_update(among)
         self._unlikely.update(unit for unit in among if unit not in likely)
-        if now and among:
-            self._recording += [(Use.COMPUTE, unit) for unit in among]
-            self._recorded_ahead.update(among)
-            self._go_to((Use.COMPUTE, among[0]), behind=False)
+
+    def come_to(self, among: Sequence[int]) -> None:
+        """Compute is about to use those of the units ``among`` that are expected, in this order."""
+        self._recording += [(Use.COMPUTE, unit) for unit in among]
+        self._recorded_ahead.update(among)
+        self._go_to((Use.COMPUTE, among[0]), behind=False)
 
     def _go_to(self, event: tuple[Use, int], *, behind: bool) -> None:
         ahead = self._ahead(event)

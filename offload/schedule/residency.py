@@ -115,7 +115,7 @@ class Residency:
             GradLost: lambda s: self.gradients.lost(s.unit),
             Step: self._begin_step,
             Repeat: lambda _: self._order.end_step(),
-            Chosen: lambda s: self._order.choose(s.among, s.likely, now=s.now),
+            Chosen: self._chosen,
             Saved: self.saved.saved,
             Fetch: self.saved.fetch,
             Used: self.saved.used,
@@ -174,6 +174,11 @@ class Residency:
             self.weights.unpin(unit)
         for held in signal.held:
             self.weights.keep(held)
+
+    def _chosen(self, signal: Chosen) -> None:
+        self._order.expect(signal.among, signal.likely)
+        if signal.now:
+            self._order.come_to(signal.among)
 
     def _gathered(self, signal: GradReady) -> None:
         self.gradients.ready(signal)

@@ -53,8 +53,7 @@ class Contents:
 
     def show_in_place(self, unit: int) -> None:
         """What is read in place comes where it is to stay."""
-        home = self._layout.homes[unit]
-        if home.device_place is not None or home.host_place is not None:
+        if self._layout.homes[unit].stays:
             self._direct.reload(Key(Kind.WEIGHTS, unit))
 
     def load(

@@ -58,7 +58,8 @@ def ahead(order: Order, most: int = 100) -> list[int]:
 def test_what_is_not_chosen_is_passed_over_until_it_is() -> None:
     order = recorded(6)
     order.observe(Use.COMPUTE, 0)
-    order.choose([1, 2, 3], {2}, now=True)
+    order.expect([1, 2, 3], {2})
+    order.come_to([1, 2, 3])
     assert ahead(order) == [2, 4, 5, 0]
     assert ahead(order, 2) == [2, 4], "what is passed over takes no turn of the others"
     assert order.next_use(Use.COMPUTE, 2) == 1
@@ -66,21 +67,23 @@ def test_what_is_not_chosen_is_passed_over_until_it_is() -> None:
     order.observe(Use.COMPUTE, 2)
     assert ahead(order) == [4, 5, 0, 2]
     order.observe(Use.COMPUTE, 4)
-    order.choose([1, 2, 3], {1, 3}, now=False)
+    order.expect([1, 2, 3], {1, 3})
     assert ahead(order) == [5, 0, 1, 3, 4], "a guess changes no place in the record"
 
 
 def test_all_that_is_chosen_among_stands_in_the_record() -> None:
     order = Order(1000, {use: [True] * 5 for use in Use})
     order.observe(Use.COMPUTE, 0)
-    order.choose([1, 2, 3], {2}, now=True)
+    order.expect([1, 2, 3], {2})
+    order.come_to([1, 2, 3])
     order.observe(Use.COMPUTE, 2)
     order.observe(Use.COMPUTE, 4)
     order.end_step()
     assert ahead(order) == [0, 2, 4]
-    order.choose([1, 2, 3], {1, 3}, now=False)
+    order.expect([1, 2, 3], {1, 3})
     assert ahead(order) == [0, 1, 3, 4], "each where it would be used"
-    order.choose([1, 2, 3], {1, 2, 3}, now=True)
+    order.expect([1, 2, 3], {1, 2, 3})
+    order.come_to([1, 2, 3])
     assert ahead(order, 3) == [1, 2, 3], "now: what lies before is not waited for"
 
 
@@ -90,19 +93,21 @@ def test_updates_come_whether_chosen_or_not() -> None:
         for unit in range(2):
             order.observe(use, unit)
     order.end_step()
-    order.choose([0, 1], set(), now=False)
+    order.expect([0, 1], set())
     assert [use for _, use, _ in order.upcoming(9)] == [Use.UPDATE, Use.UPDATE]
     assert order.next_use(Use.UPDATE, 1) == 3
 
 
 def test_the_last_of_a_group_is_used_like_the_others() -> None:
     order = Order(1000, {use: [True] * 5 for use in Use})
-    order.choose([1, 2, 3], {3}, now=True)
+    order.expect([1, 2, 3], {3})
+    order.come_to([1, 2, 3])
     for unit in (3, 4, 3):
         order.observe(Use.COMPUTE, unit)
     order.end_step()
-    order.choose([1, 2], {1, 2}, now=False)
+    order.expect([1, 2], {1, 2})
     assert ahead(order) == [1, 2, 3, 4, 3], "backward's use is in the record too"
-    order.choose([1, 2, 3], {3}, now=True)
+    order.expect([1, 2, 3], {3})
+    order.come_to([1, 2, 3])
     order.observe(Use.COMPUTE, 3)
     assert ahead(order, 1) == [4], "it is behind"
