@@ -26,6 +26,7 @@ from .runner import Row, Sample
 UNIFORM = ("keep", "host", "nvme", "recompute")
 GOAL, BETTER = 1.03, 0.97
 WARM_STEPS, STEPS = 3, 2
+SETTLED_STEPS = 8  # of "auto", which looks at its choice up to four times
 
 
 class Stack(nn.Module):
@@ -98,7 +99,7 @@ def measure(drawn: Drawn, policy: str) -> Sample | None:
         }  # fmt: skip
         try:
             with overspill.wrap(model, adamw, **options) as optimizer:
-                for step in range(WARM_STEPS + STEPS):
+                for step in range((SETTLED_STEPS if policy == "auto" else WARM_STEPS) + STEPS):
                     model(batch_of(drawn.shape, step)).backward()
                     optimizer.step()
                     optimizer.zero_grad()

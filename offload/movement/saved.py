@@ -128,9 +128,15 @@ class SavedStore:
     # -- for the graphs -------------------------------------------------------------------------
 
     def save(
-        self, items: tuple[SavedBytes, ...], new: Iterable[SavedStorage], *, wait: bool = False
+        self,
+        items: tuple[SavedBytes, ...],
+        new: Iterable[SavedStorage],
+        *,
+        unit: int | None = None,
+        wait: bool = False,
     ) -> None:
-        """Tells what autograd has saved; ``wait``: returns when all keeps within its room.
+        """Tells what autograd has saved; ``unit``: runs from now on, ``wait``: returns when all
+        keeps within its room.
 
         Raises:
             BudgetError: it cannot.
@@ -141,7 +147,7 @@ class SavedStore:
         if wait:
             self._ask(lambda ticket: Saved(items, ticket))
         else:
-            self._put(Saved(items))
+            self._put(Saved(items, unit=unit))
 
     def fetch(self, number: int) -> None:
         """Returns when the storage was with compute; it may have left again."""

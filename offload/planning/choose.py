@@ -168,9 +168,11 @@ def _best_needs(
     return best
 
 
-def recomputing(layout: Layout, costs: Costs, needs: Needs) -> frozenset[int]:
+def recomputing(
+    layout: Layout, costs: Costs, needs: Needs, now: frozenset[int] = frozenset()
+) -> frozenset[int]:
     """The units, of those that may, that had best compute their forward again, where what autograd
-    keeps is known."""
+    keeps is known; those that do ``now``, if no others are better."""
     if not costs.saved_bytes:
         return frozenset()
 
@@ -179,7 +181,7 @@ def recomputing(layout: Layout, costs: Costs, needs: Needs) -> frozenset[int]:
         return found.step.overflows, found.step_s
 
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
-    return choose_recompute(coarse, costs, needs.recomputable, seconds)
+    return choose_recompute(coarse, costs, needs.recomputable, seconds, now)
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
 from .bounds import least_seconds
+from .bursts import EVENLY, Burst
 
 REST = ""  # what runs in no unit: its seconds and bytes are kept under this name
 
@@ -73,6 +74,7 @@ class Costs:
     ``shared``: without a device, compute shares the processors with updates and moves; not where
     its seconds were measured beside them.  ``saved_bytes``: what autograd keeps of each unit until
     its backward, and ``input_bytes``: of one that is computed again; empty where nothing is known.
+    ``bursts``: by unit, when that is saved, as far as it was measured.
     """
 
     rates: Rates
@@ -81,15 +83,23 @@ class Costs:
     shared: bool = True
     saved_bytes: Sequence[int] = ()
     input_bytes: Sequence[int] = ()
+    bursts: Mapping[int, tuple[Burst, ...]] = field(default_factory=dict)
 
     @property
     def compute_s(self) -> float:
         """Seconds of compute of one micro-step."""
         return sum(self.forward_s) + sum(self.backward_s)
 
-    def keeping(self, saved_bytes: Sequence[int], input_bytes: Sequence[int]) -> Costs:
+    def keeping(
+        self, saved_bytes: Sequence[int], input_bytes: Sequence[int],
+        bursts: Mapping[int, tuple[Burst, ...]] | None = None,
+    ) -> Costs:  # fmt: skip
         """The same where autograd keeps so much."""
-        return replace(self, saved_bytes=saved_bytes, input_bytes=input_bytes)
+        return replace(self, saved_bytes=saved_bytes, input_bytes=input_bytes, bursts=bursts or {})
+
+    def bursts_of(self, unit: int) -> tuple[Burst, ...]:
+        """When a unit saves what autograd keeps of it."""
+        return self.bursts.get(unit, EVENLY)
 
     @classmethod
     def from_flops(cls, layout: Layout, rates: Rates, tokens: int) -> Costs:

@@ -17,9 +17,11 @@ Timed = Callable[[Layout], tuple[bool, float]]
 
 
 def choose_recompute(
-    layout: Layout, costs: Costs, may: Iterable[int], timed: Timed
-) -> frozenset[int]:
-    """The units, of those that ``may``, with which all has room and a step takes least time.
+    layout: Layout, costs: Costs, may: Iterable[int], timed: Timed,
+    now: frozenset[int] = frozenset(),
+) -> frozenset[int]:  # fmt: skip
+    """The units, of those that ``may``, with which all has room and a step takes least time; those
+    of ``now`` where others save too little.
 
     What is computed again costs its forward and frees what its autograd keeps beyond its inputs;
     what is left moves behind compute.  So as many are taken as the links cannot carry: evenly over
@@ -29,6 +31,7 @@ def choose_recompute(
     if not able or sum(costs.saved_bytes) <= layout.saved.compute:
         return frozenset()
     search = _Search(layout, timed)
+    search.try_out([i for i in able if i in now])
     search.try_out(())
     evenly, most = spread(able), len(able)
     search.try_out(evenly)

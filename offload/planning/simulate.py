@@ -14,11 +14,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..facts.trace import Trace
-from ..schedule.activations import LEAST_BYTES
+from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
@@ -49,6 +50,7 @@ from ..schedule.messages import (
 from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
+from .bursts import INPUTS
 from .costs import Costs
 
 LANE_OF: dict[type, str] = {
@@ -58,10 +60,15 @@ LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
 LEG_COPIES = {"copy_in": 3, "copy_out": 2}
-PIECES = 4  # that what autograd keeps of a unit comes in
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
-# Of a unit's compute: what of that saved it needs first, and what it saves.
-_Part = tuple[SavedBytes | None, SavedBytes | None]
+
+
+class _Part(NamedTuple):
+    """Of a unit's compute: what of that saved it needs first, how long it takes, what it saves."""
+
+    seconds: float
+    needed: SavedBytes | None = None
+    saved: SavedBytes | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,8 @@ class Simulation:
         self._facts = itertools.count(1)
         # Of what autograd saved, by number: where it comes to; ``None`` while it is away.
         self._away: dict[int, Place | None] = {}
-        self._saved: list[list[SavedBytes]] = [[] for _ in layout.units]
+        self._saved: list[list[tuple[float, SavedBytes]]] = [[] for _ in layout.units]
+        self._largest = 0  # of these
         self.overflows = False  # not all that autograd saved had room
         self._computing = ""  # the unit that compute is at
         self._lane = "update"  # whose work ended last
@@ -345,9 +353,8 @@ class Simulation:
         if self.now_s > started_s and self._computing:
             self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
-    def _compute(self, unit: int, seconds: float, parts: Sequence[_Part]) -> None:
-        """Compute runs one unit's forward or backward, once its weights are there, in ``parts``
-        that take equally long."""
+    def _compute(self, unit: int, parts: Sequence[_Part]) -> None:
+        """Compute runs one unit's forward or backward, once its weights are there."""
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
         self._computing = name
         self._protocol.catch_up(unit)
@@ -355,10 +362,10 @@ class Simulation:
         streamed = self._protocol.streams(unit)
         if streamed:
             self._arrive(self._protocol.need(unit))
-        for needed, saved in parts or [(None, None)]:
+        for seconds, needed, saved in parts:
             if needed is not None:
                 self._recall(needed)
-            self._run(unit, seconds / max(1, len(parts)))
+            self._run(unit, seconds)
             if needed is not None:
                 self._send(Used((needed.number,)))
             if saved is not None:
@@ -377,20 +384,28 @@ class Simulation:
                 self._end_next()
             self.trace.add("compute", self._computing, _ns(started_s), _ns(self.now_s))
 
-    def _pieces(self, unit: int) -> list[SavedBytes]:
-        """What autograd keeps of a unit's forward, first saved first; its inputs where it is
-        computed again: what that saves is used at once, as what an operation makes within a
-        unit."""
-        if not self.costs.saved_bytes or self.layout.saved.policy == "keep":
+    def _pieces(self, unit: int) -> list[tuple[float, SavedBytes]]:
+        """What autograd keeps of a unit's forward, each with the share that is done when it is
+        saved; its inputs where it is computed again: what that saves is used at once, as what an
+        operation makes within a unit."""
+        costs = self.costs
+        if not costs.saved_bytes or self.layout.saved.policy == "keep":
             return []
         recomputes = unit in self.layout.saved.recompute
-        nbytes = (self.costs.input_bytes if recomputes else self.costs.saved_bytes)[unit]
-        count = min(1 if recomputes else PIECES, nbytes // LEAST_BYTES)
-        return [SavedBytes(next(self._numbers), nbytes // count, unit) for _ in range(count)]
+        whole = (costs.input_bytes if recomputes else costs.saved_bytes)[unit]
+        pieces, nbytes = [], 0.0
+        for share, part in INPUTS if recomputes else costs.bursts_of(unit):
+            nbytes += part * whole
+            if nbytes >= LEAST_BYTES:
+                pieces.append((share, SavedBytes(next(self._numbers), int(nbytes), unit)))
+                nbytes = 0.0
+        return pieces
 
     def _save(self, piece: SavedBytes) -> None:
         """Autograd keeps it."""
-        if self.machine.saved_bytes()[0] + piece.nbytes > self.layout.saved.compute:
+        self._largest = max(self._largest, piece.nbytes)
+        room = room_beside(self.layout.saved.compute, self._largest)
+        if self.machine.saved_bytes()[0] + piece.nbytes > room:
             self._ask(lambda ticket: Saved((piece,), ticket))
         else:
             self._send(Saved((piece,)))
@@ -431,14 +446,24 @@ class Simulation:
     def _forward(self) -> None:
         for index in self._running:
             pieces = self._saved[index] = self._pieces(index)
-            seconds = self.costs.forward_s[index]
-            self._compute(index, seconds, [(None, piece) for piece in pieces])
+            if pieces:
+                self._send(Saved((), unit=index))
+            seconds, done, parts = self.costs.forward_s[index], 0.0, []
+            for share, piece in pieces:
+                parts.append(_Part((share - done) * seconds, saved=piece))
+                done = share
+            self._compute(index, [*parts, _Part((1 - done) * seconds)])
 
     def _backward(self, *, merge: bool, update: bool) -> None:
         self._send(Turn(backward=True))
         for index in reversed(self._running):
             pieces, self._saved[index] = self._saved[index], []
-            self._compute(index, self._backward_s[index], [(piece, None) for piece in pieces[::-1]])
+            # What an operation saved it needs for what it computed after that.
+            seconds, left, parts = self._backward_s[index], 1.0, []
+            for share, piece in reversed(pieces):
+                parts.append(_Part((left - share) * seconds, needed=piece))
+                left = share
+            self._compute(index, [*parts, _Part(left * seconds)])
             if self.layout.units[index].trainable:
                 if update:
                     self._protocol.land()

@@ -79,10 +79,8 @@ class Activations:
         self._absent: dict[int, SavedItem] = {}  # not with compute, nor on the way there
         self._fetches: dict[int, list[int]] = {}  # tickets
         self._waits: list[int] = []  # tickets of who has saved too much
-        self._turn = self._border = (
-            0  # what was saved before the border is not of the unit that runs
-        )
-        self._unit = -2
+        # What was saved before the border is not of the unit that runs.
+        self._turn = self._border = 0
         self._granted = -1  # what backward was last given, and may not have taken yet
         self.moving = 0  # moves that are under way
         self._ending = 0  # items that are needed no more, and go when their moves are over
@@ -124,12 +122,12 @@ class Activations:
                 self._items.take(item, Tier.DEVICE, valid=True)
                 self._all_bytes += item.nbytes
                 self._largest = max(self._largest, item.nbytes)
-            if unit != self._unit:
-                self._unit, self._border = unit, self._turn
             self._turn += 1
             item.turn = self._turn
             if self._present.pop(number, None) is not None:
                 self._present[number] = item
+        if signal.unit is not None:
+            self._border = self._turn
         if signal.ticket is not None:
             self._waits.append(signal.ticket)
 
@@ -245,12 +243,9 @@ class Activations:
     def _relieve(self) -> None:
         """Has leave what should."""
         while (item := self._first()) is not None:
-            past = item.turn <= self._border
-            if not (self._leaves_at_once and past and not self._returning):
-                excess = self._excess()
-                pressed = self._tally.used_bytes - self._leaving_bytes > self._compute_room
-                if excess <= 0 or not (past or pressed):
-                    return
+            past = item.turn <= self._border and not self._returning
+            if not (self._leaves_at_once and past) and self._excess() <= 0:
+                return
             if not self._leave(item):
                 return
 

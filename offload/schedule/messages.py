@@ -287,10 +287,12 @@ class SavedBytes(NamedTuple):
 @dataclass(frozen=True)
 class Saved:
     """Autograd has saved ``items``, in this order, maybe not for the first time.  With a ``ticket``
-    who computes waits until what is saved keeps within its room again."""
+    who computes waits until what is saved keeps within its room again.  ``unit``: another one runs
+    from now on, or none."""
 
     items: tuple[SavedBytes, ...]
     ticket: int | None = None
+    unit: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
 from ..movement.saved import SavedStorage, SavedStore
+from ..planning.bursts import UnitForward
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from . import torch_private
@@ -30,6 +32,7 @@ log = logging.getLogger("overspill")
 LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
 TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
 NOWHERE = -1  # saved in no unit
+MOST_FORWARDS = 10_000  # of units that are remembered: more without a backward are no step
 
 
 class SharedStorage:
@@ -97,6 +100,7 @@ class Stash:
         self._lock = threading.Lock()
         self._stream: object = None
         self._unit = NOWHERE
+        self._forwards: deque[UnitForward] = deque(maxlen=MOST_FORWARDS)
         self._refused_bytes = 0  # that were saved when there was no room for more
         self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
         # Memory that came back, and that compute is yet to pass: by event, and since the last one.
@@ -137,6 +141,8 @@ class Stash:
         self._untold_bytes += nbytes
         if not torch_private.in_backward():
             self._unit_bytes[self._unit] += nbytes  # in no unit: the last
+            if self._forwards:
+                self._forwards[-1].saves.append((time.perf_counter_ns(), nbytes))
 
     def _storage_of(self, t: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of a tensor that may leave."""
@@ -158,8 +164,19 @@ class Stash:
     def enter(self, unit: int) -> None:
         """From now on ``unit`` runs, or none does."""
         if unit != self._unit:
-            self.tell()
-            self._unit = unit
+            self._ran(unit)
+            if self._bytes:  # else nothing could leave
+                self._tell(self._take() if self._untold else [], unit)
+
+    def computes(self) -> None:
+        """All that the unit had to wait for is there."""
+        if self._forwards:
+            last = self._forwards[-1]
+            self._forwards[-1] = last._replace(began_ns=time.perf_counter_ns())
+
+    def _ran(self, unit: int) -> None:
+        self._unit = unit
+        self._forwards.append(UnitForward(unit, time.perf_counter_ns(), []))
 
     def _look(self) -> None:
         """Tells of what was saved, if it is much; waits, if it is too much."""
@@ -203,8 +220,12 @@ class Stash:
     def tell(self) -> None:
         """Tells the machine of what was saved since it was told."""
         if self._untold and (untold := self._take()):
-            new = [shared.saved for shared in untold if not shared.end.told]
-            self._store.save(self._announced(untold), new)
+            self._tell(untold)
+
+    def _tell(self, untold: list[SharedStorage], unit: int | None = None) -> None:
+        new = [shared.saved for shared in untold if not shared.end.told]
+        items = self._announced(untold) if untold else ()
+        self._store.save(items, new, unit=unit)
 
     def _wait(self) -> None:
         untold = self._take()
@@ -229,12 +250,13 @@ class Stash:
         """A backward begins, or has ended."""
         if not self._executor.ended:
             self.tell()
-            self._unit = NOWHERE
+            self._ran(NOWHERE)
             self._store.turn(backward, self.room_bytes)
             self._behind.clear()
             self._since_bytes = 0
             if not backward:
                 self._unit_bytes = [0] * len(self._unit_bytes)
+                self._forwards.clear()
                 with self._lock:
                     self._known = {k: each for k, each in self._known.items() if each() is not None}
                     self._bytes = self._store.counted_bytes  # interrupts may have lost some
@@ -242,6 +264,10 @@ class Stash:
     def unit_bytes(self) -> list[int]:
         """By unit, what was saved in forwards since the last backward."""
         return list(self._unit_bytes)
+
+    def forwards(self) -> list[UnitForward]:
+        """When units ran in forwards since the last backward, and what was saved then."""
+        return list(self._forwards)
 
     @torch_private.without_grad
     def unpack(self, handle: SavedHandle) -> torch.Tensor:

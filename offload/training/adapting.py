@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import format_bytes
 from ..facts.tier import Tier
 from ..movement.machinery import Machinery
+from ..planning.bursts import Burst, UnitForward, bursts_of
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
 from .activations import make_stash
@@ -21,6 +22,7 @@ from .recompute import Recompute
 log = logging.getLogger("overspill")
 
 _LATER = 2  # steps: the first is slower than those that follow
+_MOST_LOOKS = 4  # at a choice for one load, as long as it changes
 _MORE = 1.1  # so much more that is kept is another load
 
 
@@ -35,9 +37,12 @@ class Adapting:
         # Whether who runs a forward waits for what it computes, so that its time is known.
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
+        self._forwards: list[UnitForward] = []  # of the last forwards, where their time is known
+        self._bursts: dict[tuple[int, int], tuple[Burst, ...]] = {}  # by FLOPs and bytes of a unit
         self._stale = False  # what was chosen was chosen for another load
         self._grown = 1.0  # so much larger is that one, where units are computed again
-        self._again = 0  # steps until the choice is looked at again
+        self._again = 0  # steps until the choice is looked at again, as units of it were measured
+        self._looks = 0  # that are left for this load
         self._unwatched = False  # and that one is not known by unit
         self._since = 0  # the step that was the last before the present choice
         self._steps = 0  # under it
@@ -55,6 +60,7 @@ class Adapting:
         """All that autograd keeps of a micro-step is there."""
         assert self.stash is not None
         sizes, grown = self.stash.unit_bytes(), self.recompute.grown
+        self._forwards = self.stash.forwards() if self._waits else []
         if self.recompute.watching:
             self._saved_bytes, self._stale = sizes, True
         elif not self.recompute.units:
@@ -72,13 +78,14 @@ class Adapting:
             self._unwatched = False
             self.recompute.watch()
         elif self._stale or not self._again:
-            self._again = _LATER if self._stale else 0
-            self._stale = False
             if self._grown > 1.0:
                 self._saved_bytes = [int(n * self._grown) for n in self._saved_bytes]
                 self.recompute.grow()
                 self._grown = 1.0
-            self._choose()
+            changed = self._choose()
+            self._looks = _MOST_LOOKS if self._stale else self._looks - 1
+            self._again = _LATER if self._looks and (changed or self._stale) else 0
+            self._stale = False
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
         """The units that are computed again, and what a step was taken to cost when they were
@@ -99,7 +106,8 @@ class Adapting:
             over = max(0, needed - (budgets.compute_bytes - budgets.device))
             stash.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
 
-    def _choose(self) -> None:
+    def _choose(self) -> bool:
+        """Whether other units than before are computed again now."""
         recompute, kept = self.recompute, sum(self._saved_bytes)
         layout, needs = self._blueprint.layout, self._blueprint.needs
         assert self.stash is not None
@@ -107,10 +115,11 @@ class Adapting:
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
             may = recompute.known(needs.recomputable)  # what was found out since counts too
-            units = recomputing(layout, costs, replace(needs, recomputable=may))
+            units = recomputing(layout, costs, replace(needs, recomputable=may), recompute.units)
         recompute.watching = False
         recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
-        if units != recompute.units:
+        changed = units != recompute.units
+        if changed:
             recompute.units = units
             self._since, self._steps = self._ledger.count, 0
             recompute.computed.clear()
@@ -119,6 +128,7 @@ class Adapting:
                 "computed again", format_bytes(kept), format_bytes(room), len(units),
                 len(layout.units),
             )  # fmt: skip
+        return changed
 
     def _costs(self) -> Costs | None:
         """What a step takes, as far as it is known."""
@@ -135,7 +145,22 @@ class Adapting:
         else:
             return None
         known = [given or size for given, size in zip(inputs, self._saved_bytes, strict=True)]
-        return costs.keeping(self._saved_bytes, known)
+        return costs.keeping(self._saved_bytes, known, self._when_saved())
+
+    def _when_saved(self) -> dict[int, tuple[Burst, ...]]:
+        """By unit, when it saves what is kept of it.  Like units do as the last of them that was
+        not computed again: the first one of a process is slower."""
+        shapes = {
+            u.index: (u.flops, nbytes)
+            for u, nbytes in zip(self._blueprint.layout.units, self._saved_bytes, strict=True)
+        }
+        forwards, self._forwards = self._forwards, []
+        if forwards:
+            stalls = self._trace.stalls(forwards[0].began_ns, forwards[-1].began_ns)
+            found = bursts_of(forwards, [(s.started_ns, s.finished_ns) for s in stalls])
+            for unit in sorted(found.keys() & shapes.keys() - self.recompute.units):
+                self._bursts[shapes[unit]] = found[unit]
+        return {u: self._bursts[shape] for u, shape in shapes.items() if shape in self._bursts}
 
     def _compute(self) -> tuple[float, dict[int, float]]:
         """What a micro-step computes, as it was under the present choice, or before there was a

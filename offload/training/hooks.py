@@ -172,6 +172,8 @@ class ModuleHooks:
                 around.end(completed=False)
             raise
         self._frames.push(unit, around)
+        if self._stash is not None:
+            self._stash.computes()
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""

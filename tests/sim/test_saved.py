@@ -182,6 +182,8 @@ def run(seed: int) -> Graphs:
     graphs = Graphs(rng, room)
     for _ in range(rng.randint(1, 4)):
         for unit in range(rng.randint(1, 6)):
+            if rng.random() < 0.7:
+                graphs.send(Saved((), unit=unit))
             shared = [n for n in graphs.sizes if rng.random() < 0.1]
             graphs.save(unit, shared[:3])
             graphs.some_end(0.7)
@@ -212,6 +214,7 @@ def test_no_wrong_byte_no_hang_and_nothing_left(block: int) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_hundred_thousand_sequences() -> None:
     for seed in range(1_000_000, 1_100_000):
         run(seed)
@@ -223,6 +226,28 @@ def test_what_does_not_fit_anywhere_stays_and_is_told() -> None:
     graphs.send(Saved((item,), 1))
     assert graphs.refused == {1}
     assert graphs.machine.saved_bytes() == (9 * PAGE, 0, 0)
+
+
+def test_what_a_unit_saved_may_leave_when_another_one_runs() -> None:
+    """Not only once that one has saved something: it may compute for long before it does."""
+    for policy, at_once in (("host", False), ("auto", True)):
+        graphs = Graphs(random.Random(3), SavedRoom(policy, 40 * PAGE, 1000 * PAGE, 0))
+        graphs.machine = machine_of(random.Random(3), graphs.room)
+        assert graphs.machine.layout.has_device
+        items = tuple(SavedBytes(n, 4 * PAGE, 0) for n in range(20))
+        if at_once:  # as many as in the step before: the others must leave
+            graphs.send(Saved(items))
+            graphs.send(Turn(True))
+            graphs.sizes = {}
+            graphs.send(Used(tuple(range(20))))
+            while graphs.pending:
+                graphs.end(graphs.pending[0])
+            graphs.send(Turn(False))
+        moved = len(graphs.pending)
+        graphs.send(Saved((SavedBytes(100, 4 * PAGE, 0),)))
+        assert (len(graphs.pending) > moved) == at_once
+        graphs.send(Saved((), unit=1))
+        assert [w.item.number for w in graphs.pending if isinstance(w, CopyOut)] == [100]
 
 
 def test_after_a_failure_nothing_more_leaves() -> None:
