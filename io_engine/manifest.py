@@ -21,7 +21,7 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -325,6 +325,10 @@ class Manifest:
         self.path, self.layout, self.last = path, layout, last
         self._number, self._end, self._largest = number, end, 0
         self._unmarked, self._kept = dict(unmarked), kept
+        # Where other stores must have the same commit: returns when they have.  Until then the
+        # commit before it stays in the log, and whoever asked for this one leaves its data alone.
+        self.agree: Callable[[], None] | None = None
+        self._before: tuple[int, bytes] | None = None  # the last commit's number and payload
         self._fd = _open_log(path)
 
     @classmethod
@@ -369,6 +373,8 @@ class Manifest:
         manifest = cls(
             first.path, first.layout, last, newest.number, newest.end, unmarked, first.kept
         )
+        commits = [r.payload for r in first.log.records if r.kind == RecordKind.COMMIT]
+        manifest._before = (last, commits[-1]) if commits else None
         try:
             os.ftruncate(manifest._fd, newest.end)
             if newest.kind == RecordKind.COMMIT:
@@ -401,16 +407,20 @@ class Manifest:
             self._mark()
         payload = _commit_payload(self.layout, generation)
         if self._end > max(LARGEST_LOG_BYTES, 8 * self._largest):
-            self._compact(payload)
-        else:
-            try:
-                self._append(RecordKind.COMMIT, payload)
-                os.fdatasync(self._fd)
-                self._require_place()
-                self._append(RecordKind.SEAL, struct.pack("<Q", generation.number))
-            except OSError as error:
-                raise refused(self.path, "cannot commit", error) from error
-        self.last = generation.number
+            self._compact()
+        try:
+            self._append(RecordKind.COMMIT, payload)
+            os.fdatasync(self._fd)
+            self._require_place()
+        except OSError as error:
+            raise refused(self.path, "cannot commit", error) from error
+        if self.agree is not None:
+            self.agree()
+        try:
+            self._append(RecordKind.SEAL, struct.pack("<Q", generation.number))
+        except OSError as error:
+            raise refused(self.path, "cannot commit", error) from error
+        self.last, self._before = generation.number, (generation.number, payload)
         self._largest = max(self._largest, len(payload))
         return generation
 
@@ -436,25 +446,22 @@ class Manifest:
         if not os.path.samestat(os.fstat(self._fd), os.lstat(self.path)):
             raise FileNotFoundError(2, "")
 
-    def _compact(self, payload: bytes) -> None:
-        """The layout and this commit alone, in a new file that takes the old one's place."""
-        seal = struct.pack("<Q", self.last + 1)
-        number = self._number + 1
+    def _compact(self) -> None:
+        """The layout and the last commit alone, in a new file that takes the old one's place."""
         try:
             self._require_place()
         except OSError as error:
             raise refused(self.path, "cannot commit", error) from error
-        write_anew(
-            self.path,
-            [
-                (RecordKind.LAYOUT, number, _layout_payload(self.layout, 0)),
-                (RecordKind.COMMIT, number + 1, payload),
-                (RecordKind.SEAL, number + 2, seal),
-            ],
-        )
+        records = [(RecordKind.LAYOUT, _layout_payload(self.layout, 0))]
+        if self._before is not None:
+            last, payload = self._before
+            records += [(RecordKind.COMMIT, payload), (RecordKind.SEAL, struct.pack("<Q", last))]
+        numbered = [(kind, self._number + n, data) for n, (kind, data) in enumerate(records, 1)]
+        write_anew(self.path, numbered)
         fd = _open_log(self.path)
         os.close(self._fd)
-        self._fd, self._number, self._end = fd, number + 2, os.fstat(fd).st_size
+        self._fd, self._number = fd, self._number + len(records)
+        self._end = os.fstat(fd).st_size
 
     def close(self) -> None:
         """Flushes the last seal, as far as that goes, and closes the file."""
@@ -473,17 +480,3 @@ class Manifest:
                 found = read_manifest(path.parent)
                 if found is not None and found.layout.store == self.layout.store:
                     path.unlink()
-
-
-def repair(found: Found) -> tuple[Generation, ...]:
-    """Drops what is damaged from a manifest and keeps every whole commit, which it returns.
-
-    The caller holds the directory's lock, and has read the manifest since.
-    """
-    kept = [r for r in found.log.records if r.kind != RecordKind.SEAL]
-    records = [(r.kind, n + 1, r.payload) for n, r in enumerate(kept)]
-    if found.generations:
-        seal = struct.pack("<Q", found.generations[-1].number)
-        records.append((RecordKind.SEAL, len(kept) + 1, seal))
-    write_anew(found.path, records)
-    return found.generations

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -21,9 +23,10 @@ from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import own_store
 from .lifetime import end_unused
-from .optimizer import OffloadedOptimizer
+from .optimizer import OffloadedOptimizer, optimizer_of
 from .planning.plan import Plan
 from .plans import make_plan
+from .ranks.stores import find_run
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
@@ -39,6 +42,32 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     tells of."""
     own = {name: value for name, value in given.items() if name not in ("unknown", *others)}
     return {**own, **given["unknown"]}
+
+
+def _spread(model: nn.Module) -> bool:
+    """Whether a model is sharded over ranks; torch.distributed is not imported to say no."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from .ranks.fsdp_private import is_sharded
+
+    return is_sharded(model)
+
+
+def _resumed_of_ranks(
+    model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None, options: dict[str, Any]
+) -> tuple[OffloadedOptimizer, Any] | None:
+    """``resume`` where there are ranks, or were; ``None``: there are none, nor were."""
+    listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    folders = [Path(each).absolute() for each in listed]
+    if _spread(model):
+        from .ranks.resuming import resumed_shards
+
+        return resumed_shards(model, folders, optimizer, options)
+    if (run := find_run(folders)) is None:
+        return None
+    from .ranks.resuming import resumed_whole
+
+    return resumed_whole(model, run, folders, optimizer, options)
 
 
 def plan(
@@ -219,6 +248,10 @@ def wrap(
     config = OffloadConfig.from_options(_options(locals(), "model", "optimizer"))
     if optimizer is None:
         return wrapped_for_inference(model, config)
+    if _spread(model):
+        from .ranks.wrapping import wrapped_shards
+
+        return wrapped_shards(model, optimizer, config)
     return wrapped(model, optimizer, config)
 
 
@@ -282,6 +315,8 @@ def resume(
     """
     options = _options(locals(), "model", "path", "optimizer")
     end_unused()  # one of them may have the store
+    if (found := _resumed_of_ranks(model, path, optimizer, options)) is not None:
+        return found
     with own_store(path) as store:
         generation = store.last()
         config = OffloadConfig.from_options(with_formats(store, options))
@@ -306,6 +341,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         OffloadError: the model is not wrapped, or its engine was closed.
     """
+    if _spread(model) and (made := optimizer_of(model)) is not None:
+        from .ranks.optimizer import ShardedOptimizer
+
+        assert isinstance(made, ShardedOptimizer)
+        made.give_back()
+        return model
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")

@@ -38,6 +38,7 @@ from .state.weight_files import match_files, read_float
 from .training.adapting import Adapting
 from .training.backward import Backward
 from .training.choices import Choices
+from .training.driven import Driven
 from .training.early import Declared, Early
 from .training.forwards import Forwards
 from .training.frames import Frames
@@ -124,11 +125,12 @@ class Engine(Living):
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
-        hooks.append(ModuleHooks(
+        seen = ModuleHooks(
             model, residences, backward, frames, machinery.trace, loop, adapting.stash,
             adapting.recompute,
-        ))  # fmt: skip
-        hooks.append(Choices(model, residences))
+        )  # fmt: skip
+        hooks += [seen, Choices(model, residences)]
+        self.driven = Driven(ledger, seen, loop, residences, collector, weights.load_all)
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])
@@ -142,8 +144,7 @@ class Engine(Living):
         self._loop, self._weights, self._contents = loop, weights, contents
         self._residences, self._materializing = residences, materializing
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
-        self._while_open, self._hooks = while_open, hooks
-        self._door = door
+        self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there is something to end
 
     @classmethod

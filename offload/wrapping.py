@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,18 +56,19 @@ def wrapped(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> OffloadedOptimizer:
     """See ``wrap``."""
-    return _wrapped(model, optimizer, config, lambda engine: OffloadedOptimizer(engine, optimizer))
+    return opened(model, optimizer, config, lambda engine: OffloadedOptimizer(engine, optimizer))
 
 
 def wrapped_for_inference(model: nn.Module, config: OffloadConfig) -> OffloadedInference:
     """See ``wrap``, without an optimizer."""
-    return _wrapped(model, NoOptimizer(), config.for_inference(), OffloadedInference)
+    return opened(model, NoOptimizer(), config.for_inference(), OffloadedInference)
 
 
-def _wrapped(
+def opened(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     make: Callable[[Engine], Made],
 ) -> Made:  # fmt: skip
+    """Gives a model its engine, and what ``make`` gives for it; after an error all is as it was."""
     begun = Begun(model, optimizer, config)
     try:
         config, calibration = calibrated(model, optimizer, config, begun.accelerator)
@@ -89,6 +91,14 @@ def resumed(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> tuple[OffloadedOptimizer, Any]:
     """See ``resume``."""
+    return reopened(store, model, optimizer, config, partial(OffloadedOptimizer, inner=optimizer))
+
+
+def reopened(
+    store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
+    make: Callable[[Engine], Made],
+) -> tuple[Made, Any]:  # fmt: skip
+    """As ``opened``, with what the last commit of a store holds; also gives its ``extra``."""
     begun = Begun(model, optimizer, config)
     try:
         homes, taken, calibration = _homes_over(store, begun, config)
@@ -99,7 +109,7 @@ def resumed(
         adopt(model, optimizer.param_groups, homes.machinery, homes.contents)
         engine = Engine.open(model, optimizer.param_groups, homes, calibration)
         _tell(optimizer, engine)
-        made = OffloadedOptimizer(engine, optimizer)
+        made = make(engine)
         engine.model_holds(made)
         extra = engine.restart()
         optimizer.state.clear()

@@ -36,11 +36,17 @@ def export(
         from ..durable.hub import named_by_config
         from ..durable.tensors import whole_stacks
         from ..errors import format_bytes
+        from ..ranks.exporting import export_run
+        from ..ranks.stores import find_run
 
         named = whole_stacks if config is None else named_by_config(config)
-        done = export_store(
-            store, out, config=config, optimizer=optimizer, named=named, weights=weights
-        )
+        run = find_run([store])
+        if run is None:
+            done = export_store(
+                store, out, config=config, optimizer=optimizer, named=named, weights=weights
+            )
+        else:
+            done = export_run(run, out, config=config, optimizer=optimizer, named=named)
         for name, nbytes in done.files.items():
             typer.echo(f"wrote {out / name}, {format_bytes(nbytes)}")
         typer.echo(f"step {done.step}")

@@ -63,7 +63,7 @@ def export_store(
     source = StoreSource(store, store.last(), weights)
     try:
         tree = source.state_dict() if optimizer else None
-        text = None if config is None else _config(config)
+        text = None if config is None else config_text(config)
         files = write_export(
             out, named(source.weights()), tree, text, source.generation.step,
             shard_bytes=shard_bytes, note=note,
@@ -87,7 +87,8 @@ def export_model(model: nn.Module, out: Path, step: int, read: Read) -> None:
     write_export(out, of_model(model, read), None, config_of(model), step)
 
 
-def _config(path: Path | str) -> str:
+def config_text(path: Path | str) -> str:
+    """What is in a ``config.json``, or in that of a folder; a text is itself."""
     if isinstance(path, str):
         return path
     return (path / "config.json" if path.is_dir() else path).read_text()

@@ -44,17 +44,24 @@ def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any
     if given.pop("durable", None) is False:
         raise ValueError("resume goes on in a durable store; leave durable out")
     description = store.layout.description
-    for name in _FORMATS:
-        kept = description.get(name)  # of a store from before there was frozen=, None
-        if name in given and given[name] != kept and given[name] not in (None, "auto"):
-            raise ValueError(f"the store was made with {name}={kept!r}, not {given[name]!r}")
-        given[name] = kept
+    given = formats_of(description, given)
     if given.get("units") is None:
         given["units"] = description["names"]
     kept, asked = store.layout.checksum, given.pop("checksum", None)
     if asked is not None and asked != kept:
         raise ValueError(f"the store was made with checksum={kept!r}, not {asked!r}")
     return {**given, "nvme": nvme, "checksum": kept}
+
+
+def formats_of(description: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with the formats that a store has its numbers in."""
+    given = dict(options)
+    for name in _FORMATS:
+        kept = description.get(name)  # of a store from before there was frozen=, None
+        if name in given and given[name] != kept and given[name] not in (None, "auto"):
+            raise ValueError(f"the store was made with {name}={kept!r}, not {given[name]!r}")
+        given[name] = kept
+    return given
 
 
 def _directories(store: FoundStore, nvme: Any) -> list[Path]:

@@ -51,6 +51,10 @@ class StoreSource:
 
     def weights(self) -> list[StreamedTensor]:
         """Every parameter once, then the buffers."""
+        return self.parameters() + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
+
+    def parameters(self) -> list[StreamedTensor]:
+        """Every parameter once."""
         found = []
         for number, unit in enumerate(self.units):
             page = iter(unit.get("page", ()))
@@ -62,7 +66,7 @@ class StoreSource:
                     else:
                         begin = partial(self.reader.begin, f"weights/{number}")
                         found.append(unpacked(p, dtype, part, begin))
-        return found + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, in torch's format; tensors are streamed.

@@ -98,10 +98,11 @@ def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
 
 def whole_stacks(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
     """The same tensors, with stacks of experts whole that a model has in sections."""
-    return list(joined({each.name: each for each in tensors}, _one_after_the_other).values())
+    return list(joined({each.name: each for each in tensors}, one_after_the_other).values())
 
 
-def _one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedTensor:
+def one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedTensor:
+    """A tensor whose rows are those of several."""
     first = parts[0]
     shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
     return StreamedTensor(

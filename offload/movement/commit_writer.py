@@ -48,6 +48,10 @@ class CommitWriter:
         self._facts[number] = step, facts, kept
         return number
 
+    def agree_by(self, agree: Callable[[], None]) -> None:
+        """A commit counts once ``agree`` has returned, after it is durable here."""
+        self._manifest.agree = agree
+
     def put(self, work: Commit, done: Ended) -> None:
         """Queues a commit; ``done`` is called with its error, if any."""
         self._jobs.put((partial(self._commit, work), done))

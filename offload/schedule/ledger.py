@@ -55,6 +55,8 @@ class Ledger:
         self.measures, self._on_trial = measures or on_trial, on_trial and not measures
         self.count = self.micro_steps = 0
         self.next: Prepared | None = None
+        # The global norm, from every rank's sum of squares, where a model is spread over several.
+        self.over_ranks: Callable[[float], float] | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._listeners: list[weakref.WeakMethod[Callable[[Prepared], None]]] = []
 
@@ -75,10 +77,19 @@ class Ledger:
         self.scales.clear()
 
     def total_norm(self, parameters: Sequence[int]) -> float:
-        """The global L2 norm of gradients, summed exactly in the order of the parameters."""
+        """The L2 norm of gradients, summed exactly in the order of the parameters."""
+        return math.sqrt(self._sum_of_squares(parameters))
+
+    def _sum_of_squares(self, parameters: Sequence[int]) -> float:
         squares = [self.squares[i] * self.scales.get(i, 1.0) ** 2 for i in sorted(parameters)]
         finite = all(math.isfinite(square) for square in squares)
-        return math.sqrt(math.fsum(squares) if finite else sum(squares))
+        return math.fsum(squares) if finite else sum(squares)
+
+    def global_norm(self, parameters: Sequence[int]) -> float:
+        """The same over all ranks, where there are several; each of them asks for it."""
+        if self.over_ranks is None:
+            return self.total_norm(parameters)
+        return self.over_ranks(self._sum_of_squares(parameters))
 
     # -- the step -------------------------------------------------------------------------------
 

@@ -154,11 +154,12 @@ class Stepping:
             return 1.0
         self._protocol.await_gradients()
         indices = [i for present in units.values() for i in present]
-        total = self._ledger.total_norm(indices)
+        total = self._ledger.global_norm(indices)
         if not math.isfinite(total):
             bad = [i for i in indices if not math.isfinite(self._ledger.total_norm([i]))]
             names = {self._residences.parts.unit_of[i]: None for i in bad}
             listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
+            listed = listed or "a part of another rank"
             if self._config.on_nonfinite == "rollback":
                 self._back(f"gradients are not finite in {listed}")
                 return None

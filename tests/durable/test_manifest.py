@@ -10,7 +10,8 @@ import pytest
 
 from overspill.io_engine import CorruptionError, Extent, IoEngine, IoError, Lease, allocate_host
 from overspill.io_engine.committed import find_store, own_store
-from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, Manifest, repair
+from overspill.io_engine.manifest import LARGEST_LOG_BYTES, MANIFEST_NAME, Manifest
+from overspill.io_engine.mending import go_back, repair
 from overspill.io_engine.store import STORE_NAME
 
 SIZES = [10_000, 70_000, 4096]
@@ -250,3 +251,31 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with pytest.raises(IoError, match="format 1, this version reads 3; export it with the version"):
         find_store(tmp_path)
+
+
+def test_until_others_agree_the_commit_before_is_in_the_log(tmp_path: Path) -> None:
+    """Also where the log is written anew; and what was never agreed on is dropped."""
+    store = Store([tmp_path])
+    store.commit(1)
+    seen: list[list[int]] = []
+    store.manifest.agree = lambda: seen.append([g.step for g in find_store(tmp_path).generations])
+    for step in range(2, 400):
+        store.manifest.commit(step, store.roles, store.sums(), bytes(3000))
+    assert [steps[-2:] for steps in seen] == [[step - 1, step] for step in range(2, 400)]
+    assert min(map(len, seen[300:])) < 300, "the log was never written anew"
+
+    def refuse() -> None:
+        raise ConnectionError("another rank is gone")
+
+    store.manifest.agree = refuse
+    with pytest.raises(ConnectionError):
+        store.commit(400)
+    store.close()
+    found = find_store(tmp_path)
+    assert found.last().step == 400
+    go_back(found.manifests[0], found.generations[-2])
+    again = find_store(tmp_path)
+    assert again.last().step == 399 and not again.damage
+    manifest = Manifest.reopen(again.manifests)
+    assert manifest.commit(400, store.roles, again.last().checksums, b"").number == 400
+    manifest.close()

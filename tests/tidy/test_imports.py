@@ -13,6 +13,7 @@ LEVELS = [
     {"overspill.train"},
     {"overspill"},  # the public names
     {"overspill.api"},
+    {"overspill.ranks"},
     {"overspill.wrapping"},
     {"overspill.optimizer", "overspill.inference"},
     {"overspill.observed"},

@@ -1,0 +1,1 @@
+"""Many ranks: models that torch.distributed has sharded, wrapped rank by rank."""

@@ -1,0 +1,244 @@
+"""Between a sharded model and the engine that has its shards: what the one does, the other is
+told.
+
+FSDP2 gathers a module's weights when it is about to run: until then their update must be over.  It
+leaves the reduced gradient of each shard in ``p.grad``: the engine takes it from there, and leaves
+its stand-in, so that norms, scales and sums of whole gradients go on to the engine by themselves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..training import torch_private
+from ..training.driven import Driven
+from ..training.gradient_tensor import OffloadedGradient
+from ..training.handles import all_or_none, remove_all
+from .fsdp_private import Shard, ShardedModule
+from .shards import Shards
+
+
+class Bridge:
+    """Hooks on a sharded model; ``remove`` takes them away."""
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven
+    ) -> None:
+        self._driven, self._shards, self._modules = driven, shards, modules
+        parts = driven.parts
+        self._index = {id(p): index for index, p in enumerate(parts.parameters)}
+        self._by_param = {id(shard.param): number for number, shard in enumerate(shards.shards)}
+        self._units = {
+            id(each.module): tuple(sorted({
+                parts.unit_of[self._index[id(shards.local[self._by_param[id(s.param)]])]]
+                for s in each.shards if id(s.param) in self._by_param
+            }))
+            for each in modules
+        }  # fmt: skip
+        self._members = {
+            id(each.module): tuple(
+                self._by_param[id(s.param)] for s in each.shards if id(s.param) in self._by_param
+            )
+            for each in modules
+        }
+        self._versions: dict[int, tuple[int, int]] = {}  # of each shard, as the engine has it
+        self._copied: dict[int, int] = {}  # the version of its unit that a copy is of
+        self._lent: dict[int, torch.Tensor] = {}  # what some were when they were lent
+        self._handles: list[Any] = []
+        me = weakref.ref(self)
+        with all_or_none(self._handles):
+            for shard, p in zip(shards.shards, shards.local, strict=True):
+                self._take_over(me, shard, p)
+            for each in modules:
+                self._hook(me, each)
+            self._handles.append(model.register_forward_pre_hook(_root(me), prepend=True))
+            self._handles.append(model.register_forward_hook(_root_over(me), always_call=True))
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def _take_over(self, me: weakref.ref[Bridge], shard: Shard, p: nn.Parameter) -> None:
+        """The shard lies where the engine has it."""
+        number = self._by_param[id(shard.param)]
+        shard.move_to(self._driven.weight(self._index[id(p)]))
+        self._versions[number] = shard.version
+        shard.managed(_Watcher(me, number))
+        if p.requires_grad:
+            hook = partial(_appeared, me, number)
+            self._handles.append(shard.param.register_post_accumulate_grad_hook(hook))
+
+    @torch_private.without_grad
+    def bring_up_to_date(self, number: int) -> None:
+        """Someone looks at a shard: its update is over first."""
+        self._driven.catch_up(self._unit_of(number))
+        self._renew(number)
+
+    def _unit_of(self, number: int) -> int:
+        index = self._index[id(self._shards.local[number])]
+        return self._driven.parts.unit_of[index]
+
+    def _renew(self, number: int) -> None:
+        """A shard that could not be moved is a copy of what the engine has, where that has changed
+        since: what users have written to it meanwhile is theirs."""
+        shard = self._shards.shards[number]
+        if shard.even or self._versions[number] != shard.version:
+            return
+        made = self._driven.version(self._unit_of(number))
+        if self._copied.get(number) != made:
+            index = self._index[id(self._shards.local[number])]
+            shard.move_to(self._driven.weight(index))
+            self._versions[number], self._copied[number] = shard.version, made
+
+    def lend(self, number: int) -> None:
+        """Someone may change a shard, and no version tells of it."""
+        self.bring_up_to_date(number)
+        if number not in self._lent:
+            self._lent[number] = self._shards.shards[number].local.detach().clone()
+
+    def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            bridge = me()
+            if bridge is not None:
+                bridge.before_gathering(each)
+
+        module: Any = each.module
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+
+    def before_forward(self) -> None:
+        """A forward of the whole model begins."""
+        if not torch_private.in_backward():
+            self.take_edits()
+        self._driven.before_forward()
+
+    def after_forward(self, output: Any) -> None:
+        """It has ended; ``None``: it has raised."""
+        self._driven.after_forward(output)
+
+    def before_gathering(self, each: ShardedModule) -> None:
+        """The weights of a module, and of those that come with it, are about to be gathered."""
+        device = self._driven.device
+        with each.gathering(device):
+            for module in (each.module, *each.brings):
+                for unit in self._units.get(id(module), ()):
+                    self._driven.catch_up(unit)
+                for number in self._members.get(id(module), ()):
+                    self._renew(number)
+
+    def take_edits(self) -> None:
+        """What was changed in a shard, in place, since the engine last looked is its weight.
+
+        Raises:
+            OffloadError: a parameter was replaced by another.
+        """
+        edited: dict[int, torch.Tensor] = {}
+        for number, shard in enumerate(self._shards.shards):
+            if id(shard.param) not in self._by_param or not shard.in_place:
+                raise OffloadError(
+                    f"parameter {shard.name!r} was replaced after the model was wrapped; "
+                    "overspill.unwrap(model) first, change it, and wrap it with a new optimizer"
+                )
+            lent = self._lent.pop(number, None)
+            if shard.version != self._versions[number] or (
+                lent is not None and not torch.equal(lent, shard.local)
+            ):
+                index = self._index[id(self._shards.local[number])]
+                edited[index] = shard.local.detach().clone()
+        if edited:
+            self._driven.replace(edited)
+            for number, shard in enumerate(self._shards.shards):
+                self._versions[number] = shard.version
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def appeared(self, number: int) -> None:
+        """The reduced gradient of a shard has come, or was added."""
+        self._mirror(number)
+        shard, p = self._shards.shards[number], self._shards.local[number]
+        self._driven.appeared(self._index[id(p)])
+        if p.grad is not None:
+            shard.hold(p.grad)
+
+    def _mirror(self, number: int) -> None:
+        """The engine sees the gradient that the user does."""
+        shard, p = self._shards.shards[number], self._shards.local[number]
+        gradient = shard.gradient()
+        if gradient is not p.grad:
+            p.grad = None
+            p.grad = gradient
+
+    def before_step(self) -> None:
+        """Gradients are about to be applied."""
+        self.take_edits()
+        for number, p in enumerate(self._shards.local):
+            if p.requires_grad:
+                self._mirror(number)
+
+    def after_step(self) -> None:
+        """What was a plain gradient of the user's is the engine's now."""
+        for number, p in enumerate(self._shards.local):
+            if isinstance(p.grad, OffloadedGradient):
+                self._shards.shards[number].hold(p.grad)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Shards are FSDP2's own again, with what those of the engine's model hold, which are
+        ordinary parameters again too."""
+        self.remove()
+        for shard, p in zip(self._shards.shards, self._shards.local, strict=True):
+            shard.plain()
+            shard.move_to(p.detach())
+            shard.param.grad = None
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        remove_all(self._handles)
+
+
+class _Watcher:
+    """Tells a bridge, as long as there is one, that someone looks at a shard."""
+
+    __slots__ = ("_me", "_number")
+
+    def __init__(self, me: weakref.ref[Bridge], number: int) -> None:
+        self._me, self._number = me, number
+
+    def current(self) -> None:
+        bridge = self._me()
+        if bridge is not None:
+            bridge.bring_up_to_date(self._number)
+
+    def lend(self) -> None:
+        bridge = self._me()
+        if bridge is not None:
+            bridge.lend(self._number)
+
+
+def _appeared(me: weakref.ref[Bridge], number: int, _p: torch.Tensor) -> None:
+    bridge = me()
+    if bridge is not None:
+        bridge.appeared(number)
+
+
+def _root(me: weakref.ref[Bridge]) -> Callable[[nn.Module, Any], None]:
+    def before(_module: nn.Module, _args: Any) -> None:
+        bridge = me()
+        if bridge is not None:
+            bridge.before_forward()
+
+    return before
+
+
+def _root_over(me: weakref.ref[Bridge]) -> Callable[[nn.Module, Any, Any], None]:
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        bridge = me()
+        if bridge is not None:
+            bridge.after_forward(output)
+
+    return after

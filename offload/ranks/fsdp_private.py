@@ -1,0 +1,195 @@
+"""What FSDP2 keeps to itself, in one place: its parameters as they are sharded, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_local = DTensor._local_tensor  # a slot: its own getter and setter
+_data = torch.Tensor.data  # as well
+_WATCHER = "_overspill_watcher"
+
+
+class Watcher(Protocol):
+    """Who is told before a shard is looked at."""
+
+    def current(self) -> None:
+        """Its weights are to be current."""
+
+    def lend(self) -> None:
+        """They may be changed, and no version tells of it."""
+
+
+class Sharded(DTensor):
+    """The class of a sharded parameter whose shard is an engine's: whoever looks at the shard gets
+    the current weights."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__[_WATCHER].current()
+        return _local.__get__(self)  # type: ignore[no-any-return,attr-defined]
+
+    @_local_tensor.setter
+    def _local_tensor(self, value: torch.Tensor) -> None:
+        _local.__set__(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.__dict__[_WATCHER].lend()
+        return _data.__get__(self)  # type: ignore[no-any-return,attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class Shard:
+    """One parameter as FSDP2 keeps it on this rank."""
+
+    def __init__(self, name: str, of: Any) -> None:
+        self.name, self._of = name, of
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter that users see: a ``DTensor``."""
+        found: nn.Parameter = self._of.sharded_param
+        return found
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module still has this parameter, where the engine has its shard."""
+        info = self._of._module_info
+        there = info.module._parameters.get(info.param_name)
+        gathered = getattr(self._of, "_unsharded_param", None)  # the root's stay after evaluation
+        return isinstance(self.param, Sharded) and (there is self.param or there is gathered)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows."""
+        return _local.__get__(self.param)  # type: ignore[no-any-return,attr-defined]
+
+    @property
+    def even(self) -> bool:
+        """Whether this rank has as many rows as FSDP2 keeps room for."""
+        return bool(self._of.padded_sharded_param_size == self._of.sharded_size)
+
+    def first_row(self, rank: int) -> int:
+        """Where a rank's rows begin in the whole parameter."""
+        return min(rank * int(self._of.padded_sharded_param_size[0]), self.param.shape[0])
+
+    @property
+    def offloads(self) -> bool:
+        """Whether FSDP2 itself keeps it in host memory."""
+        return bool(self._of.offload_to_cpu)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Grows with every edit that torch knows of: of the whole, and of the shard itself."""
+        return self.param._version, self.local._version
+
+    def managed(self, watcher: Watcher) -> None:
+        """``watcher`` is told before anyone looks at the shard."""
+        p = self.param
+        p.__dict__[_WATCHER] = watcher
+        p.__class__ = Sharded  # type: ignore[assignment]
+
+    def plain(self) -> None:
+        """It is a parameter like any other again."""
+        p = self.param
+        p.__class__ = DTensor  # type: ignore[assignment]
+        p.__dict__.pop(_WATCHER, None)
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """The shard lies in ``memory`` from now on, of the same shape; its bytes are there."""
+        if self.even:
+            memory = memory.data  # with a version of its own, that only users' edits move
+            self._of._sharded_param_data = memory.view(-1)
+            _local.__set__(self.param, memory)  # type: ignore[attr-defined]
+        else:
+            self.local.copy_(memory)
+
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's part of ``p.grad``."""
+        grad = self.param.grad
+        if grad is None:
+            return None
+        return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+    def hold(self, gradient: torch.Tensor) -> None:
+        """``p.grad`` has ``gradient`` as this rank's part."""
+        grad = self.param.grad
+        assert isinstance(grad, DTensor)
+        grad._local_tensor = gradient
+
+    def like_whole(self, part: torch.Tensor) -> torch.Tensor:
+        """A tensor that is sharded as the parameter is, of which ``part`` is this rank's."""
+        p = self.param
+        assert isinstance(p, DTensor)
+        return DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+
+class ShardedModule:
+    """A module that ``fully_shard`` was called on, with the parameters that it gathers."""
+
+    def __init__(self, name: str, module: FSDPModule, names: dict[int, str]) -> None:
+        self.name, self.module = name, module
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        self._state, self._groups = state, list(groups)
+        self.shards = [
+            Shard(names[id(each.sharded_param)], each)
+            for group in self._groups for each in group.fsdp_params
+        ]  # fmt: skip
+
+    @property
+    def process_groups(self) -> Iterator[dist.ProcessGroup]:
+        """The ranks that share each of its groups of parameters."""
+        for group in self._groups:
+            yield group.mesh_info.shard_process_group
+
+    @property
+    def replicates(self) -> bool:
+        """Whether shards are also replicated (a mesh of two dimensions)."""
+        return any(group.mesh_info.mesh.ndim != 1 for group in self._groups)
+
+    @property
+    def brings(self) -> list[nn.Module]:
+        """The modules whose weights its forward gathers ahead, besides its own."""
+        return [state._modules[0] for state in self._state._states_to_forward_prefetch]
+
+    def gathering(self, device: torch.device) -> AbstractContextManager[object]:
+        """The stream that weights are taken on to be gathered is the present one."""
+        context = getattr(self._state, "_comm_ctx", None)
+        stream = getattr(context, "all_gather_copy_in_stream", None)
+        if device.type == "cpu" or stream is None:
+            return nullcontext()
+        return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a module of it, or a parameter is a ``DTensor``."""
+    return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
+
+
+def sharded_modules(model: nn.Module) -> list[ShardedModule]:
+    """All modules that ``fully_shard`` was called on, the root first."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [
+        ShardedModule(name, module, names)
+        for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]  # fmt: skip

@@ -1,0 +1,171 @@
+"""What users hold of a model whose shards are an engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..engine import Engine
+from ..errors import OffloadError
+from ..optimizer import OffloadedOptimizer
+from ..state.lazy_state import LazyState
+from .bridge import Bridge
+from .fsdp_private import Shard
+from .shards import Shards
+
+
+class Holder(Protocol):
+    """Who has the model and its ranks."""
+
+    def let_go(self) -> None:
+        """Shards are FSDP2's own again, and the model nobody's."""
+
+    def release(self) -> None:
+        """Nobody speaks with the other ranks any more."""
+
+
+class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
+    """By parameter of the sharded model, its state: tensors are sharded as the parameter is."""
+
+    def __init__(self, of_shards: LazyState, shards: Shards) -> None:
+        self._of_shards = of_shards
+        self._local = {
+            shard.param: (shard, p) for shard, p in zip(shards.shards, shards.local, strict=True)
+        }
+
+    def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
+        shard, local = self._local[p]  # type: ignore[index]
+        return spread(shard, self._of_shards[local])
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (p for p, (_, local) in self._local.items() if local in self._of_shards)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, p: object) -> bool:
+        found = self._local.get(p)  # type: ignore[call-overload]
+        return found is not None and found[1] in self._of_shards
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise OffloadError(
+            "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
+        )
+
+    __setitem__: Callable[..., None] = _refuse
+    __delitem__: Callable[..., None] = _refuse
+    clear: Callable[..., None] = _refuse
+
+
+def spread(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A shard's state, of which every tensor of its shape is a part of a whole one."""
+    return {
+        name: shard.like_whole(value)
+        if isinstance(value, torch.Tensor) and value.shape == shard.local.shape
+        else value
+        for name, value in state.items()
+    }
+
+
+class ShardedOptimizer(OffloadedOptimizer):
+    """The optimizer over a sharded model: ``param_groups`` are the wrapped one's, with ``DTensor``
+    parameters; each rank updates its own shards."""
+
+    def __init__(
+        self, engine: Engine, inner: torch.optim.Optimizer, bridge: Bridge, shards: Shards,
+        holder: Holder,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, inner)
+        self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
+        self._bridge, self._holder = bridge, holder
+        local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
+        whole = [p for group in inner.param_groups for p in group["params"]]
+        # By number in the whole model's state dict, the number in that of the shards.
+        self._numbers = {
+            number: place
+            for place, number in enumerate(n for n, p in enumerate(whole) if id(p) in local)
+        }
+        by_id = {id(s.param): s for s in shards.shards}
+        self._shard_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates all parameters that have a gradient; returns the closure's result, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._bridge.before_step()
+        super().step()
+        self._bridge.after_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state in torch's own format, of ``DTensor``s; every rank calls it."""
+        found = self._engine.state_dict()
+        state = {
+            number: spread(self._shard_of[number], found["state"][place])
+            for number, place in self._numbers.items() if place in found["state"]
+        }  # fmt: skip
+        start, groups = 0, []
+        for group in self.param_groups:
+            count = len(group["params"])
+            groups.append({**group, "params": list(range(start, start + count))})
+            start += count
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
+        """Takes over state in torch's own format, of ``DTensor``s sharded as the parameters are.
+
+        Raises:
+            ValueError: other groups, or tensors of other shapes; nothing was changed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise OffloadError(
+                "a sharded model takes a state dict, not a path; load it with "
+                "torch.distributed.checkpoint"
+            )
+        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if theirs != mine:
+            raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
+        # A state has the key that its param has in the groups, whatever that is.
+        keys = [key for given in state_dict["param_groups"] for key in given["params"]]
+        state = {
+            place: {k: _part(v) for k, v in state_dict["state"][keys[number]].items()}
+            for number, place in self._numbers.items() if keys[number] in state_dict["state"]
+        }  # fmt: skip
+        start, groups = 0, []
+        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            numbers = range(start, start + len(group["params"]))
+            start += len(group["params"])
+            kept = [self._numbers[n] for n in numbers if n in self._numbers]
+            groups.append({**given, "params": kept})
+            groups[-1].pop("param_names", None)
+        self._engine.load_state({"state": state, "param_groups": groups})
+
+    def save(self, path: str | Path) -> None:
+        """Not for sharded models yet."""
+        raise OffloadError(
+            f"save({str(path)!r}) is for models on one rank: commit(), and `overspill export` the "
+            "folder of the run"
+        )
+
+    def give_back(self) -> None:
+        """The model is an ordinary sharded one again, with its trained weights; every rank calls
+        it."""
+        self._engine.give_back()
+        self._holder.let_go()
+        self.close()
+
+    def close(self) -> None:
+        """Ends all threads and frees all memory; every rank calls it."""
+        super().close()
+        self._holder.release()
+
+
+def _part(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,218 @@
+"""How training goes on from the stores of many ranks: on as many, on others, or on one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..config import OffloadConfig
+from ..durable.commits import restore_groups
+from ..durable.meta import check_buffers, restore_buffers, restore_random_states
+from ..durable.resume import formats_of, optimizer_for, with_formats
+from ..engine import Engine
+from ..errors import OffloadError
+from ..io_engine.committed import OwnedStore, find_store, own_store
+from ..io_engine.mending import go_back
+from ..optimizer import OffloadedOptimizer
+from ..wrapping import opened, reopened
+from .sharding import Sharding
+from .stores import RunSource, RunStores, find_run
+
+log = logging.getLogger("overspill")
+Made = TypeVar("Made", bound=OffloadedOptimizer)
+
+
+class Rows(Mapping[str, Any]):
+    """One parameter's state, of which each tensor is read when it is asked for."""
+
+    def __init__(self, source: RunSource, name: str, start: int, stop: int) -> None:
+        self._source, self._name, self._rows = source, name, (start, stop)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._source.state_names(self._name):
+            raise KeyError(key)
+        return self._source.state(self._name, key, *self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.state_names(self._name))
+
+    def __len__(self) -> int:
+        return len(self._source.state_names(self._name))
+
+
+def resumed_shards(
+    model: nn.Module, folders: Sequence[Path], optimizer: torch.optim.Optimizer | None,
+    options: dict[str, Any],
+) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
+    """See ``resume``: every rank calls it, with the same arguments."""
+    sharding = Sharding(model)
+    try:
+        with sharding.one_speaks():
+            world = sharding.world
+            run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
+            world.gathered(None)  # nobody changes a store before all have looked
+            same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
+            if same:
+                with _agreed(run, world.rank) as store:
+                    made, extra = _same(sharding, store, folders, optimizer, options)
+            else:
+                made, extra = _others(sharding, run, folders, optimizer, options)
+            log.info("overspill: resumed at step %d", run.step)
+            return made, extra
+    except BaseException:
+        sharding.close()
+        raise
+
+
+def resumed_whole(
+    model: nn.Module, run: RunStores, folders: Sequence[Path],
+    optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
+) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
+    """See ``resume``: the model is on one rank, the stores are those of several."""
+    source = RunSource(run)
+    try:
+        optimizer = optimizer or _optimizer(model, source)
+        config = OffloadConfig.from_options(_formats(source, options, folders))
+        params = dict(model.named_parameters())
+        rows = {name: (p, 0, p.shape[0]) for name, p in params.items()}
+        _require_like(source, {name: tuple(p.shape) for name, p in params.items()})
+        for name, (p, start, stop) in rows.items():
+            p.data = source.weight(name, start, stop).to(
+                "cpu" if p.is_meta else p.device, config.weight_dtype or p.dtype
+            )
+        extra = _fill(model, optimizer, source, rows, 0)
+        make = partial(OffloadedOptimizer, inner=optimizer)
+        made = opened(model, optimizer, config, _from_step(run.step, make))
+        log.info("overspill: resumed at step %d, of %d ranks' stores", run.step, len(run.stores))
+        return made, extra
+    finally:
+        source.close()
+
+
+def _agreed(run: RunStores, rank: int) -> OwnedStore:
+    """A rank's own store, at the commit that all have."""
+    wanted, directories = run.generations[rank], run.stores[rank].directories
+    store = own_store(directories)
+    try:
+        if store.last().number == wanted.number:
+            return store
+        go_back(store.manifests[0], wanted)
+    except BaseException:
+        store.locks.release()
+        raise
+    store.locks.release()
+    return own_store(directories)
+
+
+def _same(
+    sharding: Sharding, store: OwnedStore, folders: Sequence[Path],
+    optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
+) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
+    """As many ranks as there were: each goes on in its store."""
+    source = RunSource(RunStores([store]))
+    try:
+        optimizer = optimizer or _optimizer(sharding.model, source)
+    finally:
+        source.close()
+    mine = sharding.optimizer_over(optimizer)
+    given = with_formats(store, {**options, "units": None, "nvme": None})
+    given.update(units=None, nvme=list(folders))
+    config = sharding.config(OffloadConfig.from_options(given), mine)
+    made, extra = reopened(store, sharding.shards, mine, config, sharding.made_by(optimizer))
+    optimizer.state.clear()
+    return made, extra
+
+
+def _others(
+    sharding: Sharding, run: RunStores, folders: Sequence[Path],
+    optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
+) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
+    """Other ranks than there were: each reads its rows out of all stores, and begins its own."""
+    world, source = sharding.world, RunSource(run)
+    try:
+        optimizer = optimizer or _optimizer(sharding.model, source)
+        config = OffloadConfig.from_options(_formats(source, options, folders))
+        params = sharding.model.named_parameters()
+        _require_like(source, {name: tuple(p.shape) for name, p in params})
+        rows = {}
+        for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
+            start = shard.first_row(world.rank)
+            rows[shard.name] = p, start, start + p.shape[0]
+            with torch.no_grad():
+                shard.local.copy_(source.weight(shard.name, start, start + p.shape[0]))
+        mine = sharding.optimizer_over(optimizer)
+        extra = _fill(sharding.model, mine, source, rows, world.rank)
+        own = sharding.config(config, mine)
+        make = _from_step(run.step, sharding.made_by(optimizer))
+        made = opened(sharding.shards, mine, own, make)
+        optimizer.state.clear()
+        return made, extra
+    finally:
+        source.close()
+
+
+def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:
+    facts = {**source.facts_of(0), "members": source.members}
+    return optimizer_for(model, source.run.stores[0].layout.description, facts)
+
+
+def _formats(
+    source: RunSource, options: dict[str, Any], folders: Sequence[Path]
+) -> dict[str, Any]:  # fmt: skip
+    """The options, with the formats of the stores."""
+    layout = source.run.stores[0].layout
+    given = formats_of(layout.description, options)
+    given.pop("durable", None)
+    if given.get("checksum") is None:
+        given["checksum"] = layout.checksum
+    if given.get("nvme") is None:
+        given["nvme"] = list(folders)
+    return given
+
+
+def _require_like(source: RunSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """
+    Raises:
+        OffloadError: the stores are those of another model.
+    """
+    for name, shape in shapes.items():
+        found = source.shape(name)
+        if found != shape:
+            has = "do not have it" if found is None else f"have it with shape {found}"
+            raise OffloadError(f"parameter {name!r} has shape {shape}; the stores {has}")
+
+
+def _fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer, source: RunSource,
+    rows: Mapping[str, tuple[nn.Parameter, int, int]], rank: int,
+) -> Any:  # fmt: skip
+    """The optimizer's state is that of the stores, read when it is taken over; hyper-parameters,
+    buffers and random generators are theirs from now on.  Gives the commit's ``extra``."""
+    facts = source.facts_of(rank)
+    check_buffers(model, source.buffers)
+    restore_groups(optimizer.param_groups, facts["groups"])
+    restore_buffers(model, source.buffers)
+    restore_random_states(facts["rng"], torch.device("cpu"))
+    optimizer.state.clear()
+    for name, (p, start, stop) in rows.items():
+        if source.state_names(name):
+            optimizer.state[p] = Rows(source, name, start, stop)  # type: ignore[assignment]
+    return facts["extra"]
+
+
+def _from_step(step: int, make: Callable[[Engine], Made]) -> Callable[[Engine], Made]:
+    """``make``, for an engine that has taken so many steps."""
+
+    def made(engine: Engine) -> Made:
+        machinery = engine.machinery
+        ledger = machinery.ledger
+        ledger.restore(step, list(ledger.steps))
+        return make(engine)
+
+    return made

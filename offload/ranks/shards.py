@@ -1,0 +1,113 @@
+"""A rank's shards as a model of their own: ordinary parameters, which an engine takes over as it
+does any model's, and an optimizer over them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..training import torch_private
+from .fsdp_private import Shard, ShardedModule
+
+_DOT = "/"  # in names of modules, which may have none of the others
+BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
+
+
+class Shards(nn.Module):
+    """Holds this rank's shards: by module that ``fully_shard`` was called on, the root's first,
+    since its own are needed before all others.  A shard without rows is left out.
+
+    ``buffers``: the model's, shared, so that they are committed with the weights.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[ShardedModule]) -> None:
+        super().__init__()
+        self.shards: list[Shard] = []
+        self.local: list[nn.Parameter] = []
+        self.units: list[str] = []
+        for each in modules:
+            node = nn.Module()
+            for shard in each.shards:
+                if shard.local.numel():
+                    p = nn.Parameter(shard.local.data, requires_grad=shard.param.requires_grad)
+                    node.register_parameter(shard.name.replace(".", _DOT), p)
+                    self.shards.append(shard)
+                    self.local.append(p)
+            if len(list(node.parameters())):
+                self.units.append(each.name.replace(".", _DOT) or ROOT)
+                self.add_module(self.units[-1], node)
+        kept = nn.Module()
+        for prefix, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                path = f"{prefix}.{name}" if prefix else name
+                persistent = torch_private.is_persistent(module, name)
+                kept.register_buffer(path.replace(".", _DOT), buffer, persistent=persistent)
+        self.add_module(BUFFERS, kept)
+
+    def forward(self) -> None:
+        """Nothing runs here."""
+        raise NotImplementedError
+
+
+class ShardGroup(dict[str, Any]):
+    """A param group whose parameters are the shards of another's; all else is that one's own."""
+
+    def __init__(self, whole: dict[str, Any], params: list[nn.Parameter]) -> None:
+        super().__init__(whole)
+        self._whole, self._params = whole, params
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._whole[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._whole[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._whole else default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._whole else self._whole.setdefault(key, default)
+
+    def keys(self) -> Any:
+        return self._whole.keys()
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self._whole]
+
+    def values(self) -> Any:
+        return [self[key] for key in self._whole]
+
+
+def optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer like the given one, over a rank's shards, with its hyper-parameters and what
+    state it has."""
+    local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
+    groups = [
+        ShardGroup(group, [local[id(p)] for p in group["params"] if id(p) in local])
+        for group in optimizer.param_groups
+    ]
+    mine = copy.copy(optimizer)
+    mine.param_groups = groups  # type: ignore[assignment]
+    mine.state = type(optimizer.state)(
+        optimizer.state.default_factory,
+        {local[id(p)]: _local_state(s) for p, s in optimizer.state.items() if id(p) in local},
+    )  # type: ignore[assignment,call-arg]
+    return mine
+
+
+def _local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}

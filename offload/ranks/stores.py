@@ -1,0 +1,212 @@
+"""The stores that ranks have left below one folder: which are of one run, and what they hold as a
+whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..durable.hub import whole
+from ..durable.source import StoreSource
+from ..durable.tensors import StreamedTensor, in_memory, one_after_the_other
+from ..errors import CorruptionError, IoError
+from ..io_engine.committed import FoundStore, find_store
+from ..io_engine.manifest import Generation
+
+_RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
+
+
+def rank_folder(rank: int, size: int) -> str:
+    """The name of a rank's own folder below a run's."""
+    return f"rank-{rank:05d}-of-{size:05d}"
+
+
+def whole_name(name: str) -> str:
+    """What a model calls a parameter that is ``name`` among a rank's shards."""
+    return name.split(".", 1)[1].replace("/", ".")
+
+
+class RunStores:
+    """The stores of all ranks of one run, and the commit that all of them have."""
+
+    def __init__(self, stores: Sequence[FoundStore], *, ranks: bool = True) -> None:
+        """``ranks``: they are shards; else one store of a whole model.
+
+        Raises:
+            IoError: a rank's store was never committed.
+            CorruptionError: one is damaged, or they have no commit in common.
+        """
+        self.stores, self.ranks = list(stores), ranks
+        last = min((store.last() for store in stores), key=lambda found: found.number)
+        self.generations = [_of_number(store, last) for store in stores]
+
+    @property
+    def step(self) -> int:
+        """Of the commit that all have."""
+        return self.generations[0].step
+
+
+def _of_number(store: FoundStore, wanted: Generation) -> Generation:
+    """The commit of a store that another one has as its last.  A rank may have made one more,
+    which the others did not come to: then the data of the one before it is untouched."""
+    for found in store.generations[-2:]:
+        if (found.number, found.step) == (wanted.number, wanted.step):
+            return found
+    raise CorruptionError(
+        f"{store.directories[0]}: the last commit that all ranks should have is generation "
+        f"{wanted.number}, step {wanted.step}, which is not here; the folders are not of one run",
+        path=str(store.directories[0]),
+    )
+
+
+def find_run(folders: Sequence[Path]) -> RunStores | None:
+    """The newest whole set of ranks' stores below the folders of a run; ``None``: there is none.
+
+    Raises:
+        IoError: no set is whole.
+        CorruptionError: see ``RunStores``.
+    """
+    sizes = {
+        int(match[2])
+        for folder in folders if folder.is_dir()
+        for each in folder.iterdir() if (match := _RANK.fullmatch(each.name))
+    }  # fmt: skip
+    found, missing = list[RunStores](), ""
+    for size in sorted(sizes):
+        places = [[folder / rank_folder(rank, size) for folder in folders] for rank in range(size)]
+        absent = [place for rank in places for place in rank if not place.is_dir()]
+        if absent:
+            missing = str(absent[0])
+            continue
+        try:
+            found.append(RunStores([find_store(rank) for rank in places]))
+        except IoError as error:
+            missing = str(error)
+    if found:
+        return max(found, key=lambda run: (run.step, run.generations[0].when_s))
+    if sizes:
+        raise IoError(f"no set of ranks' stores is whole: {missing}", path=missing)
+    return None
+
+
+class RunSource:
+    """What a run's commit holds, of whole parameters, read in parts; as ``StoreSource`` of one
+    store."""
+
+    def __init__(self, run: RunStores) -> None:
+        self.run, self.generation = run, run.generations[0]
+        self._named = whole_name if run.ranks else str
+        self._sources: list[StoreSource] = []
+        try:
+            for store, generation in zip(run.stores, run.generations, strict=True):
+                self._sources.append(StoreSource(store, generation))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the files."""
+        for source in self._sources:
+            source.close()
+
+    def facts_of(self, rank: int) -> Mapping[str, Any]:
+        """What a rank's commit says of the run; of one more than there were, the first one's."""
+        return self._sources[rank if rank < len(self._sources) else 0].facts
+
+    @cached_property
+    def members(self) -> list[list[str]]:
+        """The parameters of every param group; rank 0 has rows of them all."""
+        return [[self._named(name) for name in group] for group in self.facts_of(0)["members"]]
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Of the first rank."""
+        return {self._named(k): v for k, v in self.facts_of(0)["buffers"].items()}
+
+    @cached_property
+    def _weights(self) -> dict[str, list[StreamedTensor]]:
+        """By parameter, its rows on each rank that has some."""
+        found: dict[str, list[StreamedTensor]] = {}
+        for source in self._sources:
+            for tensor in source.parameters():
+                found.setdefault(self._named(tensor.name), []).append(tensor)
+        return found
+
+    @cached_property
+    def _state(self) -> dict[str, dict[str, Any]]:
+        """By parameter, its state: tensors by their rows on each rank, and the steps it took."""
+        found: dict[str, dict[str, Any]] = {}
+        for source in self._sources:
+            tree = source.state_dict()
+            names = {
+                number: name
+                for group in tree["param_groups"]
+                for number, name in zip(group["params"], group["param_names"], strict=True)
+            }
+            for number, state in tree["state"].items():
+                mine = found.setdefault(self._named(names[number]), {})
+                for key, value in state.items():
+                    if isinstance(value, StreamedTensor):
+                        mine.setdefault(key, []).append(value)
+                    else:
+                        mine[key] = value
+        return found
+
+    def weights(self) -> list[StreamedTensor]:
+        """Every parameter once, whole, then the buffers."""
+        joined = [one_after_the_other(name, rows) for name, rows in self._weights.items()]
+        return joined + [in_memory(name, value) for name, value in self.buffers.items()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, of whole parameters, as ``StoreSource.state_dict``."""
+        names = [name for group in self.members for name in group]
+        number_of = {name: number for number, name in enumerate(names)}
+        groups = [
+            {**kept, "params": [number_of[n] for n in group], "param_names": list(group)}
+            for kept, group in zip(self.facts_of(0)["groups"], self.members, strict=True)
+        ]
+        state = {
+            number_of[name]: {
+                key: one_after_the_other(key, value) if isinstance(value, list) else value
+                for key, value in of.items()
+            }
+            for name, of in self._state.items()
+        }
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def weight(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a parameter, as it is stored."""
+        return rows_of(self._weights[name], start, stop)
+
+    def state(self, name: str, key: str, start: int, stop: int) -> Any:
+        """Rows of one tensor of a parameter's state, fp32; or its step."""
+        value = self._state[name][key]
+        return rows_of(value, start, stop) if isinstance(value, list) else value
+
+    def state_names(self, name: str) -> list[str]:
+        """What the state of a parameter consists of; nothing, if it took no step."""
+        return list(self._state.get(name, ()))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a whole parameter; ``None``: there is none of that name."""
+        parts = self._weights.get(name)
+        return None if parts is None else one_after_the_other(name, parts).shape
+
+
+def rows_of(parts: Sequence[StreamedTensor], start: int, stop: int) -> torch.Tensor:
+    """Rows of a tensor that lies in parts, one after the other."""
+    found, first = [], 0
+    for part in parts:
+        count = part.shape[0]
+        low, high = max(start, first), min(stop, first + count)
+        if low < high:
+            found.append(whole(part)[low - first : high - first])
+        first += count
+    return found[0] if len(found) == 1 else torch.cat(found)

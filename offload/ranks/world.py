@@ -1,0 +1,162 @@
+"""The ranks that train a model together, and what they share of a machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..config import OffloadConfig, parse_size
+from ..facts.rates import Rates
+from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
+from .stores import rank_folder
+
+PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
+Given = TypeVar("Given")
+
+
+class _Pair:
+    """Two groups of ranks for the words of one engine.  They are used again when it has ended:
+    torch finds new ones by names that it does not forget."""
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members, self.of = members, dist.group.WORLD
+        self.words, self.votes = self._new(), self._new()
+        self.taken = False
+
+    def _new(self) -> dist.ProcessGroup:
+        made: dist.ProcessGroup | None = dist.new_group(
+            list(self.members), timeout=PATIENCE, backend="gloo", use_local_synchronization=True
+        )
+        assert made is not None
+        return made
+
+    @classmethod
+    def free(cls, members: tuple[int, ...]) -> _Pair:
+        """One that nobody uses: the first, on all ranks."""
+        for pair in _PAIRS:
+            if pair.of is dist.group.WORLD and pair.members == members and not pair.taken:
+                break
+        else:
+            pair = cls(members)
+            _PAIRS.append(pair)
+        pair.taken = True
+        return pair
+
+
+_PAIRS: list[_Pair] = []  # in the order in which they were made, the same on all ranks
+
+
+class World:
+    """``size`` ranks, of which ``local_size`` are on this machine.
+
+    Words of the engine's own go over groups that nobody else uses, in host memory: ``group`` for
+    the training thread, ``votes`` for the thread that commits.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        members = tuple(dist.get_process_group_ranks(ranks))
+        self._pair = _Pair.free(members)
+        self.group, self.votes = self._pair.words, self._pair.votes
+        self.rank, self.size = dist.get_rank(ranks), len(members)
+        machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
+        here = [i for i, name in enumerate(machines) if name == machines[self.rank]]
+        self.local_rank, self.local_size = here.index(self.rank), len(here)
+        self._first_here = here[0]
+
+    def gathered(self, mine: Given) -> list[Given]:
+        """What every rank has given, by rank."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+    def of_first_here(self, make: Any) -> Any:
+        """What the first rank of each machine makes; the others wait for it.
+
+        Raises:
+            OffloadError: it could not, with its cause.
+        """
+        made, error = None, None
+        if self.local_rank == 0:
+            try:
+                made = make()
+            except Exception as raised:
+                error = raised
+        everyone = self.gathered((made, error))
+        for _, failed in everyone:
+            if failed is not None:
+                raise failed
+        return everyone[self._first_here][0]
+
+    def norm(self, squares: float) -> float:
+        """The global L2 norm, of every rank's sum of squares: the same on all of them."""
+        mine = torch.tensor([squares], dtype=torch.float64)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self.group)
+        values = [float(each) for each in found]
+        finite = all(math.isfinite(each) for each in values)
+        return math.sqrt(math.fsum(values) if finite else math.nan)
+
+    def voted(self) -> None:
+        """Returns when every rank has come here; on the thread that commits."""
+        dist.barrier(group=self.votes)
+
+    def close(self) -> None:
+        """The next engine over these ranks may have the groups."""
+        self._pair.taken = False
+
+    # -- shares ---------------------------------------------------------------------------------
+
+    def share(self, config: OffloadConfig) -> OffloadConfig:
+        """The options of one rank: its part of host memory and disks, directories of its own."""
+        host = parse_size(config.host_memory, "host_memory")
+
+        def of_machine() -> tuple[int, int | None]:
+            free = free_host_bytes()
+            memory = host.resolve(free, int(free * HOST_MARGIN))
+            if config.nvme is None:
+                return memory, None
+            disk = free_disk_bytes(config.nvme)
+            asked = parse_size(config.nvme_memory, "nvme_memory")
+            return memory, asked.resolve(disk, int(disk * DISK_MARGIN))
+
+        memory, disk = self.of_first_here(of_machine)
+        changed: dict[str, Any] = {"host_memory": memory // self.local_size}
+        if disk is not None:
+            changed["nvme_memory"] = disk // self.local_size
+            changed["nvme"] = self.directories(config.nvme or ())
+        if config.threads is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+            changed["threads"] = max(1, cores // self.local_size)
+        return replace(config, **changed)
+
+    def directories(self, folders: tuple[Path, ...]) -> tuple[Path, ...]:
+        """This rank's own, below those given; they are made."""
+        mine = tuple(folder / rank_folder(self.rank, self.size) for folder in folders)
+        for folder in mine:
+            folder.mkdir(exist_ok=True)
+        return mine
+
+    def rates(self, whole: Rates) -> Rates:
+        """Of a machine's, what one of its ranks has while all are at work."""
+        shared = (
+            "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s",
+            "update_params_s", "update_beside_params_s",
+        )  # fmt: skip
+        found = {name: getattr(whole, name) for name in shared}
+        return replace(whole, **{k: v / self.local_size for k, v in found.items() if v is not None})
+
+
+def _boot() -> str:
+    """What tells two machines of one name apart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,109 @@
+"""Models sharded by FSDP2: the losses of FSDP2 with torch's AdamW on the same ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import overspill
+from overspill.optim.formats import round_to_upper
+
+from .spawned import RATES, adamw, folder_of, loss_of, sharded, spawn, whole
+
+STEPS = 5
+CASES: list[dict[str, Any]] = [
+    {"update": "step"}, {"update": "next_forward"}, {"update": "backward"},
+    {"update": "step", "accumulate": 2}, {"update": "next_forward", "accumulate": 2},
+    {"update": "backward", "accumulate": 2}, {"update": "next_forward", "clip": 0.5},
+    {"update": "next_forward", "accumulate": 2, "clip": 0.5}, {"update": "step", "limit": 0.5},
+    {"update": "next_forward", "limit": 0.5},
+]  # fmt: skip
+Losses = list[float]
+SLOW = pytest.mark.soak  # each rank is a process that imports torch
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *, accumulate: int = 1,
+    clip: float | None = None, limit: float | None = None, update: str = "",
+) -> Losses:  # fmt: skip
+    """``clip``: by the loop; ``limit``: by the engine, or by the loop where there is none."""
+    losses = []
+    inside = isinstance(optimizer, overspill.OffloadedOptimizer)
+    most = clip or (None if inside else limit)
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            loss = loss_of(model, step * accumulate + micro, rank) / accumulate
+            loss.backward()
+            losses.append(loss.item())
+        if most is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            losses += [norm.item()] if clip else []
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def wrapped(model: nn.Module, folder: Path | None, case: dict[str, Any], device: str) -> Any:
+    options = {k: v for k, v in case.items() if k in ("update", "accumulate")}
+    return overspill.wrap(
+        model, adamw(model), device=device, rates=RATES, host_memory="1GiB", nvme=folder,
+        max_grad_norm=case.get("limit"), **options,
+    )  # fmt: skip
+
+
+def same_losses(rank: int, size: int, folder: Path) -> int:
+    count = 0
+    for number, case in enumerate(CASES):
+        model = sharded()
+        expected = train(model, adamw(model), rank, **case)
+        weights = whole(model)
+        devices = ("cpu", "sim") if size == 2 else (("cpu", "sim")[number % 2],)
+        for device in devices:
+            nvme = folder_of(folder / f"{count}") if (count // 2) % 2 else None
+            model = sharded()
+            with wrapped(model, nvme, case, device) as optimizer:
+                found = train(model, optimizer, rank, **case)
+                assert found == pytest.approx(expected, rel=2e-6), (case, device)
+                for name, value in whole(model).items():
+                    off = (value - weights[name]).abs().max().item()
+                    assert off <= 2e-5, (case, device, name, off)
+            count += 1
+    bf16_losses(rank, size, folder_of(folder / "bf16"))
+    return count
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), 2, pytest.param(4, marks=SLOW)])
+def test_losses_are_those_of_fsdp2(size: int, tmp_path: Path) -> None:
+    """Uneven and empty shards among them; weights within what one rank's are of plain torch's."""
+    found = spawn(size, same_losses, tmp_path)
+    assert found == [len(CASES) * (2 if size == 2 else 1)] * size
+
+
+def bf16_losses(rank: int, size: int, folder: Path) -> None:
+    """Masters in fp32, of which each rank has those of its rows: by a loop, and by the engine."""
+    model = sharded(torch.bfloat16)
+    masters = [p.to_local().detach().float() for p in model.parameters()]  # type: ignore[attr-defined]
+    adam = torch.optim.AdamW([nn.Parameter(m) for m in masters], lr=1e-2, weight_decay=0.1)
+    expected: Losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        expected.append(loss.item())
+        for p, m in zip(model.parameters(), adam.param_groups[0]["params"], strict=True):
+            assert isinstance(p.grad, DTensor)
+            m.grad = p.grad.to_local().float()
+        adam.step()
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), adam.param_groups[0]["params"], strict=True):
+                p.to_local().copy_(round_to_upper(m))  # type: ignore[attr-defined]
+        model.zero_grad()
+    model = sharded(torch.bfloat16)
+    with wrapped(model, folder, {"update": "next_forward"}, "cpu") as optimizer:
+        found = train(model, optimizer, rank)
+    assert found == pytest.approx(expected, rel=2e-3)

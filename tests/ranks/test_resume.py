@@ -1,0 +1,200 @@
+"""Stores of many ranks: one commit on all of them, taken up by as many ranks, others, or one."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import overspill
+from overspill.io_engine.manifest import Manifest
+from overspill.ranks.exporting import export_run
+from overspill.ranks.stores import find_run
+
+from .spawned import RATES, Started, adamw, folder_of, loss_of, net, sharded, spawn
+
+Seen = dict[str, torch.Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Seen:
+    """Weights and moments, whole; every rank calls it."""
+    found = {n: full(p).detach().clone() for n, p in model.named_parameters()}
+    found["runs"] = model.get_buffer("runs").clone()
+    state = optimizer.state_dict()["state"]
+    for number, (name, _) in enumerate(model.named_parameters()):
+        for key in MOMENTS:
+            found[f"{name}.{key}"] = full(state[number][key]).clone()
+        found[f"{name}.step"] = state[number]["step"]
+    return found
+
+
+def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong, wrong
+
+
+def train(
+    rank: int, size: int, folder: Path, until: int, begin: bool, dtype: torch.dtype
+) -> tuple[list[float], Seen, Any]:
+    """Steps up to ``until``, new or resumed; losses, the state then, and what ``extra`` gave."""
+    model, extra = sharded(dtype), None
+    options: dict[str, Any] = {
+        "device": "cpu", "rates": RATES, "host_memory": "1GiB", "extra": lambda: {"rank": rank},
+    }  # fmt: skip
+    if begin:
+        made = overspill.wrap(model, adamw(model), nvme=folder, **options)
+    else:
+        made, extra = overspill.resume(model, folder, adamw(model), **options)
+    losses = []
+    with made as optimizer:
+        while optimizer.step_count < until:
+            loss = loss_of(model, optimizer.step_count, rank)
+            loss.backward()
+            losses.append(loss.item() + torch.rand(1).item())  # what was drawn counts too
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, state_of(model, optimizer), extra
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.soak)]
+)
+def test_as_many_ranks_go_on_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    one, two = folder_of(tmp_path / "one"), folder_of(tmp_path / "two")
+    whole_run = spawn(2, train, one, 6, True, dtype)
+    first = spawn(2, train, two, 3, True, dtype)
+    second = spawn(2, train, two, 6, False, dtype)
+    for rank in range(2):
+        assert first[rank][0] + second[rank][0] == whole_run[rank][0]
+        same(second[rank][1], whole_run[rank][1])
+        assert second[rank][2] == {"rank": rank}
+
+
+def taken_up(rank: int, size: int, folder: Path, into: Path) -> tuple[int, Seen]:
+    """What ranks find that resume, and that they go on to train."""
+    model = sharded()
+    made, _ = overspill.resume(
+        model, folder, adamw(model), device="cpu", rates=RATES, host_memory="1GiB", nvme=into
+    )
+    with made as optimizer:
+        step, found = optimizer.step_count, state_of(model, optimizer)
+        loss_of(model, 0, rank).backward()
+        optimizer.step()
+    return step, found
+
+
+def exported(folder: Path, out: Path, expected: Seen) -> None:
+    """An export has whole weights, and a whole state."""
+    run = find_run([folder])
+    assert run is not None and run.step == 3
+    export_run(run, out)
+    weights = load_file(out / "model.safetensors")
+    names = [name for name in expected if name in dict(net().named_parameters())]
+    same({n: weights[n] for n in names}, {n: expected[n] for n in names})
+    state = torch.load(out / "optimizer.pt", weights_only=True)
+    for group in state["param_groups"]:
+        for number, name in zip(group["params"], group["param_names"], strict=True):
+            for key in MOMENTS:
+                assert torch.equal(state["state"][number][key], expected[f"{name}.{key}"])
+
+
+def test_other_ranks_and_one_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks, then one without torch.distributed, then three, then one."""
+    places = [folder_of(tmp_path / name) for name in ("two", "one", "three", "alone")]
+    expected = spawn(2, train, places[0], 3, True, torch.float32)[0][1]
+    exported(places[0], tmp_path / "out", expected)
+
+    def alone(folder: Path, into: Path) -> tuple[int, Seen]:
+        model = net()
+        made, _ = overspill.resume(
+            model, folder, device="cpu", rates=RATES, host_memory="1GiB", nvme=into
+        )
+        with made as optimizer:
+            return optimizer.step_count, state_of(model, optimizer)
+
+    step, found = alone(places[0], places[1])
+    assert step == 3
+    same(found, expected)
+    for step, found in spawn(3, taken_up, places[1], places[2]):
+        assert step == 3
+        same(found, expected)
+    assert alone(places[2], places[3])[0] == 4, "three ranks have taken a step more"
+
+
+# -- crashes --------------------------------------------------------------------------------------
+
+
+def dies_before_its_record(rank: int, size: int, folder: Path) -> None:
+    """Rank 0 is killed when the others have made the commit of step 4 durable, or nearly."""
+    commit = Manifest.commit
+
+    def killed(self: Manifest, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 4:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(self, step, *args, **kwargs)
+
+    if rank == 0:
+        Manifest.commit = killed  # type: ignore[method-assign]
+    train(rank, size, folder, 9, True, torch.float32)
+
+
+def test_a_commit_that_one_rank_lacks_is_none(tmp_path: Path) -> None:
+    later = spawn(2, train, folder_of(tmp_path / "later"), 6, True, torch.float32)
+    run = folder_of(tmp_path / "run")
+    ranks = Started(2, dies_before_its_record, run)
+    ranks.end()
+    found = find_run([run])
+    assert found is not None and found.step == 3
+    assert found.stores[1].last().step == 4, "the other one had it"
+    same(spawn(2, train, run, 6, False, torch.float32)[1][1], later[1][1])
+
+
+def killed_at_random(folder: Path, kills: int, seed: int) -> int:
+    """Kills a rank again and again; each time all are at one step, with the bits of a run that
+    nobody disturbed.  How many steps there were at last."""
+    rng, reference = random.Random(seed), dict[int, Seen]()
+    steps = 0
+    for kill in range(kills):
+        ranks = Started(2, train, folder, 10_000, kill == 0, torch.float32)
+        ranks.wait_for(folder)
+        time.sleep(rng.uniform(0.0, 1.5))
+        ranks.kill(rng.randrange(2))
+        ranks.end()
+        run = find_run([folder])
+        assert run is not None and run.step >= steps
+        steps = run.step
+        size, into = rng.choice([1, 2, 3]), folder_of(folder.parent / "copy")
+        copy = shutil.copytree(folder, into / "of")
+        for step, found in spawn(size, taken_up, copy, folder_of(into / "on")):
+            assert step == steps
+            if steps not in reference:
+                there = folder_of(into / "reference")
+                reference[steps] = spawn(2, train, there, steps, True, torch.float32)[0][1]
+            same(found, reference[steps])
+        shutil.rmtree(into)
+    return steps
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    for seed in range(10):
+        assert killed_at_random(folder_of(tmp_path / f"{seed}"), 10, seed) > 0
