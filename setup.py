@@ -34,6 +34,7 @@ ROOMS = (
     "movement.accelerators",
     "observe",
     "planning",
+    "ranks",
     "schedule",
     "state",
     "train",

@@ -138,18 +138,18 @@ def test_parameters_that_are_unfrozen_later() -> None:
 
 
 def test_shards_are_refused() -> None:
-    """FSDP2's parameters, under whatever class name its modules have."""
+    """DTensors that are not FSDP2's, as those of tensor parallelism."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
 
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(OffloadError, match=r"parameter '0\.weight' is no plain tensor.*FSDP2"):
+        distribute_module(model, mesh)
+        with pytest.raises(OffloadError, match=r"'0\.weight' is not sharded by fully_shard"):
             overspill.wrap(model, torch.optim.AdamW(model.parameters()), device=CPU)
     finally:
         dist.destroy_process_group()
