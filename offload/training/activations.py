@@ -101,6 +101,7 @@ class Stash:
         self._stream: object = None
         self._unit = NOWHERE
         self._forwards: deque[UnitForward] = deque(maxlen=MOST_FORWARDS)
+        self._begins = False  # the last of them has yet to wait for what it needs
         self._refused_bytes = 0  # that were saved when there was no room for more
         self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
         # Memory that came back, and that compute is yet to pass: by event, and since the last one.
@@ -141,7 +142,7 @@ class Stash:
         self._untold_bytes += nbytes
         if not torch_private.in_backward():
             self._unit_bytes[self._unit] += nbytes  # in no unit: the last
-            if self._forwards:
+            if self._forwards and len(self._forwards[-1].saves) < MOST_FORWARDS:
                 self._forwards[-1].saves.append((time.perf_counter_ns(), nbytes))
 
     def _storage_of(self, t: torch.Tensor) -> torch.UntypedStorage | None:
@@ -165,18 +166,24 @@ class Stash:
         """From now on ``unit`` runs, or none does."""
         if unit != self._unit:
             self._ran(unit)
-            if self._bytes:  # else nothing could leave
+            self._settle()
+            if unit == NOWHERE:  # what the last one saved is needed at once
+                self.tell()
+            elif self._bytes:  # else nothing could leave
                 self._tell(self._take() if self._untold else [], unit)
 
     def computes(self) -> None:
         """All that the unit had to wait for is there."""
-        if self._forwards:
+        if self._begins and self._forwards:  # not again, where a unit runs several times in a row
             last = self._forwards[-1]
             self._forwards[-1] = last._replace(began_ns=time.perf_counter_ns())
+        self._begins = False
 
     def _ran(self, unit: int) -> None:
         self._unit = unit
-        self._forwards.append(UnitForward(unit, time.perf_counter_ns(), []))
+        self._begins = torch.is_grad_enabled()  # else it saves nothing, and takes another time
+        if self._begins:
+            self._forwards.append(UnitForward(unit, time.perf_counter_ns(), []))
 
     def _look(self) -> None:
         """Tells of what was saved, if it is much; waits, if it is too much."""
