@@ -45,12 +45,14 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
 
 
 def _spread(model: nn.Module) -> bool:
-    """Whether a model is sharded over ranks; torch.distributed is not imported to say no."""
-    if "torch.distributed.tensor" not in sys.modules:
+    """Whether a model is spread over ranks; torch.distributed is not imported to say no."""
+    if "torch.distributed.tensor" not in sys.modules and not isinstance(
+        model, nn.parallel.DistributedDataParallel
+    ):
         return False
-    from .ranks.fsdp_private import is_sharded
+    from .ranks.wrapping import is_spread
 
-    return is_sharded(model)
+    return is_spread(model)
 
 
 def _resumed_of_ranks(
@@ -342,9 +344,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         OffloadError: the model is not wrapped, or its engine was closed.
     """
     if _spread(model) and (made := optimizer_of(model)) is not None:
-        from .ranks.optimizer import ShardedOptimizer
+        from .ranks.optimizer import SpreadOptimizer
 
-        assert isinstance(made, ShardedOptimizer)
+        assert isinstance(made, SpreadOptimizer)
         made.give_back()
         return model
     engine = engine_of(model)

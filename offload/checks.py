@@ -27,17 +27,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if engine is not None:
         raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
-    for name, module in model.named_modules():
-        if engine_of(module) is not None:
-            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
-        kind = type(module).__name__
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
-        if getattr(module, "max_norm", None) is not None:
-            raise OffloadError(
-                f"module {name!r} changes its weight in forward (max_norm), which would be lost; "
-                "set max_norm=None, and renormalise between step() and the next forward"
-            )
+    check_modules(model)
     for name, p in model.named_parameters():
         _check_parameter(name, p)
     _refuse_overlaps(model)
@@ -49,6 +39,24 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
                     "not in the model; build the optimizer from model.parameters()"
                 )
+
+
+def check_modules(model: nn.Module) -> None:
+    """
+    Raises:
+        OffloadError: a module is wrapped already, or is of a kind that is not supported.
+    """
+    for name, module in model.named_modules():
+        if engine_of(module) is not None:
+            raise OffloadError(f"module {name!r} is wrapped already; unwrap it first")
+        kind = type(module).__name__
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+        if getattr(module, "max_norm", None) is not None:
+            raise OffloadError(
+                f"module {name!r} changes its weight in forward (max_norm), which would be lost; "
+                "set max_norm=None, and renormalise between step() and the next forward"
+            )
 
 
 def _check_parameter(name: str, p: nn.Parameter) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ from .training.forwards import Forwards
 from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
 from .training.gradients import GradientCollector
+from .training.handles import Removable
 from .training.held_gradients import HeldGradients
 from .training.hooks import ModuleHooks
 from .training.landing import Landing
@@ -55,12 +56,6 @@ from .training.stepping import Stepping
 
 log = logging.getLogger("overspill")
 ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"
-
-
-class Removable(Protocol):
-    """Hooks that can be taken away."""
-
-    def remove(self) -> None: ...
 
 
 class Engine(Living):
@@ -130,7 +125,9 @@ class Engine(Living):
             adapting.recompute,
         )  # fmt: skip
         hooks += [seen, Choices(model, residences)]
-        self.driven = Driven(ledger, seen, loop, residences, collector, weights.load_all)
+        self.driven = Driven(
+            ledger, seen, loop, residences, collector, weights.load_all, while_open
+        )  # fmt: skip
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])

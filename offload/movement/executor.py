@@ -27,6 +27,7 @@ from ..schedule.ledger import Ledger
 from ..schedule.messages import (
     Accumulate,
     AtHome,
+    CatchUp,
     Clear,
     Commit,
     Done,
@@ -229,6 +230,21 @@ class Executor:
                 del error
         assert waiter.grant is not None
         return waiter.grant
+
+    def await_update(self, unit: int) -> None:
+        """Blocks a thread that does not train until the last step's update of a unit is over.
+
+        Raises:
+            OffloadError: the engine has failed, or was closed.
+        """
+        ticket = next(self._tickets)
+        waiter = Waiter(ticket, CatchUp(unit, ticket), self._usual_lane)
+        self._queue.put(waiter)
+        if self._closed or self._error is not None:  # nobody may answer any more
+            raise OffloadError("the engine has ended") from self._error
+        waiter.event.wait()
+        if waiter.error is not None:
+            raise OffloadError("the engine has ended") from waiter.error
 
     def _close_asked(self) -> None:
         """Waits for the answers to requests that were interrupted: what they are granted later

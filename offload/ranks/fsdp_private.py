@@ -130,6 +130,10 @@ class Shard:
         assert isinstance(grad, DTensor)
         grad._local_tensor = gradient
 
+    def part_of(self, value: Any) -> Any:
+        """See ``Piece``."""
+        return value.to_local() if isinstance(value, DTensor) else value
+
     def like_whole(self, part: torch.Tensor) -> torch.Tensor:
         """A tensor that is sharded as the parameter is, of which ``part`` is this rank's."""
         p = self.param

@@ -7,22 +7,31 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..engine import Engine
 from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
 from ..state.lazy_state import LazyState
-from .bridge import Bridge
 from .fsdp_private import Shard
+from .parts import Piece
 from .shards import Shards
+
+
+class Steps(Protocol):
+    """Who stands between the model and its engine where a step is taken."""
+
+    def before_step(self) -> None:
+        """Gradients are about to be applied."""
+
+    def after_step(self) -> None:
+        """They were."""
 
 
 class Holder(Protocol):
     """Who has the model and its ranks."""
 
     def let_go(self) -> None:
-        """Shards are FSDP2's own again, and the model nobody's."""
+        """The model is nobody's, and as it was spread before."""
 
     def release(self) -> None:
         """Nobody speaks with the other ranks any more."""
@@ -34,7 +43,9 @@ class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
     def __init__(self, of_shards: LazyState, shards: Shards) -> None:
         self._of_shards = of_shards
         self._local = {
-            shard.param: (shard, p) for shard, p in zip(shards.shards, shards.local, strict=True)
+            shard.param: (shard, p)
+            for shard, p in zip(shards.shards, shards.local, strict=True)
+            if isinstance(shard, Shard)
         }
 
     def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
@@ -71,26 +82,22 @@ def spread(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class ShardedOptimizer(OffloadedOptimizer):
-    """The optimizer over a sharded model: ``param_groups`` are the wrapped one's, with ``DTensor``
-    parameters; each rank updates its own shards."""
+class SpreadOptimizer(OffloadedOptimizer):
+    """The optimizer over a model that is spread over ranks: ``param_groups`` are the wrapped one's;
+    each rank updates its own rows of every parameter."""
 
     def __init__(
-        self, engine: Engine, inner: torch.optim.Optimizer, bridge: Bridge, shards: Shards,
+        self, engine: Engine, inner: torch.optim.Optimizer, steps: Steps, shards: Shards,
         holder: Holder,
     ) -> None:  # fmt: skip
         super().__init__(engine, inner)
-        self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
-        self._bridge, self._holder = bridge, holder
-        local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
+        self._steps, self._holder = steps, holder
         whole = [p for group in inner.param_groups for p in group["params"]]
-        # By number in the whole model's state dict, the number in that of the shards.
-        self._numbers = {
-            number: place
-            for place, number in enumerate(n for n, p in enumerate(whole) if id(p) in local)
-        }
-        by_id = {id(s.param): s for s in shards.shards}
-        self._shard_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
+        by_id: dict[int, Piece] = {id(s.param): s for s in shards.shards}
+        # By number in the whole model's state dict: those that this rank has rows of, and the
+        # number in that of the shards.
+        self._piece_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
+        self._numbers = {number: place for place, number in enumerate(self._piece_of)}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates all parameters that have a gradient; returns the closure's result, if any."""
@@ -98,34 +105,29 @@ class ShardedOptimizer(OffloadedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._bridge.before_step()
+        self._steps.before_step()
         super().step()
-        self._bridge.after_step()
+        self._steps.after_step()
         return loss
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state in torch's own format, of ``DTensor``s; every rank calls it."""
-        found = self._engine.state_dict()
-        state = {
-            number: spread(self._shard_of[number], found["state"][place])
-            for number, place in self._numbers.items() if place in found["state"]
-        }  # fmt: skip
+    def _whole_groups(self) -> list[dict[str, Any]]:
+        """The param groups, as state dicts have them."""
         start, groups = 0, []
         for group in self.param_groups:
             count = len(group["params"])
             groups.append({**group, "params": list(range(start, start + count))})
             start += count
-        return {"state": state, "param_groups": groups}
+        return groups
 
     def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
-        """Takes over state in torch's own format, of ``DTensor``s sharded as the parameters are.
+        """Takes over state in torch's own format, as ``state_dict`` gives it.
 
         Raises:
             ValueError: other groups, or tensors of other shapes; nothing was changed.
         """
         if not isinstance(state_dict, Mapping):
             raise OffloadError(
-                "a sharded model takes a state dict, not a path; load it with "
+                "a model that is spread over ranks takes a state dict, not a path; load it with "
                 "torch.distributed.checkpoint"
             )
         theirs = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -134,9 +136,12 @@ class ShardedOptimizer(OffloadedOptimizer):
             raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
         # A state has the key that its param has in the groups, whatever that is.
         keys = [key for given in state_dict["param_groups"] for key in given["params"]]
+        given_state = state_dict["state"]
         state = {
-            place: {k: _part(v) for k, v in state_dict["state"][keys[number]].items()}
-            for number, place in self._numbers.items() if keys[number] in state_dict["state"]
+            place: {
+                k: self._piece_of[number].part_of(v) for k, v in given_state[keys[number]].items()
+            }
+            for number, place in self._numbers.items() if keys[number] in given_state
         }  # fmt: skip
         start, groups = 0, []
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -148,15 +153,15 @@ class ShardedOptimizer(OffloadedOptimizer):
         self._engine.load_state({"state": state, "param_groups": groups})
 
     def save(self, path: str | Path) -> None:
-        """Not for sharded models yet."""
+        """Not for models that are spread over ranks yet."""
         raise OffloadError(
             f"save({str(path)!r}) is for models on one rank: commit(), and `overspill export` the "
             "folder of the run"
         )
 
     def give_back(self) -> None:
-        """The model is an ordinary sharded one again, with its trained weights; every rank calls
-        it."""
+        """The model is an ordinary one again, spread as before, with its trained weights; every
+        rank calls it."""
         self._engine.give_back()
         self._holder.let_go()
         self.close()
@@ -167,5 +172,23 @@ class ShardedOptimizer(OffloadedOptimizer):
         self._holder.release()
 
 
-def _part(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+class ShardedOptimizer(SpreadOptimizer):
+    """Over a model that FSDP2 has sharded: its parameters are ``DTensor``s, and so is its state."""
+
+    def __init__(
+        self, engine: Engine, inner: torch.optim.Optimizer, steps: Steps, shards: Shards,
+        holder: Holder,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, inner, steps, shards, holder)
+        self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state in torch's own format, of ``DTensor``s; every rank calls it."""
+        found = self._engine.state_dict()["state"]
+        state = {}
+        for number, place in self._numbers.items():
+            shard = self._piece_of[number]
+            assert isinstance(shard, Shard)
+            if place in found:
+                state[number] = spread(shard, found[place])
+        return {"state": state, "param_groups": self._whole_groups()}

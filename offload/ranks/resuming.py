@@ -124,7 +124,9 @@ def _same(
     given = with_formats(store, {**options, "units": None, "nvme": None})
     given.update(units=None, nvme=list(folders))
     config = sharding.config(OffloadConfig.from_options(given), mine)
-    made, extra = reopened(store, sharding.shards, mine, config, sharding.made_by(optimizer))
+    made, extra = reopened(
+        store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True)
+    )
     optimizer.state.clear()
     return made, extra
 
@@ -149,7 +151,7 @@ def _others(
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
         own = sharding.config(config, mine)
-        make = _from_step(run.step, sharding.made_by(optimizer))
+        make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
         made = opened(sharding.shards, mine, own, make)
         optimizer.state.clear()
         return made, extra

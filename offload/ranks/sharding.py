@@ -1,4 +1,4 @@
-"""A sharded model, its ranks and its shards, on the way to an engine."""
+"""A model that is spread over ranks, and its shards, on the way to an engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..checks import check_modules
 from ..config import OffloadConfig
 from ..engine import OPTIMIZER, Engine
 from ..errors import OffloadError
@@ -19,13 +20,17 @@ from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..plans import calibrated
 from .bridge import Bridge
-from .fsdp_private import ShardedModule, sharded_modules
-from .optimizer import ShardedOptimizer
+from .ddp import Replicated
+from .ddp_bridge import ReplicaBridge
+from .ddp_optimizer import ReplicatedOptimizer
+from .fsdp import FullySharded
+from .gathering import Gatherer
+from .optimizer import ShardedOptimizer, SpreadOptimizer
 from .shards import Shards, optimizer_over
 from .world import World
 
 log = logging.getLogger("overspill")
-# What says how weights are made or moved, which is FSDP2's here.
+# What says how weights are made or moved, which is FSDP2's here, or DDP's.
 _NOT_HERE = ("precision", "frozen", "units", "resident", "weights", "init", "tokens")
 
 
@@ -33,6 +38,7 @@ class Sharding:
     """What a rank has of a model, before there is an engine and while there is one.
 
     Attributes:
+        model: whose names parameters have in stores.
         world: the ranks.
         shards: this rank's part, as a model of its own.
     """
@@ -40,13 +46,27 @@ class Sharding:
     def __init__(self, model: nn.Module) -> None:
         """
         Raises:
-            OffloadError: the model is not sharded in a way that can be wrapped.
+            OffloadError: the model is not spread over ranks in a way that can be wrapped.
         """
-        self.model, self._modules = model, sharded_modules(model)
-        _refuse(model, self._modules)
-        self.world = World(next(g for each in self._modules for g in each.process_groups))
-        self.shards = Shards(model, self._modules)
-        self._bridges: list[Bridge] = []
+        for module in model.modules():
+            if OPTIMIZER in module.__dict__:
+                raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
+        self._way = (
+            Replicated(model) if isinstance(model, DistributedDataParallel) else FullySharded(model)
+        )
+        self.model = self._way.model
+        check_modules(self.model)
+        self.world = World(self._way.ranks)
+        self.shards = Shards(self.model, self._way.parts)
+        self._bridges: list[Bridge | ReplicaBridge] = []
+
+    def refuse(self, config: OffloadConfig) -> None:
+        """
+        Raises:
+            ValueError: an option is not for the way in which the model is spread.
+        """
+        refuse_options(config)
+        self._way.refuse(config)
 
     def close(self) -> None:
         """Nothing came of it."""
@@ -58,16 +78,17 @@ class Sharding:
         self.world.close()
 
     def let_go(self) -> None:
-        """The shards are FSDP2's own again, and the model nobody's."""
+        """The model is nobody's, and as it was spread before."""
         for bridge in self._bridges:
             bridge.give_back()
         self._bridges.clear()
-        for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
-            self.model.__dict__.pop(name, None)
+        for module in self._way.held:
+            for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
+                module.__dict__.pop(name, None)
 
     def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
         """This rank's options."""
-        device = config.device or str(self.shards.local[0].device)
+        device = config.device or str(next(self.model.parameters()).device)
         whole = replace(config, device=device, activations="keep")
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
@@ -88,28 +109,58 @@ class Sharding:
         found: Rates = self.world.of_first_here(measure)
         return found
 
-    def made_by(self, optimizer: torch.optim.Optimizer) -> Callable[[Engine], ShardedOptimizer]:
-        """What makes the optimizer that users hold, once there is an engine."""
+    def made_by(
+        self, optimizer: torch.optim.Optimizer, *, resumed: bool = False
+    ) -> Callable[[Engine], SpreadOptimizer]:
+        """What makes the optimizer that users hold, once there is an engine; ``resumed``: that has
+        other weights than the model."""
 
-        def make(engine: Engine) -> ShardedOptimizer:
+        def make(engine: Engine) -> SpreadOptimizer:
             machinery = engine.machinery
-            driven = engine.driven
-            driven.spread(self.world.norm)
+            engine.driven.spread(self.world.norm)
             if machinery.store.writer is not None:
                 machinery.store.writer.agree_by(self.world.voted)
-            bridge = Bridge(self.model, self._modules, self.shards, driven)
-            self._bridges.append(bridge)
-            made = ShardedOptimizer(engine, optimizer, bridge, self.shards, self)
-            self.model.__dict__.update({
+            made = self._made(engine, optimizer, resumed=resumed)
+            marks = {
                 OPTIMIZER: made,
                 "__deepcopy__": engine.__deepcopy__, "__reduce_ex__": engine.__reduce_ex__,
-            })  # fmt: skip
+            }  # fmt: skip
+            for module in self._way.held:
+                module.__dict__.update(marks)
             return made
 
         return make
 
+    def _made(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, *, resumed: bool
+    ) -> SpreadOptimizer:
+        driven, shards, way = engine.driven, self.shards, self._way
+        if isinstance(way, FullySharded):
+            sharded = Bridge(way.model, way.parts, shards, driven)
+            self._bridges.append(sharded)
+            return ShardedOptimizer(engine, optimizer, sharded, shards, self)
+        gatherer = Gatherer(driven.copied, driven.accelerator, self.world.weights())
+        replicated = ReplicaBridge(way.ddp, way.parts, shards, driven, gatherer)
+        self._bridges.append(replicated)
+        if resumed:
+            replicated.owe(frozen=True)
+        return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
+
     def optimizer_over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """One like it, over this rank's shards."""
+        """One like it, over this rank's shards.
+
+        Raises:
+            ValueError: it has a parameter that the model has not.
+        """
+        known = {id(piece.param) for part in self._way.parts for piece in part.shards}
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) not in known:
+                    raise ValueError(
+                        f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
+                        "not in the model; build the optimizer from model.parameters(), after the "
+                        "model was spread over ranks"
+                    )
         return optimizer_over(self.shards, optimizer)
 
     @contextmanager
@@ -126,49 +177,18 @@ class Sharding:
 def refuse_options(config: OffloadConfig) -> None:
     """
     Raises:
-        ValueError: one of them is not for a sharded model.
+        ValueError: one of them is not for a model that is spread over ranks.
     """
     for each in fields(config):
         if each.name in _NOT_HERE and getattr(config, each.name) != each.default:
             raise ValueError(
-                f"{each.name}={getattr(config, each.name)!r} is not for a sharded model: its "
-                "weights are made, cast and moved by FSDP2"
+                f"{each.name}={getattr(config, each.name)!r} is not for a sharded model, nor for "
+                "one inside of DistributedDataParallel: they have their weights where they are"
             )
     if config.activations not in ("auto", "keep"):
         raise ValueError(
-            f"activations={config.activations!r} is not for a sharded model; leave it out"
-        )
-
-
-def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
-    """
-    Raises:
-        OffloadError: the model is not sharded in a way that can be wrapped.
-    """
-    if not dist.is_initialized():
-        raise OffloadError("the model is sharded, but torch.distributed is not initialised")
-    if OPTIMIZER in model.__dict__:
-        raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
-    known = {id(shard.param) for each in modules for shard in each.shards}
-    for name, p in model.named_parameters():
-        if id(p) not in known:
-            raise OffloadError(
-                f"parameter {name!r} is not sharded by fully_shard; call fully_shard on the whole "
-                "model too, without ignored_params"
-            )
-        if p.is_meta:
-            raise OffloadError(
-                f"parameter {name!r} is on meta; model.to_empty(device=...) and initialise it first"
-            )
-    if any(each.replicates for each in modules):
-        raise OffloadError(
-            "fully_shard with a mesh of two dimensions (HSDP, tensor parallelism) is not "
-            "supported: several ranks would update one shard; use a mesh of one dimension"
-        )
-    if any(shard.offloads for each in modules for shard in each.shards):
-        raise OffloadError(
-            "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards in host memory itself, "
-            "and overspill their state: leave offload_policy out"
+            f"activations={config.activations!r} is not for a sharded model, nor for one inside of "
+            "DistributedDataParallel; leave it out"
         )
 
 

@@ -4,33 +4,31 @@ does any model's, and an optimizer over them."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..training import torch_private
-from .fsdp_private import Shard, ShardedModule
+from .parts import Part, Piece
 
 _DOT = "/"  # in names of modules, which may have none of the others
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
 
 
 class Shards(nn.Module):
-    """Holds this rank's shards: by module that ``fully_shard`` was called on, the root's first,
-    since its own are needed before all others.  A shard without rows is left out.
+    """Holds this rank's shards, by part of the model.  A shard without rows is left out.
 
     ``buffers``: the model's, shared, so that they are committed with the weights.
     """
 
-    def __init__(self, model: nn.Module, modules: Sequence[ShardedModule]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
         super().__init__()
-        self.shards: list[Shard] = []
+        self.shards: list[Piece] = []
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
-        for each in modules:
+        for each in parts:
             node = nn.Module()
             for shard in each.shards:
                 if shard.local.numel():
@@ -104,10 +102,10 @@ def optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.op
     mine.param_groups = groups  # type: ignore[assignment]
     mine.state = type(optimizer.state)(
         optimizer.state.default_factory,
-        {local[id(p)]: _local_state(s) for p, s in optimizer.state.items() if id(p) in local},
+        {
+            local[id(s.param)]: {k: s.part_of(v) for k, v in optimizer.state[s.param].items()}
+            for s in shards.shards
+            if s.param in optimizer.state
+        },
     )  # type: ignore[assignment,call-arg]
     return mine
-
-
-def _local_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state.items()}

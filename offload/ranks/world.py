@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OffloadConfig, parse_size
+from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
 from .stores import rank_folder
@@ -23,17 +24,24 @@ Given = TypeVar("Given")
 
 
 class _Pair:
-    """Two groups of ranks for the words of one engine.  They are used again when it has ended:
-    torch finds new ones by names that it does not forget."""
+    """Two groups of ranks for the words of one engine, and one for weights where it needs that.
+    They are used again when it has ended: torch finds new ones by names that it does not forget."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members, self.of = members, dist.group.WORLD
         self.words, self.votes = self._new(), self._new()
         self.taken = False
+        self._weights: dist.ProcessGroup | None = None
 
-    def _new(self) -> dist.ProcessGroup:
+    def weights(self) -> dist.ProcessGroup:
+        """For weights, on whatever device they are."""
+        if self._weights is None:
+            self._weights = self._new(None)
+        return self._weights
+
+    def _new(self, backend: str | None = "gloo") -> dist.ProcessGroup:
         made: dist.ProcessGroup | None = dist.new_group(
-            list(self.members), timeout=PATIENCE, backend="gloo", use_local_synchronization=True
+            list(self.members), timeout=PATIENCE, backend=backend, use_local_synchronization=True
         )
         assert made is not None
         return made
@@ -71,6 +79,10 @@ class World:
         self.local_rank, self.local_size = here.index(self.rank), len(here)
         self._first_here = here[0]
 
+    def weights(self) -> dist.ProcessGroup:
+        """The group of a thread that exchanges weights."""
+        return self._pair.weights()
+
     def gathered(self, mine: Given) -> list[Given]:
         """What every rank has given, by rank."""
         found: list[Any] = [None] * self.size
@@ -103,6 +115,19 @@ class World:
         values = [float(each) for each in found]
         finite = all(math.isfinite(each) for each in values)
         return math.sqrt(math.fsum(values) if finite else math.nan)
+
+    def together(self, what: str) -> None:
+        """Returns when every rank has come here.
+
+        Raises:
+            OffloadError: one did not, for minutes.
+        """
+        try:
+            dist.monitored_barrier(self.group, timeout=PATIENCE)
+        except RuntimeError as error:
+            raise OffloadError(
+                f"{what} is for all ranks to call, and one did not: {error}"
+            ) from None
 
     def voted(self) -> None:
         """Returns when every rank has come here; on the thread that commits."""

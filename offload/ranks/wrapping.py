@@ -1,26 +1,33 @@
-"""How a sharded model gets an engine for its shards, rank by rank."""
+"""How a model that is spread over ranks gets an engine for its shards, rank by rank."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..wrapping import opened
 from .fsdp_private import is_sharded
-from .optimizer import ShardedOptimizer
+from .optimizer import SpreadOptimizer
 from .sharding import Sharding, refuse_options
 
-__all__ = ["is_sharded", "wrapped_shards"]
+__all__ = ["is_spread", "wrapped_shards"]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether it is one model with those of other ranks."""
+    return isinstance(model, DistributedDataParallel) or is_sharded(model)
 
 
 def wrapped_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
-) -> ShardedOptimizer:
+) -> SpreadOptimizer:
     """See ``wrap``: every rank calls it, with the same options."""
     refuse_options(config)
     sharding = Sharding(model)
     try:
+        sharding.refuse(config)
         with sharding.one_speaks():
             mine = sharding.optimizer_over(optimizer)
             own = sharding.config(config, mine)

@@ -3,13 +3,14 @@ would."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from ..schedule.ledger import Ledger
 from .gradients import GradientCollector
+from .handles import Removable
 from .hooks import ModuleHooks
 from .residences import Residences
 
@@ -29,12 +30,15 @@ class Driven:
 
     def __init__(
         self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, residences: Residences,
-        collector: GradientCollector, load: Callable[[Values], None],
+        collector: GradientCollector, load: Callable[[Values], None], while_open: list[Removable],
     ) -> None:  # fmt: skip
-        """``load`` writes weights."""
+        """``load`` writes weights; ``while_open``: what ends with the engine, before its machinery
+        does."""
         self._ledger, self._hooks, self._loop = ledger, hooks, loop
         self._residences, self._collector, self._load = residences, collector, load
-        self.parts, self.device = residences.parts, residences.accelerator.device
+        self._executor, self._while_open = residences.executor, while_open
+        self.parts, self.accelerator = residences.parts, residences.accelerator
+        self.device = self.accelerator.device
 
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
@@ -55,6 +59,27 @@ class Driven:
     def weight(self, index: int) -> torch.Tensor:
         """Where a weight lies for good."""
         return self._residences.weight(index)
+
+    def copied(self, units: Collection[int], copy: Callable[[], None]) -> None:
+        """Has ``copy`` read the weights of units once the last step has updated them, on a thread
+        that does not train; the next updates come after that."""
+        places = []
+        for unit in units:
+            self._executor.await_update(unit)
+            places.append(self._residences.place(unit))
+        if not self.accelerator.has_device_memory:
+            copy()
+            return
+        for place in places:
+            self._executor.wait_for(place)
+            self.accelerator.used(self._executor.arenas.bytes_of(place))
+        copy()
+        for place in places:
+            self._executor.mark_device_use(place, self.accelerator.record())
+
+    def until_closed(self, what: Removable) -> None:
+        """``what`` ends with the engine."""
+        self._while_open.append(what)
 
     def appeared(self, index: int) -> None:
         """A gradient was put, or added, into a parameter's ``grad``."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+
+
+class Removable(Protocol):
+    """Hooks that can be taken away, or what else ends so."""
+
+    def remove(self) -> None: ...
 
 
 def remove_all(handles: list[Any]) -> None:

@@ -364,6 +364,19 @@ def as_plain(t: torch.Tensor) -> torch.Tensor:
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Whether a part of it, or all, was compiled: by ``torch.compile`` or its own ``compile``."""
+    return any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+        for each in module.modules()
+    )
+
+
+def joins_uneven(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether its ``join`` is in use, so that ranks may take different numbers of steps."""
+    return bool(ddp._join_config.enable)
+
+
 def outdate(params: Iterable[torch.Tensor]) -> None:
     """Graphs that have saved these themselves raise when they are run backward."""
     with without_overrides():

@@ -213,6 +213,10 @@ class Accelerator(Protocol):
         """Within it, the calling thread's compute goes to the stream of optimizer updates."""
         ...
 
+    def gather_stream(self) -> AbstractContextManager[object]:
+        """Within it, the calling thread's compute goes to the stream of what ranks exchange."""
+        ...
+
     def allocated_bytes(self) -> tuple[int, int] | None:
         """Of the device's memory, what the whole process has now, and the most that it had at once;
         ``None`` where nobody counts."""

@@ -132,6 +132,9 @@ class CpuAccelerator(InOrder):
     def update_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def gather_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def synchronize(self) -> None:
         return None
 

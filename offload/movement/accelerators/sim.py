@@ -27,7 +27,8 @@ from .base import Event, Fill, InOrder, OnDone, copied_bytes, halves
 from .lane import CopyJob, CopyLane, copy
 from .ordering import Clock, Ordering, join
 
-COMPUTE, COPY_IN, COPY_OUT, UPDATE = "compute", "copy_in", "copy_out", "update"
+COMPUTE, COPY_IN, COPY_OUT = "compute", "copy_in", "copy_out"
+UPDATE, GATHER = "update", "gather"
 POISON = 0xFF  # NaN in every float format that weights have
 
 
@@ -256,6 +257,9 @@ class SimAccelerator(InOrder):
 
     def update_stream(self) -> AbstractContextManager[object]:
         return self._on_stream(UPDATE)
+
+    def gather_stream(self) -> AbstractContextManager[object]:
+        return self._on_stream(GATHER)
 
     @contextmanager
     def _on_stream(self, stream: str) -> Iterator[None]:

@@ -161,7 +161,7 @@ class StreamsAccelerator:
         self._clock = StreamClock(base)
         self._in = _CopyStream("copy_in", self._make, self._clock)
         self._out = _CopyStream("copy_out", self._make, self._clock)
-        self._update = self._make.stream()
+        self._update, self._gather = self._make.stream(), self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -291,6 +291,9 @@ class StreamsAccelerator:
 
     def update_stream(self) -> AbstractContextManager[object]:
         return self._make.on(self._update)
+
+    def gather_stream(self) -> AbstractContextManager[object]:
+        return self._make.on(self._gather)
 
     def allocated_bytes(self) -> tuple[int, int] | None:
         if not hasattr(torch.accelerator, "max_memory_allocated"):  # from torch 2.9 on

@@ -1,0 +1,68 @@
+"""What a replicated parameter is for Python code while its updated weights are on their way: the
+first that uses it waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..schedule.units import ParamSpec
+from ..training import torch_private
+from ..training.managed import Elsewhere, Managed, known
+from ..training.operations import ABOUT, LAYOUT, LIKE, is_view
+from ..training.parameters import Shown
+
+_ANY_TIME = (ABOUT | LAYOUT | LIKE) - {"__reduce_ex__"}  # what asks for no values
+
+
+class Awaited(Elsewhere):
+    """Mixed into the class of a parameter whose weights may not be current."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        arrive(self)
+        return self.data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        arrive(self)
+        self.data = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        arrive(self)
+        return self.__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = name in ("__get__", "__set__", "__delete__") and not is_view(func)
+        if attribute or name in _ANY_TIME:
+            with torch_private.without_overrides():
+                return func(*args, **kwargs)
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Awaited):
+                arrive(each)
+        return func(*args, **kwargs)
+
+
+def arrive(p: Any) -> None:
+    """Returns when the weights are current, and the parameter is ``Shown``."""
+    mine = known(p)
+    access: Any = mine.access
+    access.arrive(mine.index)
+
+
+def manage_replica(p: nn.Parameter, number: int, name: str, access: Any) -> Managed:
+    """Makes a parameter one that may be awaited; it is not yet."""
+    spec = ParamSpec(number, name, tuple(p.shape), tuple(p.stride()), p.numel(), 0)
+    made = Managed(p, spec, access, Shown, Awaited)
+    made.show(p, p.data)
+    return made

@@ -1,0 +1,107 @@
+"""Models that ``DistributedDataParallel`` replicates, as a way to be spread over ranks: every rank
+has all weights and gradients, and the state of some rows of each parameter (ZeRO-1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import OffloadConfig
+from ..errors import OffloadError
+from ..planning.partition import find_units, unit_parameters
+from ..training import torch_private
+from .parts import require_initialised, rows_of_rank
+
+
+class Replica:
+    """One parameter, whole on every rank; see ``Piece``.
+
+    Attributes:
+        whole: its memory, which it keeps.
+    """
+
+    def __init__(self, name: str, p: nn.Parameter, rank: int, size: int) -> None:
+        self.name, self._p, self._rank, self._size = name, p, rank, size
+        self.whole: torch.Tensor = torch.Tensor.data.__get__(p)  # type: ignore[attr-defined]
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self._p
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Memory of the whole parameter's."""
+        return self.of_rank(self.whole, self._rank)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """A rank's rows; a single number is one."""
+        return rows_of_rank(self._p.shape[0] if self._p.dim() else 1, rank, self._size)
+
+    def first_row(self, rank: int) -> int:
+        return self.rows(rank)[0]
+
+    def part_of(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != self._p.shape:
+            return value
+        return self.of_rank(value, self._rank)
+
+    def of_rank(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's rows of a tensor like the parameter."""
+        first, last = self.rows(rank)
+        if not whole.dim():
+            return whole if last > first else whole.unsqueeze(0)[:0]
+        return whole[first:last]
+
+
+class ReplicatedModule:
+    """A unit of the model; see ``Part``."""
+
+    def __init__(self, name: str, module: nn.Module, shards: list[Replica]) -> None:
+        self.name, self.module, self.shards = name, module, shards
+
+
+class Replicated:
+    """See ``Way``: inside of ``DistributedDataParallel``."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        """
+        Raises:
+            OffloadError: it cannot be wrapped.
+        """
+        require_initialised()
+        inner: nn.Module = ddp.module
+        if ddp.is_multi_device_module:
+            raise OffloadError("DistributedDataParallel over several devices of a rank is refused")
+        self.ddp, self.model, self.held = ddp, inner, (ddp, inner)
+        self.ranks: dist.ProcessGroup = ddp.process_group
+        rank, size = dist.get_rank(self.ranks), dist.get_world_size(self.ranks)
+        names = {id(p): name for name, p in inner.named_parameters()}
+        self.parts: list[ReplicatedModule] = []
+        for found in find_units(inner):
+            shards = [
+                Replica(names.pop(id(p)), p, rank, size)
+                for _, p in unit_parameters(found) if id(p) in names
+            ]  # fmt: skip
+            if shards:
+                self.parts.append(ReplicatedModule(found.name, found.module, shards))
+        for part in self.parts:
+            for shard in part.shards:
+                _refuse(shard.name, shard.param)
+
+    def refuse(self, config: OffloadConfig) -> None:
+        if config.update == "backward":
+            raise ValueError(
+                "update='backward' is not for DistributedDataParallel: its gradients are final "
+                "only when backward is over; use update='next_forward'"
+            )
+
+
+def _refuse(name: str, p: nn.Parameter) -> None:
+    if p.is_meta:
+        raise OffloadError(f"parameter {name!r} is on meta, and DistributedDataParallel has begun")
+    if torch_private.is_wrapper(p):
+        raise OffloadError(f"parameter {name!r} is a {type(p).__name__}, which is not supported")

@@ -1,0 +1,235 @@
+"""Between a replicated model and the engine that has the rows of this rank: gradients go to the one
+when a step is taken, updated weights to the other, before it uses them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import OffloadError
+from ..training import torch_private
+from ..training.driven import Driven
+from ..training.handles import all_or_none, remove_all
+from .awaited import manage_replica
+from .ddp import ReplicatedModule
+from .gathering import GatheredUnit, Gatherer, Round
+from .shards import Shards
+
+
+class ReplicaBridge:
+    """Hooks on a replicated model; parameters and units by their number in it.
+
+    A parameter is *awaited* from a step on until its unit has come from all ranks and somebody
+    uses it.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, modules: Sequence[ReplicatedModule], shards: Shards,
+        driven: Driven, gatherer: Gatherer,
+    ) -> None:  # fmt: skip
+        self._ddp, self._driven, self._gatherer = ddp, driven, gatherer
+        self._local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
+        self.replicas = [replica for each in modules for replica in each.shards]
+        self._unit_of = [unit for unit, each in enumerate(modules) for _ in each.shards]
+        self._members: list[list[int]] = [[] for _ in modules]
+        for number, unit in enumerate(self._unit_of):
+            self._members[unit].append(number)
+        self._units = [self._gathered(each, shards, trained=True) for each in modules]
+        self._whole = [self._gathered(each, shards, trained=False) for each in modules]
+        self._awaited: set[int] = set()  # units
+        self._owed: Sequence[GatheredUnit] | None = None  # not begun yet
+        self._round: Round | None = None  # the last that was
+        self._versions: list[int] = []
+        self._handles: list[Any] = []
+        me = weakref.ref(self)
+        self._managed = [
+            manage_replica(replica.param, number, replica.name, self)
+            for number, replica in enumerate(self.replicas)
+        ]
+        self._note_versions(range(len(self.replicas)))
+        with all_or_none(self._handles):
+            self._handles.append(ddp.register_forward_pre_hook(_root(me), prepend=True))
+            self._handles.append(ddp.register_forward_hook(_root_over(me), always_call=True))
+            if not torch_private.has_compiled(ddp):
+                for unit, each in enumerate(modules):
+                    hook = each.module.register_forward_pre_hook(_reader(me, unit), prepend=True)
+                    self._handles.append(hook)
+        self._at_root = torch_private.has_compiled(ddp)
+        driven.until_closed(gatherer)
+
+    def _gathered(self, part: ReplicatedModule, shards: Shards, *, trained: bool) -> GatheredUnit:
+        """What of a unit changes in a step (``trained``), or all of it."""
+        index = {id(p): number for number, p in enumerate(self._driven.parts.parameters)}
+        replicas = [r for r in part.shards if r.param.requires_grad or not trained]
+        rows: list[torch.Tensor | None] = []
+        units = set[int]()
+        for replica in replicas:
+            p = self._local.get(id(replica.param))
+            rows.append(None if p is None else self._driven.weight(index[id(p)]))
+            if p is not None:
+                units.add(self._driven.parts.unit_of[index[id(p)]])
+        return GatheredUnit(sorted(units), replicas, rows)
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def owe(self, *, frozen: bool = False) -> None:
+        """The engine is about to have other weights than the model, ``frozen`` ones too: they are
+        awaited from now on.  Every rank owes as many rounds, and comes to each: right away, or,
+        where an exception came in between, when weights are used next."""
+        self.begin()
+        self._owed = self._whole if frozen else self._units
+        for unit, gathered in enumerate(self._owed):
+            if gathered.replicas:
+                self._awaited.add(unit)
+                self._hide(unit)
+                torch_private.outdate(replica.param for replica in gathered.replicas)
+
+    def _hide(self, unit: int) -> None:
+        for number in self._members[unit]:
+            self._managed[number].hide(self.replicas[number].param, self.replicas[number].whole)
+
+    def begin(self) -> None:
+        """What is owed begins."""
+        if self._owed is not None:
+            under_way, begin = self._gatherer.prepared(self._owed)
+            # Owed or under way: C makes the calls, and no signal handler runs in between.
+            told = (
+                partial(setattr, self, "_round", under_way),
+                partial(setattr, self, "_owed", None),
+            )
+            tuple(map(partial.__call__, (*told, begin)))
+
+    def arrive(self, number: int) -> None:
+        """Somebody uses a parameter."""
+        self.arrive_unit(self._unit_of[number])
+
+    def arrive_unit(self, unit: int) -> None:
+        """Somebody uses a unit's parameters."""
+        if unit not in self._awaited:
+            return
+        self.begin()
+        assert self._round is not None
+        self._gatherer.wait(self._round, unit)
+        for number in self._members[unit]:
+            self._managed[number].show(self.replicas[number].param, self.replicas[number].whole)
+        self._note_versions(self._members[unit])
+        self._awaited.discard(unit)
+
+    def arrive_all(self) -> None:
+        """All weights are current."""
+        for unit in sorted(self._awaited):
+            self.arrive_unit(unit)
+
+    def read(self, number: int) -> torch.Tensor:
+        """A copy of a parameter's weight."""
+        self.arrive(number)
+        return self.replicas[number].whole.clone()
+
+    def name(self, number: int) -> str:
+        """Of a parameter."""
+        return self.replicas[number].name
+
+    def _note_versions(self, numbers: Sequence[int] | range) -> None:
+        if not self._versions:
+            self._versions = [0] * len(self.replicas)
+        for number in numbers:
+            self._versions[number] = torch_private.version_of(self.replicas[number].param)
+
+    def take_edits(self) -> None:
+        """What was changed in a parameter, in place, since the engine last looked is its weight:
+        every rank has changed it in the same way, as that model asks."""
+        index = {id(p): number for number, p in enumerate(self._driven.parts.parameters)}
+        edited: dict[int, torch.Tensor] = {}
+        numbers = []
+        for number, replica in enumerate(self.replicas):
+            if self._unit_of[number] in self._awaited:
+                continue
+            if torch_private.version_of(replica.param) != self._versions[number]:
+                numbers.append(number)
+                p = self._local.get(id(replica.param))
+                if p is not None:
+                    edited[index[id(p)]] = replica.local.clone()
+        if edited:
+            self._driven.replace(edited)
+        self._note_versions(numbers)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A forward of the whole model begins."""
+        if self._at_root:
+            self.arrive_all()
+        if not torch_private.in_backward():
+            self.take_edits()
+        self._driven.before_forward()
+
+    def after_forward(self, output: Any) -> None:
+        """It has ended; ``None``: it has raised."""
+        self._driven.after_forward(output)
+
+    def before_step(self) -> None:
+        """Gradients are about to be applied: this rank's rows of them are the engine's."""
+        if torch_private.joins_uneven(self._ddp):
+            raise OffloadError(
+                "ddp.join() lets ranks take different numbers of steps, but each step needs all of "
+                "them: give every rank as many batches"
+            )
+        self.arrive_all()
+        self.take_edits()
+        for replica in self.replicas:
+            p, grad = self._local.get(id(replica.param)), replica.param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise OffloadError(f"the gradient of {replica.name!r} is sparse; use dense ones")
+            if p is not None and p.requires_grad:
+                p.grad = None if grad is None else replica.part_of(grad.detach())
+        self.owe()
+
+    def after_step(self) -> None:
+        """They are the user's again, and weights are on their way."""
+        for p in self._local.values():
+            p.grad = None
+        self.begin()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def give_back(self) -> None:
+        """Parameters are ordinary ones again, with their weights."""
+        remove_all(self._handles)
+        for known, replica in zip(self._managed, self.replicas, strict=True):
+            known.release(replica.param, replica.whole)
+
+
+def _root(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any], None]:
+    @torch_private.not_compiled
+    def before(_module: nn.Module, _args: Any) -> None:
+        bridge = me()
+        if bridge is not None:
+            bridge.before_forward()
+
+    return before
+
+
+def _root_over(me: weakref.ref[ReplicaBridge]) -> Callable[[nn.Module, Any, Any], None]:
+    @torch_private.not_compiled
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        bridge = me()
+        if bridge is not None:
+            bridge.after_forward(output)
+
+    return after
+
+
+def _reader(me: weakref.ref[ReplicaBridge], unit: int) -> Callable[[nn.Module, Any], None]:
+    @torch_private.not_compiled
+    def before(_module: nn.Module, _args: Any) -> None:
+        bridge = me()
+        if bridge is not None:
+            bridge.arrive_unit(unit)
+
+    return before

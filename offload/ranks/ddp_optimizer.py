@@ -1,0 +1,128 @@
+"""What users hold of a model that ``DistributedDataParallel`` replicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..engine import Engine
+from ..errors import OffloadError
+from ..state.lazy_state import LazyState
+from .ddp import Replica
+from .ddp_bridge import ReplicaBridge
+from .optimizer import Holder, SpreadOptimizer
+from .shards import Shards
+from .world import World
+
+
+class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
+    """By parameter, its whole state, gathered from all ranks, which all ask for it."""
+
+    def __init__(
+        self, of_shards: LazyState, bridge: ReplicaBridge, shards: Shards, world: World
+    ) -> None:
+        self._of_shards, self._world = of_shards, world
+        self._replicas = {replica.param: replica for replica in bridge.replicas}
+        self._local = {s.param: p for s, p in zip(shards.shards, shards.local, strict=True)}
+
+    def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
+        replica = self._replicas[p]  # type: ignore[index]
+        self._world.together("optimizer.state")
+        local = self._local.get(p)  # type: ignore[call-overload]
+        return whole_state(replica, dict(self._of_shards.get(local, {})), self._world)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._world.together("optimizer.state")
+        has = [p in self for p in self._replicas]
+        # The first rank has rows of them all.
+        return (
+            p
+            for p, found in zip(self._replicas, self._world.gathered(has)[0], strict=True)
+            if found
+        )
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, p: object) -> bool:
+        return self._local.get(p) in self._of_shards  # type: ignore[call-overload]
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise OffloadError(
+            "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
+        )
+
+    __setitem__: Callable[..., None] = _refuse
+    __delitem__: Callable[..., None] = _refuse
+    clear: Callable[..., None] = _refuse
+
+
+def whole_state(replica: Replica, mine: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """A parameter's state out of the rows of all ranks; every rank calls it."""
+    rows = replica.local.shape if replica.local.numel() else None
+    split = {
+        k: v.dtype for k, v in mine.items() if isinstance(v, torch.Tensor) and v.shape == rows
+    }  # fmt: skip
+    rest = {k: v for k, v in mine.items() if k not in split}
+    split, rest = world.gathered((split, rest))[0]  # the first rank has rows of every parameter
+    joined = {k: _whole(replica, mine.get(k), dtype, world) for k, dtype in split.items()}
+    return {**rest, **joined}
+
+
+def _whole(
+    replica: Replica, rows: torch.Tensor | None, dtype: torch.dtype, world: World
+) -> torch.Tensor:
+    whole = torch.empty(replica.param.shape, dtype=dtype)
+    padded = torch.empty(replica.of_rank(whole, 0).shape, dtype=dtype)
+    if rows is not None:
+        (padded[: rows.shape[0]] if rows.dim() else padded).copy_(rows)
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded, group=world.group)
+    for rank, part in enumerate(parts):
+        there = replica.of_rank(whole, rank)
+        if there.numel():
+            there.copy_(part[: there.shape[0]] if there.dim() else part)
+    return whole
+
+
+class ReplicatedOptimizer(SpreadOptimizer):
+    """Each rank has the state of its rows; ``state_dict`` and ``state`` are whole on every rank, as
+    those of torch's optimizers are, and every rank asks for them."""
+
+    def __init__(
+        self, engine: Engine, inner: torch.optim.Optimizer, bridge: ReplicaBridge, shards: Shards,
+        holder: Holder, world: World,
+    ) -> None:  # fmt: skip
+        super().__init__(engine, inner, bridge, shards, holder)
+        self._bridge, self._world = bridge, world
+        self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state in torch's own format, whole: every rank calls it, and needs memory for it."""
+        self._world.together("optimizer.state_dict()")
+        found = self._engine.state_dict()["state"]
+        replicas = {id(replica.param): replica for replica in self._bridge.replicas}
+        mine = {number: found.get(place) for number, place in self._numbers.items()}
+        has = self._world.gathered(sorted(n for n, state in mine.items() if state))[0]
+        whole = [p for group in self.param_groups for p in group["params"]]
+        state = {
+            number: whole_state(replicas[id(whole[number])], mine.get(number) or {}, self._world)
+            for number in has
+        }
+        return {"state": state, "param_groups": self._whole_groups()}
+
+    def rollback(self) -> Any:
+        """See ``OffloadedOptimizer.rollback``; every rank calls it."""
+        self._bridge.arrive_all()
+        self._bridge.owe(frozen=True)
+        extra = super().rollback()
+        self._bridge.begin()
+        return extra
+
+    def give_back(self) -> None:
+        """See ``SpreadOptimizer``."""
+        self._bridge.arrive_all()
+        super().give_back()

@@ -1,0 +1,52 @@
+"""Models that FSDP2 has sharded, as a way to be spread over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import OffloadConfig
+from ..errors import OffloadError
+from .fsdp_private import ShardedModule, sharded_modules
+from .parts import require_initialised
+
+
+class FullySharded:
+    """See ``Way``: after ``fully_shard``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Raises:
+            OffloadError: the model is not sharded in a way that can be wrapped.
+        """
+        require_initialised()
+        self.model, self.held = model, (model,)
+        self.parts = sharded_modules(model)
+        _refuse(model, self.parts)
+        self.ranks = next(group for each in self.parts for group in each.process_groups)
+
+    def refuse(self, config: OffloadConfig) -> None:
+        """All that others are refused is all that this one is."""
+
+
+def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
+    known = {id(shard.param) for each in modules for shard in each.shards}
+    for name, p in model.named_parameters():
+        if id(p) not in known:
+            raise OffloadError(
+                f"parameter {name!r} is not sharded by fully_shard; call fully_shard on the whole "
+                "model too, without ignored_params"
+            )
+        if p.is_meta:
+            raise OffloadError(
+                f"parameter {name!r} is on meta; model.to_empty(device=...) and initialise it first"
+            )
+    if any(each.replicates for each in modules):
+        raise OffloadError(
+            "fully_shard with a mesh of two dimensions (HSDP, tensor parallelism) is not "
+            "supported: several ranks would update one shard; use a mesh of one dimension"
+        )
+    if any(shard.offloads for each in modules for shard in each.shards):
+        raise OffloadError(
+            "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards in host memory itself, "
+            "and overspill their state: leave offload_policy out"
+        )
