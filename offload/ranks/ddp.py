@@ -14,7 +14,7 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..planning.partition import find_units, unit_parameters
 from ..training import torch_private
-from .parts import require_initialised, rows_of_rank
+from .parts import require_initialised, rows_in, rows_of_rank
 
 
 class Replica:
@@ -39,7 +39,7 @@ class Replica:
 
     def rows(self, rank: int) -> tuple[int, int]:
         """A rank's rows; a single number is one."""
-        return rows_of_rank(self._p.shape[0] if self._p.dim() else 1, rank, self._size)
+        return rows_of_rank(rows_in(self.whole), rank, self._size)
 
     def first_row(self, rank: int) -> int:
         return self.rows(rank)[0]

@@ -73,6 +73,11 @@ class Way(Protocol):
         ...
 
 
+def rows_in(tensor: torch.Tensor) -> int:
+    """A single number is one row."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
 def rows_of_rank(rows: int, rank: int, size: int) -> tuple[int, int]:
     """The first of a rank's rows, and the first that is not: as ``torch.chunk`` cuts."""
     each = -(-rows // size)

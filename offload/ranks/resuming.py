@@ -17,12 +17,13 @@ from ..durable.meta import check_buffers, restore_buffers, restore_random_states
 from ..durable.resume import formats_of, optimizer_for, with_formats
 from ..engine import Engine
 from ..errors import OffloadError
-from ..io_engine.committed import OwnedStore, find_store, own_store
+from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.mending import go_back
 from ..optimizer import OffloadedOptimizer
 from ..wrapping import opened, reopened
+from .parts import rows_in
 from .sharding import Sharding
-from .stores import RunSource, RunStores, find_run
+from .stores import RunSource, RunStores, find_run, names_in
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made", bound=OffloadedOptimizer)
@@ -59,6 +60,7 @@ def resumed_shards(
             world.gathered(None)  # nobody changes a store before all have looked
             same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
             if same:
+                _require_units(sharding, run.stores[world.rank])
                 with _agreed(run, world.rank) as store:
                     made, extra = _same(sharding, store, folders, optimizer, options)
             else:
@@ -80,7 +82,7 @@ def resumed_whole(
         optimizer = optimizer or _optimizer(model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         params = dict(model.named_parameters())
-        rows = {name: (p, 0, p.shape[0]) for name, p in params.items()}
+        rows = {name: (p, 0, rows_in(p)) for name, p in params.items()}
         _require_like(source, {name: tuple(p.shape) for name, p in params.items()})
         for name, (p, start, stop) in rows.items():
             p.data = source.weight(name, start, stop).to(
@@ -108,6 +110,21 @@ def _agreed(run: RunStores, rank: int) -> OwnedStore:
         raise
     store.locks.release()
     return own_store(directories)
+
+
+def _require_units(sharding: Sharding, store: FoundStore) -> None:
+    """
+    Raises:
+        OffloadError: the ranks' stores are of a model that was spread otherwise, on some rank.
+    """
+    theirs = sorted(names_in(store))
+    mine = sorted(name for name, _ in sharding.shards.named_parameters())
+    if not all(sharding.world.gathered(theirs == mine)):
+        raise OffloadError(
+            f"the stores in {store.directories[0].parent} are of a model that was spread in "
+            "another way (FSDP2 or DistributedDataParallel, or fully_shard of other modules); pass "
+            "nvme= with another folder to go on in"
+        )
 
 
 def _same(
@@ -145,9 +162,10 @@ def _others(
         rows = {}
         for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
             start = shard.first_row(world.rank)
-            rows[shard.name] = p, start, start + p.shape[0]
+            stop = start + rows_in(p)
+            rows[shard.name] = p, start, stop
             with torch.no_grad():
-                shard.local.copy_(source.weight(shard.name, start, start + p.shape[0]))
+                shard.local.copy_(source.weight(shard.name, start, stop))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
         own = sharding.config(config, mine)

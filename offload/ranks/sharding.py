@@ -144,6 +144,7 @@ class Sharding:
         self._bridges.append(replicated)
         if resumed:
             replicated.owe(frozen=True)
+            replicated.begin()
         return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
 
     def optimizer_over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

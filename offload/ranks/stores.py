@@ -31,6 +31,12 @@ def whole_name(name: str) -> str:
     return name.split(".", 1)[1].replace("/", ".")
 
 
+def names_in(store: FoundStore) -> list[str]:
+    """Of all parameters of one store, as that has them."""
+    units = store.layout.description["units"]
+    return [p["name"] for unit in units for chunk in unit["chunks"] for p in chunk["params"]]
+
+
 class RunStores:
     """The stores of all ranks of one run, and the commit that all of them have."""
 
@@ -204,6 +210,8 @@ def rows_of(parts: Sequence[StreamedTensor], start: int, stop: int) -> torch.Ten
     """Rows of a tensor that lies in parts, one after the other."""
     found, first = [], 0
     for part in parts:
+        if not part.shape:  # a single number, which one rank has
+            return whole(part)
         count = part.shape[0]
         low, high = max(start, first), min(stop, first + count)
         if low < high:

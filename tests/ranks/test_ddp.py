@@ -1,4 +1,4 @@
-"""Models inside of ``DistributedDataParallel``: the losses of torch's AdamW, state on one rank each."""
+"""Models inside of ``DistributedDataParallel``: the losses of torch's AdamW."""
 
 from __future__ import annotations
 
@@ -212,7 +212,9 @@ def states(rank: int, size: int, folder: Path) -> None:
     model = replicated(Odd, find_unused_parameters=True)
     with wrapped(model) as optimizer:
         assert not optimizer.state_dict()["state"]
-        assert before == pytest.approx([step(model, optimizer, n, rank) for n in range(2)], rel=1e-5)
+        assert before == pytest.approx(
+            [step(model, optimizer, n, rank) for n in range(2)], rel=1e-5
+        )
         found = optimizer.state_dict()
         assert found["state"].keys() == state["state"].keys()
         for number, each in state["state"].items():

@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import overspill
 from overspill.io_engine.manifest import Manifest
@@ -34,10 +35,11 @@ def full(value: torch.Tensor) -> torch.Tensor:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Seen:
     """Weights and moments, whole; every rank calls it."""
-    found = {n: full(p).detach().clone() for n, p in model.named_parameters()}
-    found["runs"] = model.get_buffer("runs").clone()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    found = {n: full(p).detach().clone() for n, p in inner.named_parameters()}
+    found["runs"] = inner.get_buffer("runs").clone()
     state = optimizer.state_dict()["state"]
-    for number, (name, _) in enumerate(model.named_parameters()):
+    for number, (name, _) in enumerate(inner.named_parameters()):
         for key in MOMENTS:
             found[f"{name}.{key}"] = full(state[number][key]).clone()
         found[f"{name}.step"] = state[number]["step"]
@@ -50,11 +52,16 @@ def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
     assert not wrong, wrong
 
 
+def replicated(dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+    return DistributedDataParallel(net(dtype))
+
+
 def train(
-    rank: int, size: int, folder: Path, until: int, begin: bool, dtype: torch.dtype
-) -> tuple[list[float], Seen, Any]:
+    rank: int, size: int, folder: Path, until: int, begin: bool, dtype: torch.dtype,
+    spread: Callable[[torch.dtype], nn.Module] = sharded,
+) -> tuple[list[float], Seen, Any]:  # fmt: skip
     """Steps up to ``until``, new or resumed; losses, the state then, and what ``extra`` gave."""
-    model, extra = sharded(dtype), None
+    model, extra = spread(dtype), None
     options: dict[str, Any] = {
         "device": "cpu", "rates": RATES, "host_memory": "1GiB", "extra": lambda: {"rank": rank},
     }  # fmt: skip
@@ -74,22 +81,33 @@ def train(
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.soak)]
-)
-def test_as_many_ranks_go_on_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    "spread, dtype",
+    [
+        (sharded, torch.bfloat16), pytest.param(sharded, torch.float32, marks=pytest.mark.soak),
+        pytest.param(replicated, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param(replicated, torch.float32, marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_as_many_ranks_go_on_bit_for_bit(spread: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     one, two = folder_of(tmp_path / "one"), folder_of(tmp_path / "two")
-    whole_run = spawn(2, train, one, 6, True, dtype)
-    first = spawn(2, train, two, 3, True, dtype)
-    second = spawn(2, train, two, 6, False, dtype)
+    whole_run = spawn(2, train, one, 6, True, dtype, spread)
+    first = spawn(2, train, two, 3, True, dtype, spread)
+    second = spawn(2, train, two, 6, False, dtype, spread)
     for rank in range(2):
         assert first[rank][0] + second[rank][0] == whole_run[rank][0]
         same(second[rank][1], whole_run[rank][1])
         assert second[rank][2] == {"rank": rank}
 
 
-def taken_up(rank: int, size: int, folder: Path, into: Path) -> tuple[int, Seen]:
+def taken_up(
+    rank: int, size: int, folder: Path, into: Path,
+    spread: Callable[[], nn.Module] = sharded,
+) -> tuple[int, Seen]:  # fmt: skip
     """What ranks find that resume, and that they go on to train."""
-    model = sharded()
+    model = spread()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()  # what they hold is of no account
     made, _ = overspill.resume(
         model, folder, adamw(model), device="cpu", rates=RATES, host_memory="1GiB", nvme=into
     )
@@ -116,7 +134,7 @@ def exported(folder: Path, out: Path, expected: Seen) -> None:
 
 
 def test_other_ranks_and_one_go_on_bit_for_bit(tmp_path: Path) -> None:
-    """Two ranks, then one without torch.distributed, then three, then one."""
+    """Two ranks, then one without torch.distributed, then three replicas, then one."""
     places = [folder_of(tmp_path / name) for name in ("two", "one", "three", "alone")]
     expected = spawn(2, train, places[0], 3, True, torch.float32)[0][1]
     exported(places[0], tmp_path / "out", expected)
@@ -132,7 +150,7 @@ def test_other_ranks_and_one_go_on_bit_for_bit(tmp_path: Path) -> None:
     step, found = alone(places[0], places[1])
     assert step == 3
     same(found, expected)
-    for step, found in spawn(3, taken_up, places[1], places[2]):
+    for step, found in spawn(3, taken_up, places[1], places[2], replicated):
         assert step == 3
         same(found, expected)
     assert alone(places[2], places[3])[0] == 4, "three ranks have taken a step more"
