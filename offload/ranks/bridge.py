@@ -31,10 +31,12 @@ class Bridge:
     def __init__(
         self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven
     ) -> None:
-        self._driven, self._shards, self._modules = driven, shards, modules
+        self._driven, self._modules = driven, modules
+        self._shards = [shard for shard in shards.shards if isinstance(shard, Shard)]
+        self._local = shards.local
         parts = driven.parts
         self._index = {id(p): index for index, p in enumerate(parts.parameters)}
-        self._by_param = {id(shard.param): number for number, shard in enumerate(shards.shards)}
+        self._by_param = {id(shard.param): number for number, shard in enumerate(self._shards)}
         self._units = {
             id(each.module): tuple(sorted({
                 parts.unit_of[self._index[id(shards.local[self._by_param[id(s.param)]])]]
@@ -54,7 +56,7 @@ class Bridge:
         self._handles: list[Any] = []
         me = weakref.ref(self)
         with all_or_none(self._handles):
-            for shard, p in zip(shards.shards, shards.local, strict=True):
+            for shard, p in zip(self._shards, self._local, strict=True):
                 self._take_over(me, shard, p)
             for each in modules:
                 self._hook(me, each)
@@ -80,18 +82,18 @@ class Bridge:
         self._renew(number)
 
     def _unit_of(self, number: int) -> int:
-        index = self._index[id(self._shards.local[number])]
+        index = self._index[id(self._local[number])]
         return self._driven.parts.unit_of[index]
 
     def _renew(self, number: int) -> None:
         """A shard that could not be moved is a copy of what the engine has, where that has changed
         since: what users have written to it meanwhile is theirs."""
-        shard = self._shards.shards[number]
+        shard = self._shards[number]
         if shard.even or self._versions[number] != shard.version:
             return
         made = self._driven.version(self._unit_of(number))
         if self._copied.get(number) != made:
-            index = self._index[id(self._shards.local[number])]
+            index = self._index[id(self._local[number])]
             shard.move_to(self._driven.weight(index))
             self._versions[number], self._copied[number] = shard.version, made
 
@@ -99,7 +101,7 @@ class Bridge:
         """Someone may change a shard, and no version tells of it."""
         self.bring_up_to_date(number)
         if number not in self._lent:
-            self._lent[number] = self._shards.shards[number].local.detach().clone()
+            self._lent[number] = self._shards[number].local.detach().clone()
 
     def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
         def before(_module: nn.Module, _args: Any) -> None:
@@ -137,7 +139,7 @@ class Bridge:
             OffloadError: a parameter was replaced by another.
         """
         edited: dict[int, torch.Tensor] = {}
-        for number, shard in enumerate(self._shards.shards):
+        for number, shard in enumerate(self._shards):
             if id(shard.param) not in self._by_param or not shard.in_place:
                 raise OffloadError(
                     f"parameter {shard.name!r} was replaced after the model was wrapped; "
@@ -147,11 +149,11 @@ class Bridge:
             if shard.version != self._versions[number] or (
                 lent is not None and not torch.equal(lent, shard.local)
             ):
-                index = self._index[id(self._shards.local[number])]
+                index = self._index[id(self._local[number])]
                 edited[index] = shard.local.detach().clone()
         if edited:
             self._driven.replace(edited)
-            for number, shard in enumerate(self._shards.shards):
+            for number, shard in enumerate(self._shards):
                 self._versions[number] = shard.version
 
     # -- gradients ------------------------------------------------------------------------------
@@ -159,14 +161,14 @@ class Bridge:
     def appeared(self, number: int) -> None:
         """The reduced gradient of a shard has come, or was added."""
         self._mirror(number)
-        shard, p = self._shards.shards[number], self._shards.local[number]
+        shard, p = self._shards[number], self._local[number]
         self._driven.appeared(self._index[id(p)])
         if p.grad is not None:
             shard.hold(p.grad)
 
     def _mirror(self, number: int) -> None:
         """The engine sees the gradient that the user does."""
-        shard, p = self._shards.shards[number], self._shards.local[number]
+        shard, p = self._shards[number], self._local[number]
         gradient = shard.gradient()
         if gradient is not p.grad:
             p.grad = None
@@ -175,15 +177,15 @@ class Bridge:
     def before_step(self) -> None:
         """Gradients are about to be applied."""
         self.take_edits()
-        for number, p in enumerate(self._shards.local):
+        for number, p in enumerate(self._local):
             if p.requires_grad:
                 self._mirror(number)
 
     def after_step(self) -> None:
         """What was a plain gradient of the user's is the engine's now."""
-        for number, p in enumerate(self._shards.local):
+        for number, p in enumerate(self._local):
             if isinstance(p.grad, OffloadedGradient):
-                self._shards.shards[number].hold(p.grad)
+                self._shards[number].hold(p.grad)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class Bridge:
         """Shards are FSDP2's own again, with what those of the engine's model hold, which are
         ordinary parameters again too."""
         self.remove()
-        for shard, p in zip(self._shards.shards, self._shards.local, strict=True):
+        for shard, p in zip(self._shards, self._local, strict=True):
             shard.plain()
             shard.move_to(p.detach())
             shard.param.grad = None

@@ -93,6 +93,11 @@ class Replicated:
                 _refuse(shard.name, shard.param)
 
     def refuse(self, config: OffloadConfig) -> None:
+        if config.weights is not None:
+            raise ValueError(
+                "weights= is not for DistributedDataParallel, which has sent its weights to all "
+                "ranks by now: load them into the model before"
+            )
         if config.update == "backward":
             raise ValueError(
                 "update='backward' is not for DistributedDataParallel: its gradients are final "

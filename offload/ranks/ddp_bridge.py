@@ -99,11 +99,11 @@ class ReplicaBridge:
         if self._owed is not None:
             under_way, begin = self._gatherer.prepared(self._owed)
             # Owed or under way: C makes the calls, and no signal handler runs in between.
-            told = (
-                partial(setattr, self, "_round", under_way),
-                partial(setattr, self, "_owed", None),
-            )
-            tuple(map(partial.__call__, (*told, begin)))
+            told: list[partial[Any]] = [
+                partial(setattr, self, "_round", under_way), partial(setattr, self, "_owed", None),
+                begin,
+            ]  # fmt: skip
+            tuple(map(partial.__call__, told))
 
     def arrive(self, number: int) -> None:
         """Somebody uses a parameter."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
+from .filling import give_memory
 from .fsdp_private import ShardedModule, sharded_modules
 from .parts import require_initialised
 
@@ -13,13 +15,19 @@ from .parts import require_initialised
 class FullySharded:
     """See ``Way``: after ``fully_shard``."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """
+    def __init__(
+        self, model: nn.Module, *, device: torch.device | str | None, filled: bool
+    ) -> None:
+        """``filled``: weights come from elsewhere, so that shards need not have any memory yet;
+        they get it on ``device``.
+
         Raises:
             OffloadError: the model is not sharded in a way that can be wrapped.
         """
         require_initialised()
         self.model, self.held = model, (model,)
+        if filled:
+            give_memory(model, device)
         self.parts = sharded_modules(model)
         _refuse(model, self.parts)
         self.ranks = next(group for each in self.parts for group in each.process_groups)
@@ -38,7 +46,8 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
             )
         if p.is_meta:
             raise OffloadError(
-                f"parameter {name!r} is on meta; model.to_empty(device=...) and initialise it first"
+                f"parameter {name!r} is on meta; pass weights= (safetensors, or a Hugging Face "
+                "folder), or model.to_empty(device=...) and initialise it first"
             )
     if any(each.replicates for each in modules):
         raise OffloadError(

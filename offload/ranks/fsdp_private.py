@@ -147,7 +147,8 @@ class ShardedModule:
     """A module that ``fully_shard`` was called on, with the parameters that it gathers."""
 
     def __init__(self, name: str, module: FSDPModule, names: dict[int, str]) -> None:
-        self.name, self.module = name, module
+        self.name = name
+        self.module: nn.Module = module  # type: ignore[assignment]
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:

@@ -77,7 +77,7 @@ class Gatherer:
         )
         self._thread.start()
 
-    def prepared(self, units: Sequence[GatheredUnit]) -> tuple[Round, Callable[[], None]]:
+    def prepared(self, units: Sequence[GatheredUnit]) -> tuple[Round, partial[None]]:
         """A round, and what begins it: a call into C."""
         made = Round(units, self._accelerator.record())
         return made, partial(self._jobs.put, partial(self._gather_all, made))

@@ -17,7 +17,10 @@ class Piece(Protocol):
     """One parameter, of which this rank has rows: those that are one after the other in its first
     dimension, as many as on the other ranks, but for the last ones."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """In the model."""
+        ...
 
     @property
     def param(self) -> nn.Parameter:
@@ -41,8 +44,15 @@ class Piece(Protocol):
 class Part(Protocol):
     """A module whose parameters are brought to compute together."""
 
-    name: str
-    module: nn.Module
+    @property
+    def name(self) -> str:
+        """Of the module, in the model."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """Whose parameters they are."""
+        ...
 
     @property
     def shards(self) -> Sequence[Piece]:

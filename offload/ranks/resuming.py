@@ -52,7 +52,7 @@ def resumed_shards(
     options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """See ``resume``: every rank calls it, with the same arguments."""
-    sharding = Sharding(model)
+    sharding = Sharding(model, device=options.get("device"), filled=True)
     try:
         with sharding.one_speaks():
             world = sharding.world

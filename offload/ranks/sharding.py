@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,15 +24,17 @@ from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
+from .filling import fill_from_files
 from .fsdp import FullySharded
 from .gathering import Gatherer
 from .optimizer import ShardedOptimizer, SpreadOptimizer
+from .parts import Part
 from .shards import Shards, optimizer_over
 from .world import World
 
 log = logging.getLogger("overspill")
 # What says how weights are made or moved, which is FSDP2's here, or DDP's.
-_NOT_HERE = ("precision", "frozen", "units", "resident", "weights", "init", "tokens")
+_NOT_HERE = ("precision", "frozen", "units", "resident", "init", "tokens")
 
 
 class Sharding:
@@ -43,21 +46,28 @@ class Sharding:
         shards: this rank's part, as a model of its own.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """
+    def __init__(
+        self, model: nn.Module, *, device: torch.device | str | None, filled: bool
+    ) -> None:
+        """``filled``: weights come from elsewhere; those of shards, on ``device``, are of no
+        account.
+
         Raises:
             OffloadError: the model is not spread over ranks in a way that can be wrapped.
         """
         for module in model.modules():
             if OPTIMIZER in module.__dict__:
                 raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
-        self._way = (
-            Replicated(model) if isinstance(model, DistributedDataParallel) else FullySharded(model)
-        )
+        self._way: Replicated | FullySharded
+        if isinstance(model, DistributedDataParallel):
+            self._way = Replicated(model)
+        else:
+            self._way = FullySharded(model, device=device, filled=filled)
         self.model = self._way.model
         check_modules(self.model)
         self.world = World(self._way.ranks)
-        self.shards = Shards(self.model, self._way.parts)
+        self._parts: Sequence[Part] = self._way.parts
+        self.shards = Shards(self.model, self._parts)
         self._bridges: list[Bridge | ReplicaBridge] = []
 
     def refuse(self, config: OffloadConfig) -> None:
@@ -67,6 +77,10 @@ class Sharding:
         """
         refuse_options(config)
         self._way.refuse(config)
+
+    def fill(self, weights: Path) -> None:
+        """Shards get their rows of what is in files."""
+        fill_from_files(self.model, self._parts, weights, self.world.rank)
 
     def close(self) -> None:
         """Nothing came of it."""
@@ -89,7 +103,7 @@ class Sharding:
     def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
         """This rank's options."""
         device = config.device or str(next(self.model.parameters()).device)
-        whole = replace(config, device=device, activations="keep")
+        whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
         return replace(self.world.share(whole), rates=rates, units=units, resident=units)
@@ -153,7 +167,7 @@ class Sharding:
         Raises:
             ValueError: it has a parameter that the model has not.
         """
-        known = {id(piece.param) for part in self._way.parts for piece in part.shards}
+        known = {id(piece.param) for part in self._parts for piece in part.shards}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if id(p) not in known:

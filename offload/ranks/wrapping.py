@@ -25,9 +25,11 @@ def wrapped_shards(
 ) -> SpreadOptimizer:
     """See ``wrap``: every rank calls it, with the same options."""
     refuse_options(config)
-    sharding = Sharding(model)
+    sharding = Sharding(model, device=config.device, filled=config.weights is not None)
     try:
         sharding.refuse(config)
+        if config.weights is not None:
+            sharding.fill(config.weights)
         with sharding.one_speaks():
             mine = sharding.optimizer_over(optimizer)
             own = sharding.config(config, mine)

@@ -1,0 +1,62 @@
+"""Sharded models that have no memory yet, or are to have the weights of files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..planning.partition import partition
+from ..state.importing import open_weights
+from ..state.weight_files import match_files, read_float
+from .parts import Part, rows_in
+
+
+def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
+    """Shards on ``meta`` come to ``device``, with arbitrary contents; buffers keep theirs.
+
+    Raises:
+        OffloadError: some parameters are on ``meta``, and others are not.
+    """
+    on_meta = [p.is_meta for p in model.parameters()]
+    if not any(on_meta):
+        return
+    if not all(on_meta):
+        raise OffloadError("some parameters are on meta, and others have values; build all alike")
+    if device is None:
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.device("cpu" if str(device) == "sim" else device)
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    model.to_empty(device=device)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer.to(device))
+
+
+def fill_from_files(model: nn.Module, parts: Sequence[Part], path: Path, rank: int) -> None:
+    """Every shard gets its rows of a tensor in files; memory for one such tensor is taken.
+
+    Raises:
+        ValueError: the files lack a parameter, or have it in another shape; nothing was changed.
+    """
+    files = open_weights(path, model)
+    found = partition(model, {})
+    names = match_files(files, model, found)
+    pieces = {id(piece.param): piece for part in parts for piece in part.shards}
+    missing = [n for i, n in enumerate(map(id, found.parameters)) if i not in names]
+    if missing:
+        name = pieces[missing[0]].name
+        raise ValueError(f"weights: {path} does not match the model: {name} is missing")
+    for index, p in enumerate(found.parameters):
+        piece = pieces[id(p)]
+        if count := rows_in(piece.local) if piece.local.numel() else 0:
+            first = piece.first_row(rank)
+            with torch.no_grad():
+                piece.local.copy_(read_float(files, names[index])[first : first + count])
