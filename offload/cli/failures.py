@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import typer
 from ..errors import OffloadError
 
 REFUSED = 2
+_FOLLOWS = "another rank has ended, or does not answer; its own error says why"
 
 
 @contextmanager
@@ -22,11 +24,29 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if debug or not isinstance(error, (OffloadError, ValueError, OSError, *_of_torch())):
+        follows = _follows(error)
+        mendable = isinstance(error, (OffloadError, ValueError, OSError, *_of_torch()))
+        if debug or not (mendable or follows):
             raise
-        text = " ".join(str(error).split())
-        typer.echo(f"error: {text or type(error).__name__}", err=True)
+        text = _FOLLOWS if follows else " ".join(str(error).split())
+        typer.echo(f"{_who()}error: {text or type(error).__name__}", err=True)
         raise typer.Exit(REFUSED) from error
+
+
+def _who() -> str:
+    """Which of several ranks speaks."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"rank {os.environ.get('RANK')}: " if several else ""
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether it comes of the end of another rank, which says itself why it has ended."""
+    dist = sys.modules.get("torch.distributed")
+    while error is not None and dist is not None:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _of_torch() -> tuple[type[Exception], ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
@@ -42,6 +44,9 @@ def train(
         bool,
         typer.Option("--recompute", help="Compute activations again instead of keeping them."),
     ] = False,
+    spread: Annotated[
+        str, typer.Option(help="On several ranks (torchrun): fsdp (FSDP2) or ddp.")
+    ] = "fsdp",
     resume: Annotated[
         list[Path] | None,
         typer.Option(help="Go on in this store, up to --steps; all folders of a striped one."),
@@ -83,7 +88,7 @@ def train(
         job = Job(
             model=model, data=data, steps=steps, batch=batch, seq=seq, accumulate=accumulate,
             lr=lr, warmup=warmup, seed=seed, out=out, compare=compare, recompute=recompute,
-            resume=tuple(resume or ()), offload=offload,
+            resume=tuple(resume or ()), offload=offload, spread=spread,
         )  # fmt: skip
-        watch = make_watch()
+        watch = make_watch(Console(quiet=True) if os.environ.get("RANK", "0") != "0" else None)
         watch.result(run(job, watch))

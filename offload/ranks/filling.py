@@ -15,6 +15,13 @@ from ..state.weight_files import match_files, read_float
 from .parts import Part, rows_in
 
 
+def memory_of(device: torch.device | str | None) -> torch.device:
+    """Where parameters of a device are; ``None``: the accelerator's, where there is one."""
+    if device is None:
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu" if str(device) == "sim" else device)
+
+
 def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
     """Shards on ``meta`` come to ``device``, with arbitrary contents; buffers keep theirs.
 
@@ -26,18 +33,16 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
         return
     if not all(on_meta):
         raise OffloadError("some parameters are on meta, and others have values; build all alike")
-    if device is None:
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = torch.device("cpu" if str(device) == "sim" else device)
+    there = memory_of(device)
     buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if not buffer.is_meta
     ]
-    model.to_empty(device=device)
+    model.to_empty(device=there)
     for module, name, buffer in buffers:
-        setattr(module, name, buffer.to(device))
+        setattr(module, name, buffer.to(there))
 
 
 def fill_from_files(model: nn.Module, parts: Sequence[Part], path: Path, rank: int) -> None:

@@ -20,6 +20,7 @@ from ..errors import OffloadError
 from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.mending import go_back
 from ..optimizer import OffloadedOptimizer
+from ..training import torch_private
 from ..wrapping import opened, reopened
 from .parts import rows_in
 from .sharding import Sharding
@@ -85,9 +86,9 @@ def resumed_whole(
         rows = {name: (p, 0, rows_in(p)) for name, p in params.items()}
         _require_like(source, {name: tuple(p.shape) for name, p in params.items()})
         for name, (p, start, stop) in rows.items():
-            p.data = source.weight(name, start, stop).to(
-                "cpu" if p.is_meta else p.device, config.weight_dtype or p.dtype
-            )
+            device = "cpu" if p.is_meta else p.device
+            value = source.weight(name, start, stop).to(device, config.weight_dtype or p.dtype)
+            torch_private.become(p, value)
         extra = _fill(model, optimizer, source, rows, 0)
         make = partial(OffloadedOptimizer, inner=optimizer)
         made = opened(model, optimizer, config, _from_step(run.step, make))

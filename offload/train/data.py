@@ -154,16 +154,20 @@ class Batches:
     """Batches of token windows; batch ``i`` depends on the corpus, the seed and ``i`` alone.
 
     Windows do not overlap.  Every pass over the corpus has an order of its own, drawn from the
-    seed; ``position`` is the number of batches taken, and may be set to go on from there.
+    seed; ``position`` is the number of batches taken, and may be set to go on from there.  Several
+    ranks share each batch: ``ranks`` with ``batch`` windows each take what one with all takes.
     """
 
-    def __init__(self, corpus: Corpus, batch: int, seq: int, seed: int) -> None:
+    def __init__(
+        self, corpus: Corpus, batch: int, seq: int, seed: int, *, rank: int = 0, ranks: int = 1
+    ) -> None:
         """``batch`` windows of ``seq`` tokens each.
 
         Raises:
             ValueError: the corpus is shorter than one window.
         """
         self.corpus, self.batch, self.seq, self.seed = corpus, batch, seq, seed
+        self._rank, self._ranks = rank, ranks
         self.windows = len(corpus.tokens) // seq
         if self.windows == 0:
             raise ValueError(
@@ -186,7 +190,7 @@ class Batches:
 
     def __next__(self) -> torch.Tensor:
         """The next batch: int64, shape ``(batch, seq)``."""
-        first = self.position * self.batch
+        first = (self.position * self._ranks + self._rank) * self.batch
         rows = np.stack([self._window(first + i) for i in range(self.batch)])
         self.position += 1
         return torch.from_numpy(rows.astype(np.int64))

@@ -26,8 +26,9 @@ from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .head import chunk_loss
 from .loop import LoopSettings, StepRecord, train
 from .progress import Progress, fingerprint
+from .ranks import ALONE, Ranks, joined, replicated, sharded
 from .report import Report, link_bytes
-from .save import save_masters, save_weights
+from .save import read_along, save_masters, save_weights
 from .shapes import DEFAULT_SHAPE, ModelSource, find_model
 
 LR_FROM_RANDOM, LR_FINE_TUNE = 3e-4, 2e-5
@@ -51,6 +52,8 @@ class Job:
         resume: the directory of a store that this job was interrupted in, to go on there up to
             ``steps``; with a striped store all directories.
         offload: options of ``wrap``, without ``weights`` and ``accumulate``.
+        spread: where torchrun has started several ranks: ``"fsdp"`` or ``"ddp"``.  ``batch`` is
+            that of each rank.
     """
 
     model: str = DEFAULT_SHAPE
@@ -67,6 +70,7 @@ class Job:
     recompute: bool = False
     resume: Sequence[Path] = ()
     offload: Mapping[str, Any] = field(default_factory=dict)
+    spread: str = "fsdp"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulate"):
@@ -82,6 +86,8 @@ class Job:
             raise ValueError(f"warmup must not be negative, got {self.warmup}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be a positive number, got {self.lr}")
+        if self.spread not in ("fsdp", "ddp"):
+            raise ValueError(f"spread must be 'fsdp' or 'ddp', got {self.spread!r}")
         if self.resume and self.compare:
             raise ValueError("compare trains from the first step on; leave it out with resume")
 
@@ -96,20 +102,23 @@ class Job:
         """The steps over which the learning rate rises."""
         return self.steps // 10 if self.warmup is None else self.warmup
 
-    def settings(self, source: ModelSource, corpus: Corpus) -> dict[str, Any]:
+    def settings(self, source: ModelSource, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
         """What must be the same in a run that goes on."""
         return {
-            "model": source.name, "data": fingerprint(corpus), "batch": self.batch,
+            "model": source.name, "data": fingerprint(corpus), "batch": self.batch * ranks.size,
             "seq": self.seq, "accumulate": self.accumulate, "seed": self.seed,
             "lr": self.rate_for(source), "warmup": self.warmed_up,
         }  # fmt: skip
 
     def loop_settings(
-        self, device: torch.device, dtypes: Iterable[torch.dtype], clip: float | None = None
-    ) -> LoopSettings:
+        self, device: torch.device, dtypes: Iterable[torch.dtype], clip: float | None = None,
+        ranks: Ranks = ALONE,
+    ) -> LoopSettings:  # fmt: skip
         """Settings of the loop for a model with weights of ``dtypes``."""
         scaled = torch.float16 in set(dtypes)
-        return LoopSettings(self.steps, self.accumulate, device, self.warmed_up, scaled, clip)
+        return LoopSettings(
+            self.steps, self.accumulate, device, self.warmed_up, scaled, clip, ranks
+        )
 
 
 class Watch(Protocol):
@@ -129,38 +138,57 @@ class Watch(Protocol):
 
 
 def run(job: Job, watch: Watch) -> Report:
-    """Does the whole job; every file is in ``job.out`` afterwards.
+    """Does the whole job; every file is in ``job.out`` afterwards.  On the ranks that torchrun has
+    started each calls it, and the first one writes.
 
     Raises:
         ValueError: model, data or an option makes no sense.
         BudgetError: a budget is too small.
         OffloadError: a package is missing, or training failed.
     """
+    with joined(job.offload.get("device")) as ranks:
+        return _run(job, watch, ranks)
+
+
+def _run(job: Job, watch: Watch, ranks: Ranks) -> Report:
+    _refuse_on_ranks(job, ranks)
     source = find_model(job.model)
     if source.positions is not None and job.seq > source.positions:
         raise ValueError(f"seq {job.seq} exceeds the {source.positions} positions of {source.name}")
     tokenizer = load_tokenizer(source.folder)
     corpus = load_corpus(job.data, tokenizer, source.vocabulary)
-    batches = Batches(corpus, job.batch, job.seq, job.seed)
+    batches = Batches(corpus, job.batch, job.seq, job.seed, rank=ranks.rank, ranks=ranks.size)
     start = "random weights" if source.folder is None else f"weights from {source.folder}"
-    progress = Progress(job.settings(source, corpus))
+    progress = Progress(job.settings(source, corpus, ranks))
     if job.resume:
         start = f"the last commit in {', '.join(map(str, job.resume))}"
-    watch.note(f"model {source.name}: {start}")
+    on = f", {job.spread} on {ranks.size} ranks" if ranks.several else ""
+    watch.note(f"model {source.name}: {start}{on}")
     watch.note(f"data {corpus.summary}")
     comparison = None
     try:
-        trained = _train_offloaded(job, source, batches, tokenizer, progress, watch)
+        trained = _train_offloaded(job, source, batches, tokenizer, progress, watch, ranks)
         if job.compare:
             batches.position = 0
             comparison = _train_in_memory(job, source, batches, trained, watch)
     finally:
         _initial(job).unlink(missing_ok=True)
+    if not ranks.first:
+        return _report(job, source, corpus, start, trained, comparison, ranks)
     curves = {"offloaded": [r.loss for r in trained.records]}
     if comparison is not None:
         curves["in memory"] = [r.loss for r in comparison.records]
     pictures.draw_loss(curves, job.out / "loss.png")
-    report = Report(
+    report = _report(job, source, corpus, start, trained, comparison, ranks)
+    report.write(job.out / "run.json")
+    return report
+
+
+def _report(
+    job: Job, source: ModelSource, corpus: Corpus, start: str, trained: _Trained,
+    comparison: Comparison | None, ranks: Ranks,
+) -> Report:  # fmt: skip
+    return Report(
         model=source.name,
         start=start,
         data=corpus.summary,
@@ -178,9 +206,8 @@ def run(job: Job, watch: Watch) -> Report:
         planned_s=trained.planned_s,
         comparison=comparison,
         out=job.out,
+        ranks=ranks.size,
     )
-    report.write(job.out / "run.json")
-    return report
 
 
 @dataclass(frozen=True)
@@ -200,23 +227,39 @@ class _Trained:
     planned_s: float | None
 
 
-def _model(job: Job, source: ModelSource) -> nn.Module:
+def _model(job: Job, source: ModelSource, ranks: Ranks = ALONE) -> tuple[nn.Module, nn.Module]:
+    """The model, and as it is trained: spread over ranks, where there are several."""
     model = source.build()
     chunk_loss(model)
     if job.recompute:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    return model
+    if not ranks.several:
+        return model, model
+    if job.offload.get("precision") is not None:
+        model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[job.offload["precision"]])
+    device = ranks.device(job.offload.get("device"))
+    if job.spread == "ddp":
+        return model, replicated(model, device, source.folder)
+    filled = bool(job.resume) or source.folder is not None
+    return model, sharded(model, ranks, device, filled=filled)
+
+
+def _refuse_on_ranks(job: Job, ranks: Ranks) -> None:
+    if ranks.several and job.compare:
+        raise ValueError("compare trains in the memory of one rank; run it without torchrun")
+    if ranks.several and job.offload.get("precision") == "fp16":
+        raise ValueError("precision fp16 needs a loss scale that all ranks share; use bf16")
 
 
 def _train_offloaded(
     job: Job, source: ModelSource, batches: Batches, tokenizer: Any, progress: Progress,
-    watch: Watch,
+    watch: Watch, ranks: Ranks,
 ) -> _Trained:  # fmt: skip
     torch.manual_seed(job.seed)
     rss_before = psutil.Process().memory_info().rss
-    model = _model(job, source)
+    model, trained = _model(job, source, ranks)
     parameters = sum(p.numel() for p in model.parameters())
-    with _offloaded(job, source, model, progress) as optimizer:
+    with _offloaded(job, source, trained, progress, ranks) as optimizer:
         batches.position = progress.position
         watch.note(f"plan {optimizer.plan}")
         job.out.mkdir(parents=True, exist_ok=True)
@@ -224,18 +267,22 @@ def _train_offloaded(
         if job.compare:
             save_masters(model, _initial(job))
         compute = next(model.parameters()).device
-        settings = job.loop_settings(compute, dtypes.values())
+        settings = job.loop_settings(compute, dtypes.values(), ranks=ranks)
         watch.begin("offloaded", job.steps)
         try:
             if progress.step == 0:
-                torch.manual_seed(job.seed)  # else all is as the commit has it
+                torch.manual_seed(job.seed + ranks.rank)  # else all is as the commit has it
             records = train(
-                model, optimizer, batches, settings,
+                trained, optimizer, batches, settings,
                 lambda r: watch.step(r, _memory(optimizer)), progress,
             )  # fmt: skip
         finally:
             watch.end()
-        planned_s = _write_files(job, source, model, optimizer, tokenizer)
+        planned_s = None
+        if ranks.first:
+            planned_s = _write_files(job, source, model, optimizer, tokenizer)
+        else:
+            read_along(model)
         return _Trained(
             records=tuple(records),
             plan=optimizer.plan,
@@ -252,15 +299,19 @@ def _train_offloaded(
 
 
 def _offloaded(
-    job: Job, source: ModelSource, model: nn.Module, progress: Progress
+    job: Job, source: ModelSource, model: nn.Module, progress: Progress, ranks: Ranks
 ) -> OffloadedOptimizer:
     """The model wrapped anew, or as the last commit of a store has it."""
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
     options = {**job.offload, "accumulate": job.accumulate}
+    weights = source.folder
+    if ranks.several:
+        options.update(precision=None, device=ranks.device(options.get("device")))
+        weights = None if job.spread == "ddp" else weights  # it has them by now
     if job.resume or (options.get("nvme") is not None and options.get("durable", True)):
         options["extra"] = progress.as_extra
     if not job.resume:
-        return wrap(model, plain, **options, weights=source.folder)
+        return wrap(model, plain, **options, weights=weights)
     optimizer, extra = resume(model, list(job.resume), plain, **options)
     try:
         progress.take(extra)
@@ -302,7 +353,7 @@ def _write_files(
 def _train_in_memory(
     job: Job, source: ModelSource, batches: Batches, trained: _Trained, watch: Watch
 ) -> Comparison:
-    model = _model(job, source)
+    model, _ = _model(job, source)
     masters = load_in_memory(model, _initial(job), trained.dtypes, trained.compute)
     optimizer = in_memory_adamw(masters, job.rate_for(source))
     settings = job.loop_settings(

@@ -14,6 +14,7 @@ from ..errors import OffloadError
 from ..facts.stats import Stats
 from .data import Batches
 from .progress import Progress
+from .ranks import ALONE, Ranks, without_sync
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class LoopSettings:
         warmup: steps over which the learning rate rises to its value.
         scaled: scale the loss (fp16), and leave out steps whose gradients overflow.
         clip: largest global gradient norm, for optimizers that do not clip themselves.
+        ranks: those that train together.
     """
 
     steps: int
@@ -59,6 +61,7 @@ class LoopSettings:
     warmup: int = 0
     scaled: bool = False
     clip: float | None = None
+    ranks: Ranks = ALONE
 
 
 def train(
@@ -119,10 +122,11 @@ def _gradients(
     """Runs all micro-batches forward and backward; mean loss (detached) and number of tokens."""
     total = torch.zeros((), device=settings.device)
     tokens = 0
-    for _ in range(settings.accumulate):
+    for number in range(1, settings.accumulate + 1):
         batch = next(batches).to(settings.device)
-        tokens += batch.numel()
-        loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        tokens += batch.numel() * settings.ranks.size
+        with without_sync(model, last=number == settings.accumulate):
+            loss = model(input_ids=batch, labels=batch).loss / settings.accumulate
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    return total, tokens
+    return settings.ranks.mean(total), tokens

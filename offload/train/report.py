@@ -62,6 +62,7 @@ class Report:
     planned_s: float | None  # of a step, by the plan with the compute as measured
     comparison: Comparison | None
     out: Path
+    ranks: int = 1  # memory and links are those of the first
 
     @property
     def step_s(self) -> float:
@@ -103,6 +104,7 @@ class Report:
             "data": self.data,
             "parameters": self.parameters,
             "device": self.device,
+            "ranks": self.ranks,
             "lr": self.lr,
             "seed": self.seed,
             "batches_taken": self.position,
@@ -151,13 +153,16 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """The table's rows: what, and its figure."""
         first, last = self.records[0].loss, self.records[-1].loss
+        each = ", a rank" if self.ranks > 1 else ""
         size = f"{self.parameters / 1e6:,.1f} M parameters"
         rows = [
             ("model", f"{self.model}, {size}, {self.start}"),
-            ("needed without offloading", format_bytes(self.training_bytes)),
+            (f"needed without offloading{each}", format_bytes(self.training_bytes)),
             ("loss", f"{first:.4f} -> {last:.4f} in {len(self.records)} steps"),
             ("tokens per second", f"{self.tokens_s:,.0f} ({self.records[-1].tokens:,} a step)"),
         ]
+        if self.ranks > 1:
+            rows.append(("ranks", f"{self.ranks}; figures of memory and links are the first one's"))
         for tier, stats in self.memory.items():
             peak, budget = format_bytes(stats.peak_bytes), format_bytes(stats.budget_bytes)
             rows.append((f"{tier} memory, peak", f"{peak} of {budget}"))

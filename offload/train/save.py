@@ -23,6 +23,8 @@ def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:
 
     def value_of(p: torch.Tensor) -> Callable[[], torch.Tensor]:
         index = order.get(id(p))
+        if hasattr(p, "full_tensor"):  # a shard: every rank reads it
+            return lambda: p.full_tensor().detach()
         if engine is None or index is None:
             return p.detach
         read, number = engine.read, index
@@ -42,6 +44,14 @@ def save_weights(model: nn.Module, path: Path) -> int:
     all.  A tied parameter is written once, as Hugging Face does.
     """
     return _write([tensor for _, tensor in _entries(model)], path)
+
+
+def read_along(model: nn.Module) -> None:
+    """For the ranks that do not write, while one does ``save_weights`` of a sharded model: it needs
+    their rows of one parameter after the other."""
+    for p in model.parameters():
+        if hasattr(p, "full_tensor"):
+            p.full_tensor()
 
 
 def save_masters(model: nn.Module, path: Path) -> int:
