@@ -32,6 +32,8 @@ from .wrapping import resumed, wrapped, wrapped_for_inference
 if TYPE_CHECKING:
     from typing_extensions import Never
 
+    from .ranks.optimizer import SpreadOptimizer
+
 log = logging.getLogger("overspill")
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -53,6 +55,17 @@ def _spread(model: nn.Module) -> bool:
     from .ranks.wrapping import is_spread
 
     return is_spread(model)
+
+
+def _over_ranks(model: nn.Module) -> SpreadOptimizer | None:
+    """What ``wrap`` has given for a model that is spread over ranks."""
+    made = optimizer_of(model) if _spread(model) else None
+    if made is None:
+        return None
+    from .ranks.optimizer import SpreadOptimizer
+
+    assert isinstance(made, SpreadOptimizer)
+    return made
 
 
 def _resumed_of_ranks(
@@ -343,11 +356,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         OffloadError: the model is not wrapped, or its engine was closed.
     """
-    if _spread(model) and (made := optimizer_of(model)) is not None:
-        from .ranks.optimizer import SpreadOptimizer
-
-        assert isinstance(made, SpreadOptimizer)
-        made.give_back()
+    if (over_ranks := _over_ranks(model)) is not None:
+        over_ranks.give_back()
         return model
     engine = engine_of(model)
     if engine is None:
@@ -367,6 +377,12 @@ def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextMa
         OffloadError: the model is not wrapped, or is running.
     """
     engine = engine_of(model)
+    if engine is None and _over_ranks(model) is not None:
+        raise OffloadError(
+            "materialized is for a model on one rank; where it is spread over several, read "
+            "overspill.named_weights(model), p.full_tensor() or model.state_dict(), and edit "
+            "parameters in place"
+        )
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")
     return engine.materialized(writeback=writeback)
@@ -385,6 +401,8 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         OffloadError: the model is not wrapped, or is running.
     """
+    if (over_ranks := _over_ranks(model)) is not None:
+        return over_ranks.named_weights()
     engine = engine_of(model)
     if engine is None:
         raise OffloadError("the model is not wrapped by overspill")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from ..errors import OffloadError
 from . import options as opt
 from .failures import one_line_errors
+
+if TYPE_CHECKING:
+    from ..durable.inspect import Inspection
 
 DAMAGED = 1
 
@@ -31,7 +35,13 @@ def inspect(
     with one_line_errors(debug):
         from ..durable.sums import SUMS
 
-        wrong = (_export if (place / SUMS).exists() else _store)(place, as_json, verify)
+        several = any(place.glob("rank-?????-of-?????"))
+        look = _export if (place / SUMS).exists() else _run if several else _store
+        wrong = look(place, as_json, verify)
+        if wrong and repair and several:
+            raise OffloadError(
+                "repair mends one store; name the folder of the rank that is damaged"
+            )
         if wrong and repair:
             from ..durable.inspect import repair_store
 
@@ -77,17 +87,49 @@ def _export(folder: Path, as_json: bool, verify: bool) -> list[str]:
     return _say(lines, wrong, "all checksums match" if verify else "not verified")
 
 
-def _store(place: Path, as_json: bool, verify: bool) -> list[str]:
+def _run(place: Path, as_json: bool, verify: bool) -> list[str]:
+    """The stores of all ranks, and the commit that they have in common."""
+    from ..ranks.stores import find_run
+
+    run = find_run([place])
+    assert run is not None, "a folder of ranks was seen"
+    each = [(str(store.directories[0].name), _inspected(store.directories[0], verify))
+            for store in run.stores]  # fmt: skip
+    wrong = [f"{name}: {problem}" for name, found in each for problem in found.wrong]
+    if as_json:
+        stores = [found.as_json() for _, found in each]
+        typer.echo(json.dumps({"ranks": len(each), "step": run.step, "stores": stores}))
+        return wrong
+    lines = [f"run of {len(each)} ranks; the last commit that all have is of step {run.step}"]
+    for _, found in each:
+        lines += _lines(found)
+    return _say(lines, wrong, _checked(verify))
+
+
+def _inspected(place: Path, verify: bool) -> Inspection:
     from ..durable.inspect import inspect_store, stored_bytes
-    from ..errors import format_bytes
 
     with _bar() as bar:
         task = bar.add_task("", total=stored_bytes(place))
-        found = inspect_store(place, verify=verify, note=lambda n: bar.advance(task, n))
+        return inspect_store(place, verify=verify, note=lambda n: bar.advance(task, n))
+
+
+def _checked(verify: bool) -> str:
+    return "all checksums of the last commit match" if verify else "data was not verified"
+
+
+def _store(place: Path, as_json: bool, verify: bool) -> list[str]:
+    found = _inspected(place, verify)
     wrong = list(found.wrong)
     if as_json:
         typer.echo(json.dumps(found.as_json()))
         return wrong
+    return _say(_lines(found), wrong, _checked(verify))
+
+
+def _lines(found: Inspection) -> list[str]:
+    from ..errors import format_bytes
+
     lines = [
         f"store of {found.parameters:,} parameters, {found.optimizer}, "
         f"{format_bytes(found.file_bytes)} in {', '.join(found.directories)}"
@@ -98,5 +140,4 @@ def _store(place: Path, as_json: bool, verify: bool) -> list[str]:
             f"  generation {commit.number}  step {commit.step}  {when}  "
             f"{format_bytes(commit.nbytes)}"
         )
-    checked = "all checksums of the last commit match" if verify else "data was not verified"
-    return _say(lines, wrong, checked)
+    return lines

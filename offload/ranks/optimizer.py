@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..durable.hub import as_on_hub, config_of
 from ..engine import Engine
 from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
 from ..state.lazy_state import LazyState
+from ..training.callers import refuse_reentry
+from .exporting import export_run
 from .fsdp_private import Shard
 from .parts import Piece
 from .shards import Shards
+from .stores import find_run
+from .world import World
 
 
 class Steps(Protocol):
@@ -29,6 +37,9 @@ class Steps(Protocol):
 
 class Holder(Protocol):
     """Who has the model and its ranks."""
+
+    model: nn.Module
+    world: World
 
     def let_go(self) -> None:
         """The model is nobody's, and as it was spread before."""
@@ -153,11 +164,31 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._engine.load_state({"state": state, "param_groups": groups})
 
     def save(self, path: str | Path) -> None:
-        """Not for models that are spread over ranks yet."""
-        raise OffloadError(
-            f"save({str(path)!r}) is for models on one rank: commit(), and `overspill export` the "
-            "folder of the run"
-        )
+        """Commits, and exports whole weights and state to the new folder ``path``, as on one rank.
+        Every rank calls it; the first one writes, out of the stores of all, which it must see.
+
+        Raises:
+            OffloadError: as on one rank.
+        """
+        refuse_reentry()
+        nvme, model = self._engine.config.nvme, self._holder.model
+        self._engine.commit("save")
+        assert nvme is not None
+        folders = [folder.parent for folder in nvme]
+
+        def export() -> None:
+            run = find_run(folders)
+            assert run is not None
+            text, named = config_of(model), partial(as_on_hub, model)
+            export_run(run, Path(path), config=text, named=named)
+
+        self._holder.world.of_first(export)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``overspill.named_weights``; every rank takes all of them."""
+        for name, p in self._holder.model.named_parameters():
+            whole = p.detach()
+            yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
 
     def give_back(self) -> None:
         """The model is an ordinary one again, spread as before, with its trained weights; every

@@ -19,6 +19,7 @@ from ..engine import OPTIMIZER, Engine
 from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
+from ..optim.averaged import DECAY
 from ..plans import calibrated
 from .bridge import Bridge
 from .ddp import Replicated
@@ -166,7 +167,10 @@ class Sharding:
 
         Raises:
             ValueError: it has a parameter that the model has not.
+            OffloadError: it keeps an average, which is for one rank.
         """
+        if any(DECAY in group for group in optimizer.param_groups):
+            raise OffloadError("overspill.ema is for a model on one rank yet")
         known = {id(piece.param) for part in self._parts for piece in part.shards}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_h
 from .stores import rank_folder
 
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
+WORD_S = 5.0  # between two words of a rank that others wait for
 Given = TypeVar("Given")
 
 
@@ -106,6 +109,34 @@ class World:
             if failed is not None:
                 raise failed
         return everyone[self._first_here][0]
+
+    def of_first(self, make: Callable[[], Given]) -> Given:
+        """What the first rank makes, however long that takes; the others wait for it, and hear from
+        it meanwhile.
+
+        Raises:
+            Exception: what it raised, on every rank.
+        """
+        done: list[tuple[Given | None, Exception | None]] = []
+
+        def work() -> None:
+            try:
+                done.append((make(), None))
+            except Exception as raised:
+                done.append((None, raised))
+
+        worker = threading.Thread(target=work, name="overspill-first")
+        if self.rank == 0:
+            worker.start()
+        while True:
+            if self.rank == 0:
+                worker.join(timeout=WORD_S)
+            told = self.gathered(done[0] if done else None)[0]
+            if told is not None:
+                made, error = told
+                if error is not None:
+                    raise error
+                return made  # type: ignore[return-value]
 
     def norm(self, squares: float) -> float:
         """The global L2 norm, of every rank's sum of squares: the same on all of them."""

@@ -223,6 +223,10 @@ def states(rank: int, size: int, folder: Path) -> None:
                 assert ours.shape == value.shape
                 off = (ours - value).abs().max().item()
                 assert off <= 1e-4 * value.abs().max().item(), (number, key, off, value)
+        for (_, p), (_, ours) in zip(
+            model.module.named_parameters(), overspill.named_weights(model), strict=True
+        ):
+            assert torch.equal(ours, p) and ours.data_ptr() != p.data_ptr()
         for number, p in enumerate(model.parameters()):
             if p is model.module.few:
                 ours = optimizer.state[p]["exp_avg"]
@@ -268,8 +272,13 @@ def refusals(rank: int, size: int, folder: Path) -> None:
         overspill.wrap(model, adamw(net()), device="cpu", rates=RATES, host_memory="1GiB")
     with pytest.raises(overspill.BudgetError):
         overspill.wrap(model, adamw(model), device="cpu", rates=RATES, host_memory="64KiB")
+    with pytest.raises(overspill.OffloadError, match="one rank"):
+        average = overspill.ema(adamw(model), 0.9)
+        overspill.wrap(model, average, device="cpu", rates=RATES, host_memory="1GiB")
     step(model, adamw(model), 0, rank)  # it is as it was
     optimizer = wrapped(model)
+    with pytest.raises(overspill.OffloadError, match="named_weights"):
+        overspill.materialized(model)
     with model.join(), pytest.raises(overspill.OffloadError, match="join"):
         step(model, optimizer, 0, rank)
     optimizer.close()

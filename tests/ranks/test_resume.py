@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,6 +102,45 @@ def test_as_many_ranks_go_on_bit_for_bit(spread: Any, dtype: torch.dtype, tmp_pa
         assert second[rank][2] == {"rank": rank}
 
 
+def saved(rank: int, size: int, folder: Path) -> Seen:
+    """``save`` on every rank, and again to a folder that is there."""
+    model = sharded()
+    with overspill.wrap(
+        model, adamw(model), device="cpu", rates=RATES, host_memory="1GiB", nvme=folder,
+        commit_every=5,
+    ) as optimizer:  # fmt: skip
+        loss_of(model, 0, rank).backward()
+        optimizer.step()
+        optimizer.save(folder.parent / "saved")
+        with pytest.raises(overspill.OffloadError, match="is there already"):
+            optimizer.save(folder.parent / "saved")
+        loss_of(model, 1, rank).backward()
+        before = state_of(model, optimizer)
+        for (name, p), (known, weight) in zip(
+            model.named_parameters(), overspill.named_weights(model), strict=True
+        ):
+            assert name == known and torch.equal(full(p), weight)
+        return before
+
+
+def looked_at(folder: Path, *more: str) -> str:
+    command = [sys.executable, "-m", "overspill", "inspect", str(folder), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def test_saved_and_inspected(tmp_path: Path) -> None:
+    run = folder_of(tmp_path / "run")
+    of_run(tmp_path / "saved", spawn(2, saved, run)[0])
+    told = looked_at(run)
+    assert "run of 2 ranks" in told and "step 1" in told and "checksums of the last" in told
+    assert json.loads(looked_at(run, "--json"))["ranks"] == 2
+    with open(run / "rank-00001-of-00002" / "overspill.store", "r+b") as file:
+        data = bytearray(file.read())
+        file.seek(0)
+        file.write(bytes(255 - byte for byte in data))
+    assert "damaged: rank-00001-of-00002" in looked_at(run)
+
+
 def taken_up(
     rank: int, size: int, folder: Path, into: Path,
     spread: Callable[[], nn.Module] = sharded,
@@ -123,6 +165,10 @@ def exported(folder: Path, out: Path, expected: Seen) -> None:
     run = find_run([folder])
     assert run is not None and run.step == 3
     export_run(run, out)
+    of_run(out, expected)
+
+
+def of_run(out: Path, expected: Seen) -> None:
     weights = load_file(out / "model.safetensors")
     names = [name for name in expected if name in dict(net().named_parameters())]
     same({n: weights[n] for n in names}, {n: expected[n] for n in names})
