@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import overspill
 from overspill.optim.formats import round_to_upper
@@ -107,3 +110,50 @@ def bf16_losses(rank: int, size: int, folder: Path) -> None:
     with wrapped(model, folder, {"update": "next_forward"}, "cpu") as optimizer:
         found = train(model, optimizer, rank)
     assert found == pytest.approx(expected, rel=2e-3)
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that go into collectives, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
+            self.bytes[str(func)] += sum(each.nbytes for each in given)
+        return func(*args, **(kwargs or {}))
+
+
+def wire(rank: int, size: int) -> list[Counter[str]]:
+    """What goes over the wire in three steps of FSDP2 alone, wrapped, and clipped as well."""
+    found = []
+    for options in (None, {}, {"max_grad_norm": 1.0}):
+        model = sharded()
+        optimizer: Any = adamw(model)
+        if options is not None:
+            optimizer = overspill.wrap(
+                model, optimizer, device="cpu", rates=RATES, host_memory="1GiB", **options
+            )
+        with Wire() as counted:
+            for number in range(3):
+                loss_of(model, number, rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(counted.bytes)
+        if options is not None:
+            optimizer.close()
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_wire_carries_what_fsdp2_sends(size: int) -> None:
+    """And eight bytes a rank and step: the norm of all gradients, which tells whether they are
+    finite, and by which they are clipped."""
+    for alone, *others in spawn(size, wire):
+        assert sum(alone.values()) > 1e5
+        for each in others:
+            assert dict(each - alone) == {"c10d.allgather_.default": 3 * 8 * (size + 1)}
+            assert not alone - each
