@@ -19,6 +19,7 @@ SUITES = (
     "optim",
     "overhead",
     "plan",
+    "ranks",
     "scale",
     "simulated",
     "step",

@@ -61,7 +61,9 @@ class Worker:
         engine: str | None = None,
         peer: str | None = None,
         precision: str | None = None,
+        place: Mapping[str, int] | None = None,
     ) -> None:
+        """``place``: ``rank``, ``ranks`` and ``port``, where it is one of several processes."""
         self.name, self._plan, self._peer = name, plan, peer
         self._spec = {
             "shape": asdict(plan.shape),
@@ -69,6 +71,7 @@ class Worker:
             "device": device,
             "engine": engine or ("torch" if options is None else "overspill"),
             "options": dict(options or {}),
+            **(place or {}),
         }
         self._process: Process | None = None
         self._facts: Mapping[str, Any] | None = None

@@ -110,19 +110,55 @@ def _torchao(model: nn.Module, device: torch.device, options: Options) -> Traine
 
 
 def _fsdp2(model: nn.Module, device: torch.device, options: Options) -> Trainee:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    _alone()
-    torch.distributed.init_process_group("nccl,gloo" if device.type == "cuda" else "gloo")
-    mesh = init_device_mesh(device.type, (1,))
-    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    filled(model, "cpu")
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+    _sharded(filled(model, "cpu"), device, CPUOffloadPolicy(pin_memory=device.type == "cuda"))
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     return Trainee(model, adamw, device)
+
+
+def _sharded(model: nn.Module, device: torch.device, policy: Any = None) -> nn.Module:
+    """By FSDP2, block by block, over all ranks that there are."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import OffloadPolicy, fully_shard
+
+    _join(device)
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    more = {"mesh": mesh, "offload_policy": policy or OffloadPolicy()}
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, **more)
+    fully_shard(model, **more)
+    return model
+
+
+def _join(device: torch.device) -> None:
+    _alone()
+    torch.distributed.init_process_group("nccl,gloo" if device.type == "cuda" else "gloo")
+
+
+def _fsdp2_in_memory(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    _sharded(filled(model, device), device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return Trainee(model, adamw, device)
+
+
+def _overspill_fsdp2(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    import overspill
+
+    _sharded(filled(model, device), device)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return Trainee(model, overspill.wrap(model, adamw, **options), device)
+
+
+def _overspill_ddp(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    import overspill
+
+    _join(device)
+    replicas = nn.parallel.DistributedDataParallel(
+        filled(model, device), device_ids=[device] if device.type == "cuda" else None
+    )
+    adamw = torch.optim.AdamW(replicas.parameters(), lr=LEARNING_RATE)
+    return Trainee(replicas, overspill.wrap(replicas, adamw, **options), device)
 
 
 def _bitsandbytes(model: nn.Module, device: torch.device, options: Options) -> Trainee:
@@ -135,7 +171,9 @@ def _bitsandbytes(model: nn.Module, device: torch.device, options: Options) -> T
 
 
 def _alone() -> None:
-    """The environment of a group of one process, at a free port."""
+    """The environment of a group of one process, at a free port, unless there is a group."""
+    if "RANK" in os.environ:
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -150,6 +188,9 @@ ENGINES: Mapping[str, Callable[[nn.Module, torch.device, Options], Trainee]] = {
     "deepspeed": _deepspeed,
     "torchao": _torchao,
     "fsdp2": _fsdp2,
+    "fsdp2-memory": _fsdp2_in_memory,
+    "overspill-fsdp2": _overspill_fsdp2,
+    "overspill-ddp": _overspill_ddp,
     "bitsandbytes": _bitsandbytes,
 }
 

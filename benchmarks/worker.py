@@ -7,6 +7,7 @@ The first order says what to train, every other one ``{"steps": n}`` or
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,6 +28,9 @@ class Training:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._shape, self._step = Shape(**spec["shape"]), 0
+        self._rank, self._ranks = spec.get("rank", 0), spec.get("ranks", 1)
+        if self._ranks > 1:
+            _be_one_of(self._rank, self._ranks, spec["port"])
         self._after_forward = 0  # bytes resident, at most
         if torch.cuda.is_available():
             torch.cuda.init()  # its share of memory belongs to no arm
@@ -55,7 +59,7 @@ class Training:
 
     def step(self, batch: int) -> float:
         """One training step with so many sequences; returns its loss."""
-        tokens = batch_of(replace(self._shape, batch=batch), self._step)
+        tokens = batch_of(replace(self._shape, batch=batch), self._step)[self._rank :: self._ranks]
         self._step += 1
         return self.trainee.step(tokens, self._note_forward)
 
@@ -101,6 +105,15 @@ class Training:
             self.trainee.optimizer.trace(order["trace"])
             return {}
         return self.timed(**order)
+
+
+def _be_one_of(rank: int, ranks: int, port: int) -> None:
+    """The environment of a group of processes on this machine, which share its cores."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+    )  # fmt: skip
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _version(name: str) -> str | None:
