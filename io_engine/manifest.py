@@ -327,7 +327,7 @@ class Manifest:
         self._unmarked, self._kept = dict(unmarked), kept
         # Where other stores must have the same commit: returns when they have.  Until then the
         # commit before it stays in the log, and whoever asked for this one leaves its data alone.
-        self.agree: Callable[[], None] | None = None
+        self.agree: Callable[[int, int], None] | None = None
         self._before: tuple[int, bytes] | None = None  # the last commit's number and payload
         self._fd = _open_log(path)
 
@@ -415,7 +415,7 @@ class Manifest:
         except OSError as error:
             raise refused(self.path, "cannot commit", error) from error
         if self.agree is not None:
-            self.agree()
+            self.agree(generation.number, step)
         try:
             self._append(RecordKind.SEAL, struct.pack("<Q", generation.number))
         except OSError as error:

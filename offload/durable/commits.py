@@ -162,6 +162,7 @@ class Commits:
         stays what it is."""
         if self._writer.last is None and self._ledger.count == 0:
             return  # nothing was trained
+        self._writer.ends()
         self._protocol.land()
         if (reason := self._unfit()) is not None:
             log.warning("overspill: closed; the store keeps the last commit: %s", reason)

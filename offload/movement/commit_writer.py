@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,17 @@ from ..schedule.messages import Commit, Write
 from .extents import Extents
 
 _LONGEST = 16  # facts that are kept for cuts which may still be asked for
+
+
+class Agreement(Protocol):
+    """With whom a commit is agreed on."""
+
+    def agreed(self, number: int, step: int) -> None:
+        """Returns when all have it, of that number."""
+
+    def ends(self) -> None:
+        """This one will not wait for long any more."""
+
 
 Ended = Callable[[BaseException | None], None]
 
@@ -35,6 +47,7 @@ class CommitWriter:
         self._numbers = itertools.count(1)
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
+        self._agreement: Agreement | None = None
         self.last: bytes | None = None  # the facts of the last commit
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
@@ -48,9 +61,14 @@ class CommitWriter:
         self._facts[number] = step, facts, kept
         return number
 
-    def agree_by(self, agree: Callable[[], None]) -> None:
-        """A commit counts once ``agree`` has returned, after it is durable here."""
-        self._manifest.agree = agree
+    def agree_by(self, agreement: Agreement) -> None:
+        """A commit counts once it was agreed on, after it is durable here."""
+        self._agreement, self._manifest.agree = agreement, agreement.agreed
+
+    def ends(self) -> None:
+        """What is committed from now on are the last ones."""
+        if self._agreement is not None:
+            self._agreement.ends()
 
     def put(self, work: Commit, done: Ended) -> None:
         """Queues a commit; ``done`` is called with its error, if any."""

@@ -186,6 +186,8 @@ class Bridge:
         for number, p in enumerate(self._local):
             if isinstance(p.grad, OffloadedGradient):
                 self._shards[number].hold(p.grad)
+            if self._driven.at_once:
+                self._renew(number)
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Replicated:
         inner: nn.Module = ddp.module
         if ddp.is_multi_device_module:
             raise OffloadError("DistributedDataParallel over several devices of a rank is refused")
-        self.ddp, self.model, self.held = ddp, inner, (ddp, inner)
+        self.ddp, self.model, self.held = ddp, inner, (ddp,)
         self.ranks: dist.ProcessGroup = ddp.process_group
         rank, size = dist.get_rank(self.ranks), dist.get_world_size(self.ranks)
         names = {id(p): name for name, p in inner.named_parameters()}

@@ -195,6 +195,13 @@ class ReplicaBridge:
         for p in self._local.values():
             p.grad = None
         self.begin()
+        if self._driven.at_once:
+            self.arrive_all()
+
+    @property
+    def failed(self) -> bool:
+        """Whether weights did not come once."""
+        return self._gatherer.failed
 
     # -- the end --------------------------------------------------------------------------------
 

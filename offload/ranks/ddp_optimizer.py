@@ -122,6 +122,10 @@ class ReplicatedOptimizer(SpreadOptimizer):
         self._bridge.begin()
         return extra
 
+    @property
+    def _broken(self) -> bool:
+        return self._bridge.failed
+
     def give_back(self) -> None:
         """See ``SpreadOptimizer``."""
         self._bridge.arrive_all()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
@@ -54,6 +56,21 @@ def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:
             "fully_shard with a mesh of two dimensions (HSDP, tensor parallelism) is not "
             "supported: several ranks would update one shard; use a mesh of one dimension"
         )
+    ranks = {
+        tuple(dist.get_process_group_ranks(g)) for each in modules for g in each.process_groups
+    }
+    if len(ranks) > 1:
+        raise OffloadError(
+            "modules are sharded over different ranks (several meshes), which is not supported; "
+            "call fully_shard on all of them with one mesh"
+        )
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor)
+        if p.placements != (Shard(0),):
+            raise OffloadError(
+                f"parameter {name!r} is sharded as {p.placements}, and not by its rows; leave "
+                "shard_placement_fn out"
+            )
     if any(shard.offloads for each in modules for shard in each.shards):
         raise OffloadError(
             "fully_shard(offload_policy=CPUOffloadPolicy()) keeps shards in host memory itself, "

@@ -45,9 +45,7 @@ class GatheredUnit:
         """Where each parameter's rows begin in a rank's bytes, and how many those are."""
         found = [0]
         for replica in self.replicas:
-            whole = replica.whole
-            rows = replica.rows(0)[1]  # no rank has more
-            nbytes = rows * (whole.nbytes // whole.shape[0] if whole.dim() else whole.nbytes)
+            nbytes = replica.of_rank(replica.whole, 0).nbytes  # no rank has more
             found.append(found[-1] - (-nbytes // _BORDER) * _BORDER)
         return found
 
@@ -64,13 +62,14 @@ class Round:
 
 
 class Gatherer:
-    """Brings units to all ranks, when told to."""
+    """Brings units to all ranks, when told to.  ``failed``: once it could not."""
 
     def __init__(
         self, updated: Updated, accelerator: Accelerator, ranks: dist.ProcessGroup
     ) -> None:
         self._updated, self._accelerator, self._ranks = updated, accelerator, ranks
         self._size = dist.get_world_size(ranks)
+        self.failed = False
         self._jobs: Jobs = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_work, args=(self._jobs,), name="overspill-gather", daemon=True
@@ -92,7 +91,7 @@ class Gatherer:
         if under_way.error is not None:
             raise OffloadError(
                 "updated weights did not come from all ranks: one of them has failed, and its own "
-                "error says why"
+                f"error says why ({type(under_way.error).__name__}: {under_way.error})"
             ) from under_way.error
         event = under_way.events[number]
         if event is not None:
@@ -118,7 +117,7 @@ class Gatherer:
                     under_way.events[number] = self._accelerator.record()
                     under_way.came[number].set()
         except BaseException as error:
-            under_way.error = error
+            under_way.error, self.failed = error, True
         finally:
             for came in under_way.came:
                 came.set()
@@ -148,6 +147,8 @@ def _typed(flat: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if not pairs:  # parameters without elements
+        return
     with torch.no_grad():
         torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from .shards import Shards
 from .stores import find_run
 from .world import World
 
+log = logging.getLogger("overspill")
+
 
 class Steps(Protocol):
     """Who stands between the model and its engine where a step is taken."""
@@ -44,8 +47,8 @@ class Holder(Protocol):
     def let_go(self) -> None:
         """The model is nobody's, and as it was spread before."""
 
-    def release(self) -> None:
-        """Nobody speaks with the other ranks any more."""
+    def release(self, *, broken: bool = False) -> None:
+        """Nobody speaks with the other ranks any more; ``broken``: something may be on its way."""
 
 
 class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
@@ -163,6 +166,31 @@ class SpreadOptimizer(OffloadedOptimizer):
             groups[-1].pop("param_names", None)
         self._engine.load_state({"state": state, "param_groups": groups})
 
+    def commit(self) -> None:
+        """See ``OffloadedOptimizer.commit``; every rank calls it."""
+        self._require_finite("commit")
+        super().commit()
+
+    def rollback(self) -> Any:
+        """See ``OffloadedOptimizer.rollback``; every rank calls it."""
+        self._require_finite("rollback")
+        return super().rollback()
+
+    def _require_finite(self, what: str) -> None:
+        """
+        Raises:
+            OffloadError: values are not finite on some rank, whose last step is no commit.
+        """
+        driven = self._engine.driven
+        driven.landed()
+        everyone = self._holder.world.gathered(driven.spoiled)
+        spoiled = [rank for rank, is_so in enumerate(everyone) if is_so]
+        if spoiled:
+            raise OffloadError(
+                f"{what}: values are not finite on rank {spoiled[0]}, so that the last step is no "
+                "commit there; end the run and resume it, with a lower learning rate"
+            )
+
     def save(self, path: str | Path) -> None:
         """Commits, and exports whole weights and state to the new folder ``path``, as on one rank.
         Every rank calls it; the first one writes, out of the stores of all, which it must see.
@@ -172,6 +200,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         """
         refuse_reentry()
         nvme, model = self._engine.config.nvme, self._holder.model
+        self._require_finite("save")
         self._engine.commit("save")
         assert nvme is not None
         folders = [folder.parent for folder in nvme]
@@ -197,10 +226,26 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._holder.let_go()
         self.close()
 
+    @property
+    def _broken(self) -> bool:
+        """Whether something may be left on its way between ranks."""
+        return False
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is not None:  # nobody would see the error while this waits for the others
+            self._holder.world.votes.ends(failing=True)
+        super().__exit__(*raised)
+
     def close(self) -> None:
         """Ends all threads and frees all memory; every rank calls it."""
-        super().close()
-        self._holder.release()
+        try:
+            super().close()
+        except OffloadError as error:
+            if not self._holder.world.votes.abandoned:
+                raise
+            log.warning("overspill: closed; %s", error)
+        finally:
+            self._holder.release(broken=self._broken)
 
 
 class ShardedOptimizer(SpreadOptimizer):

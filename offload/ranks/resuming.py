@@ -140,8 +140,8 @@ def _same(
         source.close()
     mine = sharding.optimizer_over(optimizer)
     given = with_formats(store, {**options, "units": None, "nvme": None})
-    given.update(units=None, nvme=list(folders))
-    config = sharding.config(OffloadConfig.from_options(given), mine)
+    given.update(units=None, nvme=[folder.parent for folder in store.directories])
+    config = sharding.config(OffloadConfig.from_options(given), mine, fresh=False)
     made, extra = reopened(
         store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True)
     )

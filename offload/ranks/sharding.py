@@ -88,9 +88,9 @@ class Sharding:
         self.let_go()
         self.release()
 
-    def release(self) -> None:
-        """Nobody speaks with the other ranks any more."""
-        self.world.close()
+    def release(self, *, broken: bool = False) -> None:
+        """Nobody speaks with the other ranks any more; ``broken``: weights did not come."""
+        self.world.close(broken=broken)
 
     def let_go(self) -> None:
         """The model is nobody's, and as it was spread before."""
@@ -101,13 +101,17 @@ class Sharding:
             for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
                 module.__dict__.pop(name, None)
 
-    def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
-        """This rank's options."""
+    def config(
+        self, config: OffloadConfig, optimizer: torch.optim.Optimizer, *, fresh: bool = True
+    ) -> OffloadConfig:
+        """This rank's options; ``fresh``: no store of its own is there."""
         device = config.device or str(next(self.model.parameters()).device)
         whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
-        return replace(self.world.share(whole), rates=rates, units=units, resident=units)
+        return replace(
+            self.world.share(whole, fresh=fresh), rates=rates, units=units, resident=units
+        )
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
         """The machine's, measured by the first of its ranks."""
@@ -134,7 +138,7 @@ class Sharding:
             machinery = engine.machinery
             engine.driven.spread(self.world.norm)
             if machinery.store.writer is not None:
-                machinery.store.writer.agree_by(self.world.voted)
+                machinery.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
             marks = {
                 OPTIMIZER: made,

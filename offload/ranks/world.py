@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import socket
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 from ..config import OffloadConfig, parse_size
-from ..errors import OffloadError
+from ..errors import IoError, OffloadError
 from ..facts.rates import Rates
+from ..io_engine.manifest import read_manifest
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
 from .stores import rank_folder
+from .voting import Votes
 
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
 WORD_S = 5.0  # between two words of a rank that others wait for
@@ -51,12 +54,15 @@ class _Pair:
 
     @classmethod
     def free(cls, members: tuple[int, ...]) -> _Pair:
-        """One that nobody uses: the first, on all ranks."""
-        for pair in _PAIRS:
-            if pair.of is dist.group.WORLD and pair.members == members and not pair.taken:
-                break
-        else:
-            pair = cls(members)
+        """One that nobody uses, the same on all ranks."""
+        known = [p for p in _PAIRS if p.of is dist.group.WORLD and p.members == members]
+        usable: list[Any] = []
+        if known:  # one that ended on an error may be of no use to some rank
+            usable = [None] * len(members)
+            dist.all_gather_object(usable, [not p.taken for p in known], group=known[0].words)
+        free = [pair for number, pair in enumerate(known) if all(each[number] for each in usable)]
+        pair = free[0] if free else cls(members)
+        if not free:
             _PAIRS.append(pair)
         pair.taken = True
         return pair
@@ -75,7 +81,7 @@ class World:
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         members = tuple(dist.get_process_group_ranks(ranks))
         self._pair = _Pair.free(members)
-        self.group, self.votes = self._pair.words, self._pair.votes
+        self.group, self.votes = self._pair.words, Votes(self._pair.votes)
         self.rank, self.size = dist.get_rank(ranks), len(members)
         machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
         here = [i for i, name in enumerate(machines) if name == machines[self.rank]]
@@ -160,18 +166,16 @@ class World:
                 f"{what} is for all ranks to call, and one did not: {error}"
             ) from None
 
-    def voted(self) -> None:
-        """Returns when every rank has come here; on the thread that commits."""
-        dist.barrier(group=self.votes)
-
-    def close(self) -> None:
-        """The next engine over these ranks may have the groups."""
-        self._pair.taken = False
+    def close(self, *, broken: bool = False) -> None:
+        """The next engine over these ranks may have the groups, unless something is left on
+        them."""
+        self._pair.taken = broken or self.votes.broken
 
     # -- shares ---------------------------------------------------------------------------------
 
-    def share(self, config: OffloadConfig) -> OffloadConfig:
-        """The options of one rank: its part of host memory and disks, directories of its own."""
+    def share(self, config: OffloadConfig, *, fresh: bool) -> OffloadConfig:
+        """The options of one rank: its part of host memory and disks, directories of its own;
+        ``fresh``: in which no run may have been committed."""
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
@@ -187,18 +191,37 @@ class World:
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
-            changed["nvme"] = self.directories(config.nvme or ())
+            changed["nvme"] = self.directories(config.nvme or (), fresh=fresh)
         if config.threads is None:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
             changed["threads"] = max(1, cores // self.local_size)
         return replace(config, **changed)
 
-    def directories(self, folders: tuple[Path, ...]) -> tuple[Path, ...]:
-        """This rank's own, below those given; they are made."""
+    def directories(self, folders: tuple[Path, ...], *, fresh: bool) -> tuple[Path, ...]:
+        """This rank's own, below those given; they are made.
+
+        Raises:
+            IoError: ``fresh``, and a rank has a store there that was committed.
+        """
         mine = tuple(folder / rank_folder(self.rank, self.size) for folder in folders)
         for folder in mine:
             folder.mkdir(exist_ok=True)
+        if fresh:
+            kept = [str(folder.parent) for folder in mine if self._is_kept(folder)]
+            for found in self.gathered(kept):
+                if found:
+                    raise IoError(
+                        f"{found[0]}: holds a run of {self.size} ranks; continue it with "
+                        f"overspill.resume(model, {found[0]!r}), remove its folders "
+                        f"rank-...-of-{self.size:05d}, or choose another folder (nvme=)",
+                        path=found[0], errno=errno.EEXIST,
+                    )  # fmt: skip
         return mine
+
+    @staticmethod
+    def _is_kept(folder: Path) -> bool:
+        found = read_manifest(folder)
+        return found is not None and bool(found.kept or found.damage)
 
     def rates(self, whole: Rates) -> Rates:
         """Of a machine's, what one of its ranks has while all are at work."""

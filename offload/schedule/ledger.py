@@ -91,6 +91,11 @@ class Ledger:
             return self.total_norm(parameters)
         return self.over_ranks(self._sum_of_squares(parameters))
 
+    def any_nonfinite(self) -> bool:
+        """Whether updates gave values that are not finite, on any rank; each of them asks."""
+        mine = bool(self.nonfinite)
+        return mine if self.over_ranks is None else self.over_ranks(float(mine)) > 0
+
     # -- the step -------------------------------------------------------------------------------
 
     def begin_early(self, unit: int, parameters: Collection[int]) -> None:

@@ -90,6 +90,22 @@ class Driven:
         self._loop.require_usable()
         self._load({index: value.clone for index, value in values.items()})
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a step's updates are over when it returns."""
+        return not self._executor.protocol.landing
+
+    def landed(self) -> None:
+        """Returns when the last step's updates are over."""
+        self._loop.require_usable()
+        if self._executor.protocol.landing:
+            self._executor.protocol.land()
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether updates have given values that are not finite, here."""
+        return bool(self._ledger.spoiled or self._ledger.nonfinite)
+
     def spread(self, norm: Callable[[float], float]) -> None:
         """Gradients are spread over ranks: ``norm`` gives that of all from one's sum of squares."""
         self._ledger.over_ranks = norm

@@ -7,6 +7,8 @@ from ..errors import OffloadError
 from ..movement.executor import Executor
 from ..schedule.ledger import Ledger
 
+OTHER_RANK = "a part of another rank"
+
 
 class Landing:
     """Waits for the last step."""
@@ -18,16 +20,19 @@ class Landing:
         """Waits until the last step's updates are over; raises what they found."""
         if self._executor.protocol.landing:
             self._executor.protocol.land()
-            if self._config.on_nonfinite != "rollback":  # else the next step goes back
+            # Else the next step goes back, or looks what all ranks have found.
+            if self._config.on_nonfinite != "rollback" and self._ledger.over_ranks is None:
                 self.raise_nonfinite()
 
     def raise_nonfinite(self) -> None:
-        """Raises, once, when an update gave values that are not finite."""
-        if self._ledger.nonfinite:
+        """Raises, once, when an update gave values that are not finite; on every rank, if it did on
+        one."""
+        if self._ledger.any_nonfinite():
             units = self._executor.layout.units
             names = ", ".join(units[unit].name for unit in dict.fromkeys(self._ledger.nonfinite))
             self._ledger.nonfinite.clear()
             raise OffloadError(
-                f"the update gave values that are not finite in {names}; lower the learning rate, "
-                "clip with max_grad_norm, or look for the first loss that is not finite"
+                f"the update gave values that are not finite in {names or OTHER_RANK}; lower the "
+                "learning rate, clip with max_grad_norm, or look for the first loss that is not "
+                "finite"
             )

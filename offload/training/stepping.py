@@ -14,7 +14,7 @@ from ..schedule.ledger import Ledger, Prepared
 from .backward import Backward
 from .early import Early
 from .gradients import GradientCollector
-from .landing import Landing
+from .landing import OTHER_RANK, Landing
 from .residences import Residences
 from .showing import Showing
 
@@ -79,11 +79,11 @@ class Stepping:
         self._refuse_changed_groups()
         if not self._ledger.early:
             self._landing.land()
-        if self._ledger.nonfinite:
-            if self._config.on_nonfinite == "rollback":
-                self._back("the last update gave values that are not finite")
-                return
-            self._landing.raise_nonfinite()
+        alone = self._ledger.over_ranks is None  # several cannot go back: some have no commit of it
+        if alone and self._ledger.nonfinite and self._config.on_nonfinite == "rollback":
+            self._back("the last update gave values that are not finite")
+            return
+        self._landing.raise_nonfinite()
         self._residences.check_shown(self._showing.hidden)
         units = {
             unit.index: present
@@ -102,6 +102,8 @@ class Stepping:
         self._showing.hide_all()  # what was shown where parts of the model were called
         if not self._background:
             self._landing.land()
+            if not alone:
+                self._landing.raise_nonfinite()
 
     def _take(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
         ledger, commits = self._ledger, self._commits
@@ -159,7 +161,7 @@ class Stepping:
             bad = [i for i in indices if not math.isfinite(self._ledger.total_norm([i]))]
             names = {self._residences.parts.unit_of[i]: None for i in bad}
             listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
-            listed = listed or "a part of another rank"
+            listed = listed or OTHER_RANK
             if self._config.on_nonfinite == "rollback":
                 self._back(f"gradients are not finite in {listed}")
                 return None

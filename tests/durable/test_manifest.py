@@ -258,13 +258,19 @@ def test_until_others_agree_the_commit_before_is_in_the_log(tmp_path: Path) -> N
     store = Store([tmp_path])
     store.commit(1)
     seen: list[list[int]] = []
-    store.manifest.agree = lambda: seen.append([g.step for g in find_store(tmp_path).generations])
+
+    def look(number: int, step: int) -> None:
+        generations = find_store(tmp_path).generations
+        assert (generations[-1].number, generations[-1].step) == (number, step)
+        seen.append([each.step for each in generations])
+
+    store.manifest.agree = look
     for step in range(2, 400):
         store.manifest.commit(step, store.roles, store.sums(), bytes(3000))
     assert [steps[-2:] for steps in seen] == [[step - 1, step] for step in range(2, 400)]
     assert min(map(len, seen[300:])) < 300, "the log was never written anew"
 
-    def refuse() -> None:
+    def refuse(number: int, step: int) -> None:
         raise ConnectionError("another rank is gone")
 
     store.manifest.agree = refuse
