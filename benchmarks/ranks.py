@@ -22,7 +22,7 @@ from .runner import Row, Sample, run_interleaved
 
 RANKS = 2
 QUICK = Plan(Shape(2, 128, 4, 512, 4, 64), "fp32", rounds=1, steps=1, warmup=1)
-FULL = Plan(Shape(12, 768, 12, 16384, 4, 128), "fp32", rounds=5, steps=2, warmup=2)
+FULL = Plan(Shape(8, 512, 8, 8192, 4, 128), "fp32", rounds=5, steps=2, warmup=2)
 
 
 class Group:
@@ -73,7 +73,7 @@ class Group:
 
 def _arms(plan: Plan, store: Path, quick: bool) -> list[Group]:
     room = 64 << 20 if quick else RANKS * GIB
-    small = RANKS * (32 << 20) if quick else RANKS * (480 << 20)
+    small = RANKS * (32 << 20) if quick else RANKS * (180 << 20)
     disk = {"host_memory": small, "durable": False}
     folders = {}
     for name in ("fsdp", "durable", "ddp"):

@@ -37,6 +37,7 @@ def losses(found: dict[str, Any]) -> list[float]:
     return [step["loss"] for step in found["steps"]]
 
 
+@pytest.mark.soak  # each rank imports transformers
 def test_two_ranks_train_what_one_does_and_it_goes_on_alone(tmp_path: Path) -> None:
     """In halves of the same batches; a store of two is taken up by one."""
     store, later = tmp_path / "store", tmp_path / "later"
