@@ -40,6 +40,12 @@ class Group:
     def start(self) -> Mapping[str, Any]:
         """See ``Worker``; facts are those of the first rank."""
         plan, engine, options, peer = self._make
+        if peer is not None:  # what it compiles on first use it compiles once: ranks would race
+            alone = Worker(self.name, QUICK, "cpu", options, engine, peer)
+            try:
+                alone.start()
+            finally:
+                alone.close()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
