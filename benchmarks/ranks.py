@@ -127,7 +127,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
                                               " MiB")),
         ("CPU a step", lambda row: number(seen(row, "cpu_s"), " s")),
         ("loss", lambda row: number(seen(row, "loss"), "", 6)),
-        ("others", others),
+        ("others, the other rank among them", others),
     ]  # fmt: skip
     size, tokens = parameters(plan.shape) / 1e6, plan.shape.tokens_per_step
     title = f"{RANKS} ranks, {size:.4g} M parameters, fp32, {tokens} tokens a step in all"
