@@ -125,9 +125,7 @@ class Engine(Living):
             adapting.recompute,
         )  # fmt: skip
         hooks += [seen, Choices(model, residences)]
-        self.driven = Driven(
-            ledger, seen, loop, residences, collector, weights.load_all, while_open
-        )  # fmt: skip
+        self.driven = Driven(ledger, seen, loop, residences, collector, weights, while_open)
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])

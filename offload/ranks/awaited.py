@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..schedule.units import ParamSpec
 from ..training import torch_private
@@ -47,7 +46,7 @@ class Awaited(Elsewhere):
         if attribute or name in _ANY_TIME:
             with torch_private.without_overrides():
                 return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
+        for each in torch_private.tree_leaves((args, kwargs)):
             if isinstance(each, Awaited):
                 arrive(each)
         return func(*args, **kwargs)

@@ -18,7 +18,7 @@ from .parts import require_initialised, rows_in, rows_of_rank
 
 
 class Replica:
-    """One parameter, whole on every rank; see ``Piece``.
+    """One parameter, whole on every rank; see ``OwnRows``.
 
     Attributes:
         whole: its memory, which it keeps.
@@ -58,7 +58,7 @@ class Replica:
 
 
 class ReplicatedModule:
-    """A unit of the model; see ``Part``."""
+    """A unit of the model; see ``SpreadModule``."""
 
     def __init__(self, name: str, module: nn.Module, shards: list[Replica]) -> None:
         self.name, self.module, self.shards = name, module, shards

@@ -12,7 +12,7 @@ from ..errors import OffloadError
 from ..planning.partition import partition
 from ..state.importing import open_weights
 from ..state.weight_files import match_files, read_float
-from .parts import Part, rows_in
+from .parts import SpreadModule, rows_in
 
 
 def memory_of(device: torch.device | str | None) -> torch.device:
@@ -45,7 +45,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
         setattr(module, name, buffer.to(there))
 
 
-def fill_from_files(model: nn.Module, parts: Sequence[Part], path: Path, rank: int) -> None:
+def fill_from_files(model: nn.Module, parts: Sequence[SpreadModule], path: Path, rank: int) -> None:
     """Every shard gets its rows of a tensor in files; memory for one such tensor is taken.
 
     Raises:

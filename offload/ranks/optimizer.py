@@ -20,7 +20,7 @@ from ..state.lazy_state import LazyState
 from ..training.callers import refuse_reentry
 from .exporting import export_run
 from .fsdp_private import Shard
-from .parts import Piece
+from .parts import OwnRows
 from .shards import Shards
 from .stores import find_run
 from .world import World
@@ -28,7 +28,7 @@ from .world import World
 log = logging.getLogger("overspill")
 
 
-class Steps(Protocol):
+class AroundSteps(Protocol):
     """Who stands between the model and its engine where a step is taken."""
 
     def before_step(self) -> None:
@@ -101,13 +101,13 @@ class SpreadOptimizer(OffloadedOptimizer):
     each rank updates its own rows of every parameter."""
 
     def __init__(
-        self, engine: Engine, inner: torch.optim.Optimizer, steps: Steps, shards: Shards,
+        self, engine: Engine, inner: torch.optim.Optimizer, steps: AroundSteps, shards: Shards,
         holder: Holder,
     ) -> None:  # fmt: skip
         super().__init__(engine, inner)
         self._steps, self._holder = steps, holder
         whole = [p for group in inner.param_groups for p in group["params"]]
-        by_id: dict[int, Piece] = {id(s.param): s for s in shards.shards}
+        by_id: dict[int, OwnRows] = {id(s.param): s for s in shards.shards}
         # By number in the whole model's state dict: those that this rank has rows of, and the
         # number in that of the shards.
         self._piece_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
@@ -199,11 +199,11 @@ class SpreadOptimizer(OffloadedOptimizer):
             OffloadError: as on one rank.
         """
         refuse_reentry()
-        nvme, model = self._engine.config.nvme, self._holder.model
+        config, model = self._engine.config, self._holder.model
         self._require_finite("save")
         self._engine.commit("save")
-        assert nvme is not None
-        folders = [folder.parent for folder in nvme]
+        assert config.nvme is not None
+        folders = [folder.parent for folder in config.nvme]
 
         def export() -> None:
             run = find_run(folders)
@@ -252,7 +252,7 @@ class ShardedOptimizer(SpreadOptimizer):
     """Over a model that FSDP2 has sharded: its parameters are ``DTensor``s, and so is its state."""
 
     def __init__(
-        self, engine: Engine, inner: torch.optim.Optimizer, steps: Steps, shards: Shards,
+        self, engine: Engine, inner: torch.optim.Optimizer, steps: AroundSteps, shards: Shards,
         holder: Holder,
     ) -> None:  # fmt: skip
         super().__init__(engine, inner, steps, shards, holder)

@@ -13,7 +13,7 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 
 
-class Piece(Protocol):
+class OwnRows(Protocol):
     """One parameter, of which this rank has rows: those that are one after the other in its first
     dimension, as many as on the other ranks, but for the last ones."""
 
@@ -41,7 +41,7 @@ class Piece(Protocol):
         ...
 
 
-class Part(Protocol):
+class SpreadModule(Protocol):
     """A module whose parameters are brought to compute together."""
 
     @property
@@ -55,7 +55,7 @@ class Part(Protocol):
         ...
 
     @property
-    def shards(self) -> Sequence[Piece]:
+    def shards(self) -> Sequence[OwnRows]:
         """Its parameters, each in one part of the model alone."""
         ...
 
@@ -72,7 +72,7 @@ class Way(Protocol):
 
     model: nn.Module
     held: Sequence[nn.Module]
-    parts: Sequence[Part]
+    parts: Sequence[SpreadModule]
     ranks: dist.ProcessGroup
 
     def refuse(self, config: OffloadConfig) -> None:

@@ -29,7 +29,7 @@ from .filling import fill_from_files
 from .fsdp import FullySharded
 from .gathering import Gatherer
 from .optimizer import ShardedOptimizer, SpreadOptimizer
-from .parts import Part
+from .parts import SpreadModule
 from .shards import Shards, optimizer_over
 from .world import World
 
@@ -67,7 +67,7 @@ class Sharding:
         self.model = self._way.model
         check_modules(self.model)
         self.world = World(self._way.ranks)
-        self._parts: Sequence[Part] = self._way.parts
+        self._parts: Sequence[SpreadModule] = self._way.parts
         self.shards = Shards(self.model, self._parts)
         self._bridges: list[Bridge | ReplicaBridge] = []
 
@@ -135,8 +135,8 @@ class Sharding:
         other weights than the model."""
 
         def make(engine: Engine) -> SpreadOptimizer:
-            machinery = engine.machinery
-            engine.driven.spread(self.world.norm)
+            machinery, driven = engine.machinery, engine.driven
+            driven.spread(self.world.norm)
             if machinery.store.writer is not None:
                 machinery.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)

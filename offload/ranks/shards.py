@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..training import torch_private
-from .parts import Part, Piece
+from .parts import OwnRows, SpreadModule
 
 _DOT = "/"  # in names of modules, which may have none of the others
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
@@ -23,9 +23,9 @@ class Shards(nn.Module):
     ``buffers``: the model's, shared, so that they are committed with the weights.
     """
 
-    def __init__(self, model: nn.Module, parts: Sequence[Part]) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
         super().__init__()
-        self.shards: list[Piece] = []
+        self.shards: list[OwnRows] = []
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
         for each in parts:

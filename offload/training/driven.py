@@ -17,6 +17,12 @@ from .residences import Residences
 Values = Mapping[int, Callable[[], torch.Tensor]]  # by parameter index
 
 
+class Loads(Protocol):
+    """Who writes weights."""
+
+    def load_all(self, values: Values) -> None: ...
+
+
 class Usable(Protocol):
     """Who knows whether the engine can be used, and brings units up to date."""
 
@@ -30,12 +36,12 @@ class Driven:
 
     def __init__(
         self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, residences: Residences,
-        collector: GradientCollector, load: Callable[[Values], None], while_open: list[Removable],
+        collector: GradientCollector, loads: Loads, while_open: list[Removable],
     ) -> None:  # fmt: skip
-        """``load`` writes weights; ``while_open``: what ends with the engine, before its machinery
+        """``loads`` writes weights; ``while_open``: what ends with the engine, before its machinery
         does."""
         self._ledger, self._hooks, self._loop = ledger, hooks, loop
-        self._residences, self._collector, self._load = residences, collector, load
+        self._residences, self._collector, self._loads = residences, collector, loads
         self._executor, self._while_open = residences.executor, while_open
         self.parts, self.accelerator = residences.parts, residences.accelerator
         self.device = self.accelerator.device
@@ -88,7 +94,7 @@ class Driven:
     def replace(self, values: Mapping[int, torch.Tensor]) -> None:
         """Weights become these."""
         self._loop.require_usable()
-        self._load({index: value.clone for index, value in values.items()})
+        self._loads.load_all({index: value.clone for index, value in values.items()})
 
     @property
     def at_once(self) -> bool:
