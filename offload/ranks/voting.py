@@ -15,7 +15,7 @@ log = logging.getLogger("overspill")
 
 PATIENCE_S = 600.0  # for a rank that is slower
 CLOSING_S = 30.0  # once this one ends
-FAILING_S = 2.0  # once this one ends because of an error, which nobody would see meanwhile
+FAILING_S = 1.0  # once this one ends because of an error, which nobody would see meanwhile
 _LOOK_S = 0.0005
 
 

@@ -38,34 +38,39 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: 
     optimizer.zero_grad()
 
 
-def poison(model: nn.Module) -> None:
-    """One element, of the first rank's rows: finite, but its square is not."""
+def poisoned(model: nn.Module, now: list[bool]) -> None:
+    """Once it is ``now``, one element of a gradient, of the first rank's rows, is finite, but its
+    square is not."""
     p = next(p for name, p in model.named_parameters() if name.endswith("head.weight"))
-    assert p.grad is not None
-    local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-    if dist.get_rank() == 0:
-        local[0, 0] = 1e30
+
+    def poison(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        if now and dist.get_rank() == 0:
+            local[0, 0] = 1e30
+
+    p.register_post_accumulate_grad_hook(poison)
 
 
 def overflows(rank: int, size: int, folder: Path) -> None:
     """An update is not finite on the first rank alone: every rank says so in the same call, and
     the run goes on from the last commit that all have."""
     cases = [
-        (spread, update, policy)
-        for spread in (sharded, replicated)
-        for update in ("step", "next_forward")
-        for policy in ("raise", "rollback")
-    ]
+        (sharded, "step", "raise"), (sharded, "next_forward", "rollback"),
+        (sharded, "backward", "rollback"), (replicated, "step", "rollback"),
+        (replicated, "next_forward", "raise"),
+    ]  # fmt: skip
     for number, (spread, update, policy) in enumerate(cases):
-        run, model = folder_of(folder / f"{number}"), spread()
+        run, model, now = folder_of(folder / f"{number}"), spread(), list[bool]()
+        poisoned(model, now)
         options: dict[str, Any] = {"update": update, "on_nonfinite": policy, "nvme": run}
         taken = 0
         refused = pytest.raises(overspill.OffloadError, match="not finite")
         with refused, wrapped(model, **options) as optimizer:
             for taken in range(6):
-                loss_of(model, taken, rank).backward()
                 if taken == 3:
-                    poison(model)
+                    now.append(True)
+                loss_of(model, taken, rank).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         found = [0] * size

@@ -128,6 +128,7 @@ def looked_at(folder: Path, *more: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.soak
 def test_saved_and_inspected(tmp_path: Path) -> None:
     run = folder_of(tmp_path / "run")
     of_run(tmp_path / "saved", spawn(2, saved, run)[0])
