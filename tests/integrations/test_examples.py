@@ -6,6 +6,7 @@ import gc
 import importlib
 import re
 import runpy
+import socket
 import sys
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def test_an_example(
     assert losses[-1] < (4.0 if name == "lightning_fit" else losses[0]), losses
 
 
-def test_the_plain_loop_with_weights_from_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["finetune", "two_gpus"])
+def test_a_loop_with_weights_from_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
@@ -51,15 +53,29 @@ def test_the_plain_loop_with_weights_from_a_folder(
     (tmp_path / "notes.txt").write_text("\n".join(words.sources(2)))
     (tmp_path / "store").mkdir()
     given = [tmp_path / "model", tmp_path / "notes.txt", tmp_path / "store"]
-    options = ["--device=cpu", "--host-memory=16MiB", "--steps=4", "--seq=64"]
-    monkeypatch.setattr(sys, "argv", ["finetune.py", *map(str, given), *options])
-    runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="__main__")
+    options = ["--host-memory=16MiB", "--steps=4", "--seq=64"]
+    if name == "two_gpus":
+        be_one_rank(monkeypatch)
+    else:
+        options.append("--device=cpu")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, given), *options])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     gc.collect()
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert len(losses) == 4 and losses[-1] < 8
     assert (tmp_path / "finetuned/model.safetensors").stat().st_size > 1 << 20
 
 
+def be_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun tells a process, of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in {**told, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 def test_all_of_them_are_run() -> None:
     there = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert there == {*LEFT, "words", "finetune"}
+    assert there == {*LEFT, "words", "finetune", "two_gpus"}
