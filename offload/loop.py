@@ -82,6 +82,7 @@ class Loop:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.require_usable()
         self._frames.tidy()
+        self._weights.take_edits()
         self._weights.reconcile()
         self._landing.land()
         self._direct.quiesce()
@@ -166,6 +167,7 @@ class Loop:
     def commit(self, what: str) -> None:
         """Makes the present state durable; ``what`` the user has called."""
         commits = self._require_commits(what)
+        self._weights.take_edits()
         self._weights.reconcile()
         commits.commit()
 
@@ -210,5 +212,6 @@ class Loop:
         self._machinery.accelerator.synchronize()
         self._residences.let_go()
         self._averages.end()
+        self._weights.take_edits()
         self._weights.reconcile()
         self._commits.close()

@@ -100,7 +100,8 @@ class Commits:
         before = self._facts
         if before is None or self._asked:  # a schedule may have gone on since commit()
             self._facts = self._gather()
-        late, self._asked = self._asked and self._facts != before, False
+        late = self._asked and (self._writer.agrees or self._facts != before)
+        self._asked = False
         if self._protocol.open or late:
             self._tell_facts(kept=self._ledger.count > 0)
 
@@ -171,7 +172,9 @@ class Commits:
             self._protocol.wait(Until.DURABLE)
         if self._facts is None or self._asked:  # a schedule may have gone on since
             self._facts = self._gather()
-        late = (self._moved or self._asked) and self._facts != self._writer.last
+        late = self._moved or self._asked
+        if not self._writer.agrees:
+            late = late and self._facts != self._writer.last
         # A step without gradients changes facts alone.
         self._tell_facts(kept=True, always=self._protocol.open or late)
         self._protocol.wait(Until.DURABLE)

@@ -104,6 +104,8 @@ def whole_stacks(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
 def one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedTensor:
     """A tensor whose rows are those of several."""
     first = parts[0]
+    if not first.shape:  # a single number, which one has
+        return StreamedTensor(name, first.dtype, (), first.parts)
     shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
     return StreamedTensor(
         name, first.dtype, shape, lambda: itertools.chain.from_iterable(p.parts() for p in parts)

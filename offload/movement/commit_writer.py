@@ -17,7 +17,7 @@ from ..errors import OffloadError
 from ..facts.trace import Trace
 from ..io_engine import IoEngine
 from ..io_engine.manifest import Manifest
-from ..schedule.messages import Commit, Write
+from ..schedule.messages import Commit, Key, Write
 from .extents import Extents
 
 _LONGEST = 16  # facts that are kept for cuts which may still be asked for
@@ -46,6 +46,7 @@ class CommitWriter:
         self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
         self._numbers = itertools.count(1)
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
+        self._doubted: dict[tuple[Key, int], str] = {}  # saved items that changed meanwhile
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
         self.last: bytes | None = None  # the facts of the last commit
@@ -65,6 +66,11 @@ class CommitWriter:
         """A commit counts once it was agreed on, after it is durable here."""
         self._agreement, self._manifest.agree = agreement, agreement.agreed
 
+    @property
+    def agrees(self) -> bool:
+        """Whether commits are agreed on: then all decide alike whether there is one."""
+        return self._agreement is not None
+
     def ends(self) -> None:
         """What is committed from now on are the last ones."""
         if self._agreement is not None:
@@ -76,7 +82,8 @@ class CommitWriter:
 
     def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Ended) -> None:
         """Queues a look whether weights that a commit has saved are still what was written: while
-        they show, anybody may change them, and what the disk got may be neither old nor new."""
+        they show, anybody may change them, and what the disk got may be neither old nor new.  That
+        fails a commit which has it; an edit that is taken before then is written in its place."""
         self._jobs.put((partial(self._compare, work, memory, name), done))
 
     def _run(self) -> None:
@@ -97,6 +104,14 @@ class CommitWriter:
         for old in [each for each in list(self._facts) if each <= number - _LONGEST]:
             del self._facts[old]  # of cuts that were never made too
         self._io.flush()
+        for each in table:
+            if each in self._doubted:
+                raise OffloadError(
+                    f"weights of {self._doubted[each]!r} were changed in place, in forward or "
+                    "between forward and step(), while a commit saved them; change them between "
+                    "step() and the next forward, or inside `with overspill.materialized(model, "
+                    "writeback=True)`"
+                )
         roles = [role for _, role in table]
         sums = [
             None if role < 0 else self._io.checksums(self._extents.of(item, role))
@@ -107,12 +122,11 @@ class CommitWriter:
         self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
 
     def _compare(self, work: Write, memory: NDArray[np.uint8], name: str) -> None:
-        if not self._io.holds(self._extents.of(work.item, work.role), memory):
-            raise OffloadError(
-                f"weights of {name!r} were changed in place, in forward or between forward and "
-                "step(), while a commit saved them; change them between step() and the next "
-                "forward, or inside `with overspill.materialized(model, writeback=True)`"
-            )
+        saved = work.item, work.role
+        if self._io.holds(self._extents.of(*saved), memory):
+            self._doubted.pop(saved, None)
+        else:
+            self._doubted[saved] = name
 
     def close(self) -> None:
         """Ends the thread after what is queued, and closes the manifest."""

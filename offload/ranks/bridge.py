@@ -21,6 +21,7 @@ from ..training import torch_private
 from ..training.driven import Driven
 from ..training.gradient_tensor import OffloadedGradient
 from ..training.handles import all_or_none, remove_all
+from ..training.roster import Roster
 from .fsdp_private import Shard, ShardedModule
 from .shards import Shards
 
@@ -29,31 +30,30 @@ class Bridge:
     """Hooks on a sharded model; ``remove`` takes them away."""
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven
-    ) -> None:
-        self._driven, self._modules = driven, modules
+        self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven,
+        roster: Roster,
+    ) -> None:  # fmt: skip
+        """``roster``: of the whole model."""
+        self._driven, self._modules, self._roster = driven, modules, roster
         self._shards = [shard for shard in shards.shards if isinstance(shard, Shard)]
         self._local = shards.local
         parts = driven.parts
         self._index = {id(p): index for index, p in enumerate(parts.parameters)}
         self._by_param = {id(shard.param): number for number, shard in enumerate(self._shards)}
-        self._units = {
-            id(each.module): tuple(sorted({
-                parts.unit_of[self._index[id(shards.local[self._by_param[id(s.param)]])]]
-                for s in each.shards if id(s.param) in self._by_param
-            }))
-            for each in modules
-        }  # fmt: skip
-        self._members = {
-            id(each.module): tuple(
+        self._units: dict[int, tuple[int, ...]] = {}  # by module
+        self._members: dict[int, tuple[int, ...]] = {}  # its shards
+        for each in modules:
+            numbers = [
                 self._by_param[id(s.param)] for s in each.shards if id(s.param) in self._by_param
-            )
-            for each in modules
-        }
+            ]
+            for module in each.modules:
+                self._members[id(module)] = tuple(numbers)
+                self._units[id(module)] = tuple(sorted(set(map(self._unit_of, numbers))))
         self._versions: dict[int, tuple[int, int]] = {}  # of each shard, as the engine has it
         self._copied: dict[int, int] = {}  # the version of its unit that a copy is of
         self._lent: dict[int, torch.Tensor] = {}  # what some were when they were lent
         self._handles: list[Any] = []
+        self._over = False
         me = weakref.ref(self)
         with all_or_none(self._handles):
             for shard, p in zip(self._shards, self._local, strict=True):
@@ -62,6 +62,7 @@ class Bridge:
                 self._hook(me, each)
             self._handles.append(model.register_forward_pre_hook(_root(me), prepend=True))
             self._handles.append(model.register_forward_hook(_root_over(me), always_call=True))
+        driven.look_outside(weakref.WeakMethod(self.take_edits))
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -109,12 +110,14 @@ class Bridge:
             if bridge is not None:
                 bridge.before_gathering(each)
 
-        module: Any = each.module
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        for module in each.modules:
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
         if not torch_private.in_backward():
+            if torch.is_grad_enabled():
+                self._roster.check()
             self.take_edits()
         self._driven.before_forward()
 
@@ -136,8 +139,11 @@ class Bridge:
         """What was changed in a shard, in place, since the engine last looked is its weight.
 
         Raises:
-            OffloadError: a parameter was replaced by another.
+            OffloadError: a parameter was replaced by another, or this step's backward has updated
+                what was changed; that is said once.
         """
+        if self._over:
+            return
         edited: dict[int, torch.Tensor] = {}
         for number, shard in enumerate(self._shards):
             if id(shard.param) not in self._by_param or not shard.in_place:
@@ -152,9 +158,13 @@ class Bridge:
                 index = self._index[id(self._local[number])]
                 edited[index] = shard.local.detach().clone()
         if edited:
+            self._accept()
             self._driven.replace(edited)
-            for number, shard in enumerate(self._shards):
-                self._versions[number] = shard.version
+
+    def _accept(self) -> None:
+        """What shards are now is known."""
+        for number, shard in enumerate(self._shards):
+            self._versions[number] = shard.version
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -176,6 +186,7 @@ class Bridge:
 
     def before_step(self) -> None:
         """Gradients are about to be applied."""
+        self._roster.check()
         self.take_edits()
         for number, p in enumerate(self._local):
             if p.requires_grad:
@@ -186,8 +197,23 @@ class Bridge:
         for number, p in enumerate(self._local):
             if isinstance(p.grad, OffloadedGradient):
                 self._shards[number].hold(p.grad)
+            elif p.grad is None:  # the engine has gone back, and dropped them all
+                self._shards[number].param.grad = None
             if self._driven.at_once:
                 self._renew(number)
+
+    def before_rollback(self) -> None:
+        """Gradients and edits are about to be dropped."""
+
+    def after_rollback(self) -> None:
+        """They were."""
+        self._lent.clear()
+        self._accept()
+        self._copied.clear()
+        self.after_step()
+
+    def begin(self) -> None:
+        """There is one on every rank: FSDP2 itself brings what is current."""
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -195,6 +221,7 @@ class Bridge:
         """Shards are FSDP2's own again, with what those of the engine's model hold, which are
         ordinary parameters again too."""
         self.remove()
+        self._over = True
         for shard, p in zip(self._shards, self._local, strict=True):
             shard.plain()
             shard.move_to(p.detach())
@@ -214,14 +241,16 @@ class _Watcher:
         self._me, self._number = me, number
 
     def current(self) -> None:
-        bridge = self._me()
-        if bridge is not None:
-            bridge.bring_up_to_date(self._number)
+        self._bridge().bring_up_to_date(self._number)
 
     def lend(self) -> None:
+        self._bridge().lend(self._number)
+
+    def _bridge(self) -> Bridge:
         bridge = self._me()
-        if bridge is not None:
-            bridge.lend(self._number)
+        if bridge is None:  # its memory is gone
+            raise OffloadError("the optimizer of this parameter was closed")
+        return bridge
 
 
 def _appeared(me: weakref.ref[Bridge], number: int, _p: torch.Tensor) -> None:

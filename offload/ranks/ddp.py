@@ -14,7 +14,7 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..planning.partition import find_units, unit_parameters
 from ..training import torch_private
-from .parts import require_initialised, rows_in, rows_of_rank
+from .parts import rows_in, rows_of_rank
 
 
 class Replica:
@@ -72,13 +72,11 @@ class Replicated:
         Raises:
             OffloadError: it cannot be wrapped.
         """
-        require_initialised()
         inner: nn.Module = ddp.module
         if ddp.is_multi_device_module:
             raise OffloadError("DistributedDataParallel over several devices of a rank is refused")
         self.ddp, self.model, self.held = ddp, inner, (ddp,)
-        self.ranks: dist.ProcessGroup = ddp.process_group
-        rank, size = dist.get_rank(self.ranks), dist.get_world_size(self.ranks)
+        rank, size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
         names = {id(p): name for name, p in inner.named_parameters()}
         self.parts: list[ReplicatedModule] = []
         for found in find_units(inner):

@@ -16,6 +16,7 @@ from ..errors import OffloadError
 from ..training import torch_private
 from ..training.driven import Driven
 from ..training.handles import all_or_none, remove_all
+from ..training.roster import Roster
 from .awaited import manage_replica
 from .ddp import ReplicatedModule
 from .gathering import GatheredUnit, Gatherer, Round
@@ -31,9 +32,10 @@ class ReplicaBridge:
 
     def __init__(
         self, ddp: DistributedDataParallel, modules: Sequence[ReplicatedModule], shards: Shards,
-        driven: Driven, gatherer: Gatherer,
+        driven: Driven, gatherer: Gatherer, roster: Roster,
     ) -> None:  # fmt: skip
-        self._ddp, self._driven, self._gatherer = ddp, driven, gatherer
+        """``roster``: of the whole model."""
+        self._ddp, self._driven, self._gatherer, self._roster = ddp, driven, gatherer, roster
         self._local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
         self.replicas = [replica for each in modules for replica in each.shards]
         self._unit_of = [unit for unit, each in enumerate(modules) for _ in each.shards]
@@ -62,6 +64,7 @@ class ReplicaBridge:
                     self._handles.append(hook)
         self._at_root = torch_private.has_compiled(ddp)
         driven.until_closed(gatherer)
+        driven.look_outside(weakref.WeakMethod(self.take_edits))
 
     def _gathered(self, part: ReplicatedModule, shards: Shards, *, trained: bool) -> GatheredUnit:
         """What of a unit changes in a step (``trained``), or all of it."""
@@ -166,6 +169,8 @@ class ReplicaBridge:
         if self._at_root:
             self.arrive_all()
         if not torch_private.in_backward():
+            if torch.is_grad_enabled():
+                self._roster.check()
             self.take_edits()
         self._driven.before_forward()
 
@@ -180,6 +185,7 @@ class ReplicaBridge:
                 "ddp.join() lets ranks take different numbers of steps, but each step needs all of "
                 "them: give every rank as many batches"
             )
+        self._roster.check()
         self.arrive_all()
         self.take_edits()
         for replica in self.replicas:
@@ -198,6 +204,17 @@ class ReplicaBridge:
         if self._driven.at_once:
             self.arrive_all()
 
+    def before_rollback(self) -> None:
+        """Weights are about to be those of a commit."""
+        self.arrive_all()
+        self.owe(frozen=True)
+
+    def after_rollback(self) -> None:
+        """They are, and come."""
+        for replica in self.replicas:
+            replica.param.grad = None
+        self.begin()
+
     @property
     def failed(self) -> bool:
         """Whether weights did not come once."""
@@ -208,6 +225,7 @@ class ReplicaBridge:
     def give_back(self) -> None:
         """Parameters are ordinary ones again, with their weights."""
         remove_all(self._handles)
+        self._gatherer.remove()
         for known, replica in zip(self._managed, self.replicas, strict=True):
             known.release(replica.param, replica.whole)
 

@@ -114,14 +114,6 @@ class ReplicatedOptimizer(SpreadOptimizer):
         }
         return {"state": state, "param_groups": self._whole_groups()}
 
-    def rollback(self) -> Any:
-        """See ``OffloadedOptimizer.rollback``; every rank calls it."""
-        self._bridge.arrive_all()
-        self._bridge.owe(frozen=True)
-        extra = super().rollback()
-        self._bridge.begin()
-        return extra
-
     @property
     def _broken(self) -> bool:
         return self._bridge.failed

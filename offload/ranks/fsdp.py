@@ -11,7 +11,6 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 from .filling import give_memory
 from .fsdp_private import ShardedModule, sharded_modules
-from .parts import require_initialised
 
 
 class FullySharded:
@@ -26,13 +25,11 @@ class FullySharded:
         Raises:
             OffloadError: the model is not sharded in a way that can be wrapped.
         """
-        require_initialised()
         self.model, self.held = model, (model,)
         if filled:
             give_memory(model, device)
         self.parts = sharded_modules(model)
         _refuse(model, self.parts)
-        self.ranks = next(group for each in self.parts for group in each.process_groups)
 
     def refuse(self, config: OffloadConfig) -> None:
         """All that others are refused is all that this one is."""

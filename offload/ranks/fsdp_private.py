@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from ..training import torch_private
 
 _local = DTensor._local_tensor  # a slot: its own getter and setter
 _data = torch.Tensor.data  # as well
@@ -50,6 +52,22 @@ class Sharded(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _data.__set__(self, value)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        with torch_private.without_overrides():
+            found = func(*args, **(kwargs or {}))
+        if _writes_lists(getattr(func, "__name__", "")):  # no version tells of that
+            given = args[0] if args else (kwargs or {})["self"]
+            torch.autograd.graph.increment_version([p for p in given if isinstance(p, cls)])
+        return found
+
+
+def _writes_lists(name: str) -> bool:
+    """Whether an operation changes the tensors in its first list."""
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
 class Shard:
@@ -149,11 +167,8 @@ class ShardedModule:
     def __init__(self, name: str, module: FSDPModule, names: dict[int, str]) -> None:
         self.name = name
         self.module: nn.Module = module  # type: ignore[assignment]
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        self._state, self._groups = state, list(groups)
+        self._state, self._groups = module._get_fsdp_state(), _groups_of(module)
+        self.modules = [self.module]  # those that were given to fully_shard together
         self.shards = [
             Shard(names[id(each.sharded_param)], each)
             for group in self._groups for each in group.fsdp_params
@@ -184,6 +199,15 @@ class ShardedModule:
         return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
 
 
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that it gathers."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on a module of it, or a parameter is a ``DTensor``."""
     return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
@@ -191,10 +215,23 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
+def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Those that share the first of its groups of parameters; ``None``: it has none."""
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return next(
+        (group.mesh_info.shard_process_group for m in modules for group in _groups_of(m)), None
+    )
+
+
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
     """All modules that ``fully_shard`` was called on, the root first."""
     names = {id(p): name for name, p in model.named_parameters()}
-    return [
-        ShardedModule(name, module, names)
-        for name, module in model.named_modules() if isinstance(module, FSDPModule)
-    ]  # fmt: skip
+    found: dict[int, ShardedModule] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = id(module._get_fsdp_state())
+            if state in found:
+                found[state].modules.append(module)  # type: ignore[arg-type]
+            else:
+                found[state] = ShardedModule(name, module, names)
+    return list(found.values())

@@ -37,6 +37,12 @@ class AroundSteps(Protocol):
     def after_step(self) -> None:
         """They were."""
 
+    def before_rollback(self) -> None:
+        """Weights are about to be those of the last commit."""
+
+    def after_rollback(self) -> None:
+        """They are, and there is no gradient."""
+
 
 class Holder(Protocol):
     """Who has the model and its ranks."""
@@ -174,7 +180,10 @@ class SpreadOptimizer(OffloadedOptimizer):
     def rollback(self) -> Any:
         """See ``OffloadedOptimizer.rollback``; every rank calls it."""
         self._require_finite("rollback")
-        return super().rollback()
+        self._steps.before_rollback()
+        extra = super().rollback()
+        self._steps.after_rollback()
+        return extra
 
     def _require_finite(self, what: str) -> None:
         """

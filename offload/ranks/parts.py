@@ -67,13 +67,11 @@ class Way(Protocol):
         model: whose names parameters have in stores.
         held: the modules that users have.
         parts: of ``model``, all of them.
-        ranks: those that it is spread over.
     """
 
     model: nn.Module
     held: Sequence[nn.Module]
     parts: Sequence[SpreadModule]
-    ranks: dist.ProcessGroup
 
     def refuse(self, config: OffloadConfig) -> None:
         """

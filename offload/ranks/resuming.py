@@ -19,15 +19,17 @@ from ..engine import Engine
 from ..errors import OffloadError
 from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.mending import go_back
+from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
 from ..training import torch_private
 from ..wrapping import opened, reopened
 from .parts import rows_in
-from .sharding import Sharding
+from .sharding import Sharding, spread
 from .stores import RunSource, RunStores, find_run, names_in
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made", bound=OffloadedOptimizer)
+_FACTS = ("its shape", "its dtype", "the param group that trains it")
 
 
 class Rows(Mapping[str, Any]):
@@ -53,24 +55,21 @@ def resumed_shards(
     options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """See ``resume``: every rank calls it, with the same arguments."""
-    sharding = Sharding(model, device=options.get("device"), filled=True)
-    try:
-        with sharding.one_speaks():
-            world = sharding.world
-            run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
-            world.gathered(None)  # nobody changes a store before all have looked
-            same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
-            if same:
-                _require_units(sharding, run.stores[world.rank])
-                with _agreed(run, world.rank) as store:
-                    made, extra = _same(sharding, store, folders, optimizer, options)
-            else:
-                made, extra = _others(sharding, run, folders, optimizer, options)
-            log.info("overspill: resumed at step %d", run.step)
-            return made, extra
-    except BaseException:
-        sharding.close()
-        raise
+    with spread(model, device=options.get("device"), filled=True) as sharding:
+        given = {name: value for name, value in options.items() if value is not None}
+        sharding.refuse(OffloadConfig.from_options({"nvme": folders, **given}))
+        world = sharding.world
+        run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
+        world.gathered(None)  # nobody changes a store before all have looked
+        same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
+        if same:
+            _require_units(sharding, run.stores[world.rank])
+            with _agreed(run, world.rank) as store:
+                made, extra = _same(sharding, store, folders, optimizer, options)
+        else:
+            made, extra = _others(sharding, run, folders, optimizer, options)
+        log.info("overspill: resumed at step %d", run.step)
+    return made, extra
 
 
 def resumed_whole(
@@ -82,9 +81,8 @@ def resumed_whole(
     try:
         optimizer = optimizer or _optimizer(model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
-        params = dict(model.named_parameters())
-        rows = {name: (p, 0, rows_in(p)) for name, p in params.items()}
-        _require_like(source, {name: tuple(p.shape) for name, p in params.items()})
+        _require_like(source, model, optimizer, config)
+        rows = {name: (p, 0, rows_in(p)) for name, p in model.named_parameters()}
         for name, (p, start, stop) in rows.items():
             device = "cpu" if p.is_meta else p.device
             value = source.weight(name, start, stop).to(device, config.weight_dtype or p.dtype)
@@ -158,8 +156,7 @@ def _others(
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
         config = OffloadConfig.from_options(_formats(source, options, folders))
-        params = sharding.model.named_parameters()
-        _require_like(source, {name: tuple(p.shape) for name, p in params})
+        _require_like(source, sharding.model, optimizer, config)
         rows = {}
         for shard, p in zip(sharding.shards.shards, sharding.shards.local, strict=True):
             start = shard.first_row(world.rank)
@@ -197,16 +194,33 @@ def _formats(
     return given
 
 
-def _require_like(source: RunSource, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _require_like(
+    source: RunSource, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
+) -> None:
     """
     Raises:
-        OffloadError: the stores are those of another model.
+        OffloadError: the stores are those of another model, or optimizer.
     """
-    for name, shape in shapes.items():
-        found = source.shape(name)
-        if found != shape:
-            has = "do not have it" if found is None else f"have it with shape {found}"
-            raise OffloadError(f"parameter {name!r} has shape {shape}; the stores {has}")
+    rule, kept = rules_for(optimizer)[0].name, source.optimizer
+    if rule != kept:
+        raise OffloadError(f"the stores were trained with {kept}, not {rule}")
+    groups = {
+        id(p): number for number, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+    }  # fmt: skip
+    mine = {
+        name: (tuple(p.shape), config.weight_dtype or p.dtype, groups.get(id(p)))
+        for name, p in model.named_parameters()
+    }
+    for name in sorted(mine.keys() ^ source.parameters.keys()):
+        where = "the model" if name in mine else "the stores"
+        raise OffloadError(f"parameter {name!r} is in {where} alone")
+    for name, here in mine.items():
+        for what, ours, theirs in zip(_FACTS, here, source.parameters[name], strict=True):
+            if ours != theirs:
+                raise OffloadError(
+                    f"parameter {name!r}: {what} is {theirs} in the stores, and {ours} in the model"
+                )
 
 
 def _fill(

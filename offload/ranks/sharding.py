@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,20 +20,23 @@ from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
 from ..plans import calibrated
+from ..training.roster import Roster
 from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
 from .ddp_optimizer import ReplicatedOptimizer
 from .filling import fill_from_files
 from .fsdp import FullySharded
+from .fsdp_private import ranks_of
 from .gathering import Gatherer
 from .optimizer import ShardedOptimizer, SpreadOptimizer
-from .parts import SpreadModule
+from .parts import SpreadModule, require_initialised
 from .shards import Shards, optimizer_over
 from .world import World
 
 log = logging.getLogger("overspill")
 # What says how weights are made or moved, which is FSDP2's here, or DDP's.
+_OWN = ("device", "extra", "init", "rates", "verbose", "weights")  # may differ by rank
 _NOT_HERE = ("precision", "frozen", "units", "resident", "init", "tokens")
 
 
@@ -48,7 +50,7 @@ class Sharding:
     """
 
     def __init__(
-        self, model: nn.Module, *, device: torch.device | str | None, filled: bool
+        self, model: nn.Module, world: World, *, device: torch.device | str | None, filled: bool
     ) -> None:
         """``filled``: weights come from elsewhere; those of shards, on ``device``, are of no
         account.
@@ -66,7 +68,7 @@ class Sharding:
             self._way = FullySharded(model, device=device, filled=filled)
         self.model = self._way.model
         check_modules(self.model)
-        self.world = World(self._way.ranks)
+        self.world = world
         self._parts: Sequence[SpreadModule] = self._way.parts
         self.shards = Shards(self.model, self._parts)
         self._bridges: list[Bridge | ReplicaBridge] = []
@@ -82,11 +84,6 @@ class Sharding:
     def fill(self, weights: Path) -> None:
         """Shards get their rows of what is in files."""
         fill_from_files(self.model, self._parts, weights, self.world.rank)
-
-    def close(self) -> None:
-        """Nothing came of it."""
-        self.let_go()
-        self.release()
 
     def release(self, *, broken: bool = False) -> None:
         """Nobody speaks with the other ranks any more; ``broken``: weights did not come."""
@@ -104,7 +101,23 @@ class Sharding:
     def config(
         self, config: OffloadConfig, optimizer: torch.optim.Optimizer, *, fresh: bool = True
     ) -> OffloadConfig:
-        """This rank's options; ``fresh``: no store of its own is there."""
+        """This rank's options; ``fresh``: no store of its own is there.
+
+        Raises:
+            ValueError: ranks were given different options, or optimizers.
+            OffloadError: a rank has nothing to commit.
+        """
+        given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
+        given["the optimizer"] = type(optimizer).__qualname__
+        given["the number of param groups"] = len(optimizer.param_groups)
+        self.world.require_alike(given)
+        if config.nvme is not None:
+            has = self.world.gathered(bool(self.shards.local))
+            if empty := [rank for rank, some in enumerate(has) if not some]:
+                raise OffloadError(
+                    f"rank {empty[0]} has no row of any parameter, so it has nothing to commit; "
+                    "use fewer ranks, or leave nvme out"
+                )
         device = config.device or str(next(self.model.parameters()).device)
         whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))
@@ -140,6 +153,9 @@ class Sharding:
             if machinery.store.writer is not None:
                 machinery.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
+            self.world.gathered(None)  # from here on there is one on every rank
+            for bridge in self._bridges:
+                bridge.begin()
             marks = {
                 OPTIMIZER: made,
                 "__deepcopy__": engine.__deepcopy__, "__reduce_ex__": engine.__reduce_ex__,
@@ -155,15 +171,16 @@ class Sharding:
     ) -> SpreadOptimizer:
         driven, shards, way = engine.driven, self.shards, self._way
         if isinstance(way, FullySharded):
-            sharded = Bridge(way.model, way.parts, shards, driven)
+            roster = Roster(way.model, optimizer.param_groups, in_place=False)
+            sharded = Bridge(way.model, way.parts, shards, driven, roster)
             self._bridges.append(sharded)
             return ShardedOptimizer(engine, optimizer, sharded, shards, self)
         gatherer = Gatherer(driven.copied, driven.accelerator, self.world.weights())
-        replicated = ReplicaBridge(way.ddp, way.parts, shards, driven, gatherer)
+        roster = Roster(way.model, optimizer.param_groups)
+        replicated = ReplicaBridge(way.ddp, way.parts, shards, driven, gatherer, roster)
         self._bridges.append(replicated)
         if resumed:
             replicated.owe(frozen=True)
-            replicated.begin()
         return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
 
     def optimizer_over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -186,14 +203,32 @@ class Sharding:
                     )
         return optimizer_over(self.shards, optimizer)
 
-    @contextmanager
-    def one_speaks(self) -> Any:
-        """Inside, only the first rank says what all have to say."""
-        quiet = _Quiet(self.world.rank)
+
+@contextmanager
+def spread(
+    model: nn.Module, *, device: torch.device | str | None, filled: bool
+) -> Iterator[Sharding]:
+    """Inside, a model gets its engine: on every rank, or on none.  The first rank says what all
+    have to say."""
+    require_initialised()
+    replicated = isinstance(model, DistributedDataParallel)
+    ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
+    if ranks is None:
+        raise OffloadError("no module of the model was given to fully_shard")
+    world, made, quiet = World(ranks, weights=replicated), list[Sharding](), None
+    try:
+        quiet = _Quiet(world.rank)
         log.addFilter(quiet)
-        try:
-            yield
-        finally:
+        with world.all_or_none():
+            made.append(Sharding(model, world, device=device, filled=filled))
+            yield made[0]
+    except BaseException:
+        for sharding in made:
+            sharding.let_go()
+        world.close()
+        raise
+    finally:
+        if quiet is not None:
             log.removeFilter(quiet)
 
 

@@ -48,8 +48,7 @@ class RunStores:
             CorruptionError: one is damaged, or they have no commit in common.
         """
         self.stores, self.ranks = list(stores), ranks
-        last = min((store.last() for store in stores), key=lambda found: found.number)
-        self.generations = [_of_number(store, last) for store in stores]
+        self.generations = _in_common(self.stores)
 
     @property
     def step(self) -> int:
@@ -57,17 +56,24 @@ class RunStores:
         return self.generations[0].step
 
 
-def _of_number(store: FoundStore, wanted: Generation) -> Generation:
-    """The commit of a store that another one has as its last.  A rank may have made one more,
-    which the others did not come to: then the data of the one before it is untouched."""
-    for found in store.generations[-2:]:
-        if (found.number, found.step) == (wanted.number, wanted.step):
-            return found
-    raise CorruptionError(
-        f"{store.directories[0]}: the last commit that all ranks should have is generation "
-        f"{wanted.number}, step {wanted.step}, which is not here; the folders are not of one run",
-        path=str(store.directories[0]),
-    )
+def _in_common(stores: Sequence[FoundStore]) -> list[Generation]:
+    """Of each store, the last commit that all have.  A rank may have made one more, which the
+    others did not come to: then the data of the one before it is untouched."""
+    for store in stores:
+        store.last()  # or raises
+    mine = [{(g.number, g.step): g for g in store.generations[-2:]} for store in stores]
+    common = set(mine[0]).intersection(*mine)
+    if not common:
+        last = ", ".join(
+            f"{store.directories[0].name} step {store.last().step}" for store in stores
+        )
+        folder = stores[0].directories[0].parent
+        raise CorruptionError(
+            f"{folder}: the ranks' stores have no commit in common, so they are not of one run "
+            f"({last})",
+            path=str(folder),
+        )
+    return [each[max(common)] for each in mine]
 
 
 def find_run(folders: Sequence[Path]) -> RunStores | None:
@@ -200,10 +206,29 @@ class RunSource:
         """What the state of a parameter consists of; nothing, if it took no step."""
         return list(self._state.get(name, ()))
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a whole parameter; ``None``: there is none of that name."""
-        parts = self._weights.get(name)
-        return None if parts is None else one_after_the_other(name, parts).shape
+    # -- what it is of --------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> str:
+        """The name of its rule."""
+        return str(self.run.stores[0].layout.description["optimizer"])
+
+    @cached_property
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int | None]]:
+        """Shape, dtype and param group of every whole parameter; ``None``: it is not trained."""
+        chunk_of = {
+            self._named(p["name"]): chunk
+            for store in self.run.stores for unit in store.layout.description["units"]
+            for chunk in unit["chunks"] for p in chunk["params"]
+        }  # fmt: skip
+        return {
+            name: (
+                one_after_the_other(name, self._weights[name]).shape,
+                getattr(torch, chunk["dtype"]),
+                chunk["group"],
+            )
+            for name, chunk in chunk_of.items()
+        }
 
 
 def rows_of(parts: Sequence[StreamedTensor], start: int, stop: int) -> torch.Tensor:

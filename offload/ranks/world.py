@@ -7,8 +7,9 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,17 @@ from .voting import Votes
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
 WORD_S = 5.0  # between two words of a rank that others wait for
 Given = TypeVar("Given")
+
+
+class OtherRankError(OffloadError):
+    """Another rank could not do what all have to do together."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The last word of a rank that has an error."""
+
+    why: str
 
 
 class _Pair:
@@ -78,9 +90,12 @@ class World:
     the training thread, ``votes`` for the thread that commits.
     """
 
-    def __init__(self, ranks: dist.ProcessGroup) -> None:
+    def __init__(self, ranks: dist.ProcessGroup, *, weights: bool = False) -> None:
+        """``weights``: they will exchange some."""
         members = tuple(dist.get_process_group_ranks(ranks))
         self._pair = _Pair.free(members)
+        if weights:
+            self._pair.weights()
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
         self.rank, self.size = dist.get_rank(ranks), len(members)
         machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
@@ -93,10 +108,45 @@ class World:
         return self._pair.weights()
 
     def gathered(self, mine: Given) -> list[Given]:
-        """What every rank has given, by rank."""
+        """What every rank has given, by rank.
+
+        Raises:
+            OtherRankError: one gives nothing, because of an error (see ``all_or_none``).
+        """
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self.group)
+        for rank, word in enumerate(found):
+            if isinstance(word, _Failed):
+                raise OtherRankError(f"rank {rank} could not: {word.why}")
         return found
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Inside, an error on one rank is one on all: where the others wait for its next word, they
+        hear of it.  The last line inside is ``gathered``."""
+        try:
+            yield
+        except OtherRankError:
+            raise
+        except BaseException as error:
+            with suppress(OtherRankError, RuntimeError):
+                self.gathered(_Failed(f"{type(error).__name__}: {error}"))
+            raise
+
+    def require_alike(self, given: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: ranks have given different values.
+        """
+        everyone = self.gathered(dict(given))
+        for name in given:
+            values = [each.get(name) for each in everyone]
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise ValueError(
+                        f"{name} is {values[0]!r} on rank 0 and {value!r} on rank {rank}; every "
+                        "rank is to pass the same"
+                    )
 
     def of_first_here(self, make: Any) -> Any:
         """What the first rank of each machine makes; the others wait for it.

@@ -10,7 +10,7 @@ from ..config import OffloadConfig
 from ..wrapping import opened
 from .fsdp_private import is_sharded
 from .optimizer import SpreadOptimizer
-from .sharding import Sharding, refuse_options
+from .sharding import refuse_options, spread
 
 __all__ = ["is_spread", "wrapped_shards"]
 
@@ -25,17 +25,12 @@ def wrapped_shards(
 ) -> SpreadOptimizer:
     """See ``wrap``: every rank calls it, with the same options."""
     refuse_options(config)
-    sharding = Sharding(model, device=config.device, filled=config.weights is not None)
-    try:
+    with spread(model, device=config.device, filled=config.weights is not None) as sharding:
         sharding.refuse(config)
         if config.weights is not None:
             sharding.fill(config.weights)
-        with sharding.one_speaks():
-            mine = sharding.optimizer_over(optimizer)
-            own = sharding.config(config, mine)
-            made = opened(sharding.shards, mine, own, sharding.made_by(optimizer))
-    except BaseException:
-        sharding.close()
-        raise
+        mine = sharding.optimizer_over(optimizer)
+        own = sharding.config(config, mine)
+        made = opened(sharding.shards, mine, own, sharding.made_by(optimizer))
     optimizer.state.clear()
     return made

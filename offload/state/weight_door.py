@@ -51,6 +51,7 @@ class WeightDoor:
         self._contents, self._ledger = contents, ledger
         self._frames, self._trainer, self._edits = frames, trainer, edits
         self._loans: dict[int, _Loan] = {}
+        self._outside: list[Callable[[], None]] = []
 
     def name(self, index: int) -> str:
         """The parameter's name in the model."""
@@ -198,6 +199,15 @@ class WeightDoor:
             loan = self._loans[index]
             if loan.version != self._now(index):
                 self._renew(index, loan)
+
+    def look_outside(self, look: Callable[[], None]) -> None:
+        """``look`` writes what was changed in weights where nobody tells of it."""
+        self._outside.append(look)
+
+    def take_edits(self) -> None:
+        """Such changes are the weights' from now on; not for the inside of a forward."""
+        for look in self._outside:
+            look()
 
     def refuse_joined(self) -> None:
         """Raises if two trained parameters lie over the same memory, as after ``a.data = b.data``:

@@ -3,6 +3,7 @@ would."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
@@ -22,9 +23,13 @@ class Loads(Protocol):
 
     def load_all(self, values: Values) -> None: ...
 
+    def look_outside(self, look: Callable[[], None]) -> None: ...
+
 
 class Usable(Protocol):
     """Who knows whether the engine can be used, and brings units up to date."""
+
+    def require(self) -> None: ...
 
     def require_usable(self) -> None: ...
 
@@ -56,6 +61,7 @@ class Driven:
 
     def catch_up(self, unit: int) -> None:
         """Weights of a unit are about to be read: their update is over first."""
+        self._loop.require()
         self._loop.catch_up(unit)
 
     def version(self, unit: int) -> int:
@@ -95,6 +101,16 @@ class Driven:
         """Weights become these."""
         self._loop.require_usable()
         self._loads.load_all({index: value.clone for index, value in values.items()})
+
+    def look_outside(self, look: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """``look`` is called when weights are to be whole, as long as there is who has it: it gives
+        ``replace`` what was changed in them unseen."""
+
+        def called() -> None:
+            if (mine := look()) is not None:
+                mine()
+
+        self._loads.look_outside(called)
 
     @property
     def at_once(self) -> bool:

@@ -19,7 +19,10 @@ _AGAIN = (
 class Roster:
     """Raises where a loop changes what is trained, which the engine would not follow."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[Mapping[str, Any]], *, in_place: bool = True
+    ) -> None:
+        """``in_place``: whether parameters stay where they are in the model."""
         self._groups = groups
         self._members = self._present()
         mine = {number for group in self._members for number in group}
@@ -27,11 +30,15 @@ class Roster:
             (name, p) for name, p in model.named_parameters()
             if id(p) in mine and not p.requires_grad
         ]  # fmt: skip
-        self._places = [
-            (f"{path}.{name}" if path else name, own_parameters(module), name, p)
-            for path, module in model.named_modules()
-            for name, p in own_parameters(module).items()
-        ]
+        self._places = (
+            []
+            if not in_place
+            else [
+                (f"{path}.{name}" if path else name, own_parameters(module), name, p)
+                for path, module in model.named_modules()
+                for name, p in own_parameters(module).items()
+            ]
+        )
 
     def _present(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._groups]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import overspill
 
-from .spawned import RATES, Net, adamw, loss_of, net, sharded, spawn, whole
+from .spawned import RATES, Net, adamw, folder_of, loss_of, net, sharded, spawn, whole
 
 Optimizer = torch.optim.Optimizer
 
@@ -46,6 +46,8 @@ def edits(model: Net, optimizer: Optimizer, rank: int) -> list[float]:
     losses.append(step(model, optimizer, 2, rank))
     for p in model.parameters():
         p.data.mul_(1.1)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.95)
     with torch.no_grad():
         for p in model.head.parameters():
             p.to_local().add_(0.01)  # type: ignore[attr-defined]
@@ -124,7 +126,8 @@ def loops(rank: int, size: int, folder: Path, more: bool) -> None:
             model = sharded()
             expected = loop(model, adamw(model), rank)
             model = sharded()
-            with wrapped(model, update=update) as optimizer:
+            run = folder_of(folder / f"{loop.__name__}-{update}")
+            with wrapped(model, update=update, nvme=run) as optimizer:
                 found = loop(model, optimizer, rank)
             assert found == pytest.approx(expected, rel=5e-6), (loop.__name__, update)
 

@@ -22,8 +22,8 @@ import overspill
 from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
 
 
-def replicated() -> DistributedDataParallel:
-    return DistributedDataParallel(net())
+def replicated(dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+    return DistributedDataParallel(net(dtype))
 
 
 def wrapped(model: nn.Module, **options: Any) -> overspill.OffloadedOptimizer:
@@ -166,8 +166,167 @@ def folders(rank: int, size: int, folder: Path) -> None:
         overspill.resume(model, two[0], adamw(model), **options)
 
 
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """All, whole, by every rank."""
+    found = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in found]
+
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
+SPREAD = (sharded, replicated)
+
+
+def one_cannot(rank: int, size: int, folder: Path) -> None:
+    """What one rank cannot do is said on all, and all are as before."""
+    (folder / "taken").mkdir(exist_ok=True)
+    (folder / "taken" / f"rank-00001-of-{size:05d}").touch()
+    for spread in SPREAD:
+        model = spread()
+        here: Any = OSError if rank == 1 else overspill.OffloadError
+        with pytest.raises(here, match="File exists"):
+            wrapped(model, nvme=folder / "taken")
+        with pytest.raises(ValueError, match="'step' on rank 0 and 'next_forward' on rank 1"):
+            wrapped(model, update="next_forward" if rank else "step")
+        run = folder_of(folder / f"cannot-{spread.__name__}")
+        with wrapped(model, nvme=run) as optimizer:
+            step(model, optimizer, 0, rank)
+            kept = weights(model)
+        model = spread()
+        other = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(3))])
+        here = ValueError if rank == 1 else overspill.OffloadError
+        with pytest.raises(here, match="not in the model"):
+            overspill.resume(model, run, adamw(model) if rank == 0 else other, **OPTIONS)
+        again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
+        with again:
+            assert all(map(torch.equal, weights(model), kept))
+            step(model, again, 1, rank)
+
+
+def goes_back(rank: int, size: int, folder: Path) -> None:
+    """``rollback`` drops gradients and edits; what follows is as if they had not been."""
+    for spread in SPREAD:
+        losses = []
+        for back in (False, True):
+            model = spread()
+            run = folder_of(folder / f"back-{spread.__name__}-{back}")
+            with wrapped(model, nvme=run, update="next_forward", commit_every=9) as optimizer:
+                step(model, optimizer, 0, rank)
+                optimizer.commit()
+                kept = weights(model)
+                if back:
+                    step(model, optimizer, 5, rank)
+                    loss_of(model, 6, rank).backward()
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.mul_(3)
+                    optimizer.rollback()
+                    assert all(p.grad is None for p in model.parameters())
+                    assert all(map(torch.equal, weights(model), kept))
+                found = []
+                for number in (1, 2):
+                    loss = loss_of(model, number, rank)
+                    loss.backward()
+                    found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+                    found.append(loss.detach())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append([
+                float(v.full_tensor() if isinstance(v, DTensor) else v) for v in found
+            ])  # fmt: skip
+        assert losses[0] == losses[1], spread
+
+
+def last_edits(rank: int, size: int, folder: Path) -> None:
+    """Edits after the last step are committed, by ``commit()`` and by the end; facts that only one
+    rank has anew are no commit of its own."""
+    for spread in SPREAD:
+        model, seen = spread(), {"n": 0}
+        run = folder_of(folder / f"edits-{spread.__name__}")
+        with wrapped(model, nvme=run, extra=lambda: dict(seen)) as optimizer:
+            step(model, optimizer, 0, rank)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+            optimizer.commit()
+            if rank == 0:
+                seen["n"] = 1
+            step(model, optimizer, 1, rank)
+            with torch.no_grad():
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+            kept = weights(model)
+            optimizer.commit()
+            if rank == 1:
+                seen["n"] = 2
+        model = spread()
+        again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
+        with again:
+            assert again.step_count == 2
+            assert all(map(torch.equal, weights(model), kept)), spread
+        if spread is sharded:
+            with pytest.raises(overspill.OffloadError, match="closed"):
+                weights(model)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def other_models(rank: int, size: int, folder: Path) -> None:
+    """Modules that are sharded together; what has no rows on a rank; what is thawed, or another
+    model than the stores'."""
+    losses = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = Pair()
+        fully_shard([model.a, model.b])  # type: ignore[arg-type]
+        fully_shard(model)
+        optimizer = wrapped(model) if wraps else adamw(model)
+        found = []
+        for number in range(3):
+            loss = model(torch.full((2, 8), 1.0 + number + rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=5e-6)
+
+    model = nn.Linear(4, 1)
+    fully_shard(model)
+    with pytest.raises(overspill.OffloadError, match="rank 1 has no row"):
+        wrapped(model, nvme=folder_of(folder / "rows"))
+    for spread in SPREAD:
+        model = spread()
+        frozen = next(p for name, p in model.named_parameters() if name.endswith("head.bias"))
+        frozen.requires_grad_(False)
+        with wrapped(model) as optimizer:
+            step(model, optimizer, 0, rank)
+            frozen.requires_grad_(True)
+            with pytest.raises(overspill.OffloadError, match="required no grad"):
+                loss_of(model, 1, rank)
+        run = folder_of(folder / f"others-{spread.__name__}")
+        model = spread()
+        with wrapped(model, nvme=run) as optimizer:
+            step(model, optimizer, 0, rank)
+        model = spread(torch.bfloat16)
+        with pytest.raises(overspill.OffloadError, match="float32 in the stores, and torch.bf"):
+            overspill.resume(model, run, adamw(model), nvme=folder / "else", **OPTIONS)
+        model = spread()
+        with pytest.raises(overspill.OffloadError, match="trained with adam, not sgd"):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            overspill.resume(model, run, sgd, nvme=folder / "else", **OPTIONS)
+
+
 def all_of_it(rank: int, size: int, folder: Path) -> None:
-    for work in (overflows, raises_alone, refusals, copies, folders):
+    for work in (
+        overflows, raises_alone, refusals, copies, folders, one_cannot, goes_back, last_edits,
+        other_models,
+    ):  # fmt: skip
         work(rank, size, folder)
 
 
