@@ -266,14 +266,37 @@ class ShardedOptimizer(SpreadOptimizer):
     ) -> None:  # fmt: skip
         super().__init__(engine, inner, steps, shards, holder)
         self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
+        every = {id(s.param): s for s in [*shards.shards, *shards.empty] if isinstance(s, Shard)}
+        whole = [p for group in inner.param_groups for p in group["params"]]
+        self._sharded = {number: every[id(p)] for number, p in enumerate(whole)}  # as ``_piece_of``
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state in torch's own format, of ``DTensor``s; every rank calls it."""
         found = self._engine.state_dict()["state"]
-        state = {}
-        for number, place in self._numbers.items():
-            shard = self._piece_of[number]
-            assert isinstance(shard, Shard)
-            if place in found:
-                state[number] = spread(shard, found[place])
-        return {"state": state, "param_groups": self._whole_groups()}
+        state = {
+            number: spread(self._sharded[number], found[place])
+            for number, place in self._numbers.items() if place in found
+        }  # fmt: skip
+        # The first rank has rows of every parameter, and so knows what each has for state.
+        likes = {number: _like(each) for number, each in state.items()}
+        for number, like in self._holder.world.gathered(likes)[0].items():
+            if number not in state:
+                state[number] = _empty(self._sharded[number], like)
+        return {"state": dict(sorted(state.items())), "param_groups": self._whole_groups()}
+
+
+def _like(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state without its values: of what is sharded, the dtype."""
+    return {
+        name: value.dtype if isinstance(value, DTensor) else value for name, value in state.items()
+    }
+
+
+def _empty(shard: Shard, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter of which this rank has no rows."""
+    return {
+        name: shard.like_whole(torch.empty_like(shard.local, dtype=value))
+        if isinstance(value, torch.dtype)
+        else value
+        for name, value in like.items()
+    }

@@ -24,7 +24,7 @@ from ..optimizer import OffloadedOptimizer
 from ..training import torch_private
 from ..wrapping import opened, reopened
 from .parts import rows_in
-from .sharding import Sharding, spread
+from .sharding import Sharding, on_all_ranks
 from .stores import RunSource, RunStores, find_run, names_in
 
 log = logging.getLogger("overspill")
@@ -55,7 +55,8 @@ def resumed_shards(
     options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """See ``resume``: every rank calls it, with the same arguments."""
-    with spread(model, device=options.get("device"), filled=True) as sharding:
+
+    def bring(sharding: Sharding) -> tuple[OffloadedOptimizer, Any]:
         given = {name: value for name, value in options.items() if value is not None}
         sharding.refuse(OffloadConfig.from_options({"nvme": folders, **given}))
         world = sharding.world
@@ -65,11 +66,13 @@ def resumed_shards(
         if same:
             _require_units(sharding, run.stores[world.rank])
             with _agreed(run, world.rank) as store:
-                made, extra = _same(sharding, store, folders, optimizer, options)
+                made = _same(sharding, store, folders, optimizer, options)
         else:
-            made, extra = _others(sharding, run, folders, optimizer, options)
+            made = _others(sharding, run, folders, optimizer, options)
         log.info("overspill: resumed at step %d", run.step)
-    return made, extra
+        return made
+
+    return on_all_ranks(model, bring, device=options.get("device"), filled=True)
 
 
 def resumed_whole(
@@ -166,7 +169,7 @@ def _others(
                 shard.local.copy_(source.weight(shard.name, start, stop))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
-        own = sharding.config(config, mine)
+        own = sharding.config(config, mine, beside=True)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
         made = opened(sharding.shards, mine, own, make)
         optimizer.state.clear()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .shards import Shards, optimizer_over
 from .world import World
 
 log = logging.getLogger("overspill")
+Made = TypeVar("Made")
 # What says how weights are made or moved, which is FSDP2's here, or DDP's.
 _OWN = ("device", "extra", "init", "rates", "verbose", "weights")  # may differ by rank
 _NOT_HERE = ("precision", "frozen", "units", "resident", "init", "tokens")
@@ -99,9 +100,11 @@ class Sharding:
                 module.__dict__.pop(name, None)
 
     def config(
-        self, config: OffloadConfig, optimizer: torch.optim.Optimizer, *, fresh: bool = True
-    ) -> OffloadConfig:
-        """This rank's options; ``fresh``: no store of its own is there.
+        self, config: OffloadConfig, optimizer: torch.optim.Optimizer, *, fresh: bool = True,
+        beside: bool = False,
+    ) -> OffloadConfig:  # fmt: skip
+        """This rank's options; ``fresh``: there may be no run yet, ``beside``: but one of another
+        number of ranks.
 
         Raises:
             ValueError: ranks were given different options, or optimizers.
@@ -123,7 +126,10 @@ class Sharding:
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
         return replace(
-            self.world.share(whole, fresh=fresh), rates=rates, units=units, resident=units
+            self.world.share(whole, fresh=fresh, beside=beside),
+            rates=rates,
+            units=units,
+            resident=units,
         )
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
@@ -204,32 +210,34 @@ class Sharding:
         return optimizer_over(self.shards, optimizer)
 
 
-@contextmanager
-def spread(
-    model: nn.Module, *, device: torch.device | str | None, filled: bool
-) -> Iterator[Sharding]:
-    """Inside, a model gets its engine: on every rank, or on none.  The first rank says what all
-    have to say."""
+def on_all_ranks(
+    model: nn.Module, work: Callable[[Sharding], Made], *, device: torch.device | str | None,
+    filled: bool,
+) -> Made:  # fmt: skip
+    """What ``work`` gives, which brings a model to its engine: on every rank, or on none.  The
+    first rank says what all have to say."""
     require_initialised()
     replicated = isinstance(model, DistributedDataParallel)
     ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
     if ranks is None:
         raise OffloadError("no module of the model was given to fully_shard")
-    world, made, quiet = World(ranks, weights=replicated), list[Sharding](), None
+    world, begun = World(ranks, weights=replicated), list[Sharding]()
+    quiet = _Quiet(world.rank)
+
+    def bring() -> Made:
+        begun.append(Sharding(model, world, device=device, filled=filled))
+        return work(begun[0])
+
+    log.addFilter(quiet)
     try:
-        quiet = _Quiet(world.rank)
-        log.addFilter(quiet)
-        with world.all_or_none():
-            made.append(Sharding(model, world, device=device, filled=filled))
-            yield made[0]
+        return world.all_or_none(bring)
     except BaseException:
-        for sharding in made:
+        for sharding in begun:
             sharding.let_go()
         world.close()
         raise
     finally:
-        if quiet is not None:
-            log.removeFilter(quiet)
+        log.removeFilter(quiet)
 
 
 def refuse_options(config: OffloadConfig) -> None:

@@ -26,6 +26,7 @@ class Shards(nn.Module):
     def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
         super().__init__()
         self.shards: list[OwnRows] = []
+        self.empty: list[OwnRows] = []  # of which this rank has no rows
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
         for each in parts:
@@ -36,6 +37,8 @@ class Shards(nn.Module):
                     node.register_parameter(shard.name.replace(".", _DOT), p)
                     self.shards.append(shard)
                     self.local.append(p)
+                else:
+                    self.empty.append(shard)
             if len(list(node.parameters())):
                 self.units.append(each.name.replace(".", _DOT) or ROOT)
                 self.add_module(self.units[-1], node)

@@ -26,6 +26,12 @@ def rank_folder(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
+def sizes_in(folder: Path) -> set[int]:
+    """Of how many ranks there are runs below a folder."""
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    return {int(match[2]) for name in names if (match := _RANK.fullmatch(name))}
+
+
 def whole_name(name: str) -> str:
     """What a model calls a parameter that is ``name`` among a rank's shards."""
     return name.split(".", 1)[1].replace("/", ".")
@@ -83,11 +89,7 @@ def find_run(folders: Sequence[Path]) -> RunStores | None:
         IoError: no set is whole.
         CorruptionError: see ``RunStores``.
     """
-    sizes = {
-        int(match[2])
-        for folder in folders if folder.is_dir()
-        for each in folder.iterdir() if (match := _RANK.fullmatch(each.name))
-    }  # fmt: skip
+    sizes = {size for folder in folders for size in sizes_in(folder)}
     found, missing = list[RunStores](), ""
     for size in sorted(sizes):
         places = [[folder / rank_folder(rank, size) for folder in folders] for rank in range(size)]

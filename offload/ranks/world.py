@@ -7,8 +7,8 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..errors import IoError, OffloadError
 from ..facts.rates import Rates
 from ..io_engine.manifest import read_manifest
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
-from .stores import rank_folder
+from .stores import rank_folder, sizes_in
 from .voting import Votes
 
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
@@ -120,12 +120,11 @@ class World:
                 raise OtherRankError(f"rank {rank} could not: {word.why}")
         return found
 
-    @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Inside, an error on one rank is one on all: where the others wait for its next word, they
-        hear of it.  The last line inside is ``gathered``."""
+    def all_or_none(self, work: Callable[[], Given]) -> Given:
+        """What ``work`` gives.  An error of it on one rank is one on all: where the others wait for
+        its next word, they hear of it.  Its own last word (``gathered``) is that it went well."""
         try:
-            yield
+            return work()
         except OtherRankError:
             raise
         except BaseException as error:
@@ -148,51 +147,41 @@ class World:
                         "rank is to pass the same"
                     )
 
-    def of_first_here(self, make: Any) -> Any:
-        """What the first rank of each machine makes; the others wait for it.
-
-        Raises:
-            OffloadError: it could not, with its cause.
-        """
-        made, error = None, None
-        if self.local_rank == 0:
-            try:
-                made = make()
-            except Exception as raised:
-                error = raised
-        everyone = self.gathered((made, error))
-        for _, failed in everyone:
-            if failed is not None:
-                raise failed
-        return everyone[self._first_here][0]
+    def of_first_here(self, make: Callable[[], Given]) -> Given:
+        """What the first rank of each machine makes; inside of ``all_or_none``."""
+        made = make() if self.local_rank == 0 else None
+        return self.gathered(made)[self._first_here]  # type: ignore[return-value]
 
     def of_first(self, make: Callable[[], Given]) -> Given:
         """What the first rank makes, however long that takes; the others wait for it, and hear from
         it meanwhile.
 
         Raises:
-            Exception: what it raised, on every rank.
+            Exception: it could not; what it raised, and ``OtherRankError`` on the others.
         """
-        done: list[tuple[Given | None, Exception | None]] = []
+        done: list[Given] = []
+        raised: list[Exception] = []
 
         def work() -> None:
             try:
-                done.append((make(), None))
-            except Exception as raised:
-                done.append((None, raised))
+                done.append(make())
+            except Exception as error:
+                raised.append(error)
 
         worker = threading.Thread(target=work, name="overspill-first")
         if self.rank == 0:
             worker.start()
-        while True:
-            if self.rank == 0:
-                worker.join(timeout=WORD_S)
-            told = self.gathered(done[0] if done else None)[0]
-            if told is not None:
-                made, error = told
-                if error is not None:
-                    raise error
-                return made  # type: ignore[return-value]
+
+        def wait() -> Given:
+            while True:
+                if self.rank == 0:
+                    worker.join(timeout=WORD_S)
+                if raised:
+                    raise raised[0]
+                if told := self.gathered(done)[0]:
+                    return told[0]
+
+        return self.all_or_none(wait)
 
     def norm(self, squares: float) -> float:
         """The global L2 norm, of every rank's sum of squares: the same on all of them."""
@@ -223,9 +212,9 @@ class World:
 
     # -- shares ---------------------------------------------------------------------------------
 
-    def share(self, config: OffloadConfig, *, fresh: bool) -> OffloadConfig:
+    def share(self, config: OffloadConfig, *, fresh: bool, beside: bool = False) -> OffloadConfig:
         """The options of one rank: its part of host memory and disks, directories of its own;
-        ``fresh``: in which no run may have been committed."""
+        ``fresh``: there may be no run yet, ``beside``: but one of another number of ranks."""
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
@@ -241,37 +230,46 @@ class World:
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
-            changed["nvme"] = self.directories(config.nvme or (), fresh=fresh)
+            changed["nvme"] = self.directories(config.nvme or (), fresh=fresh, beside=beside)
         if config.threads is None:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
             changed["threads"] = max(1, cores // self.local_size)
         return replace(config, **changed)
 
-    def directories(self, folders: tuple[Path, ...], *, fresh: bool) -> tuple[Path, ...]:
+    def directories(
+        self, folders: tuple[Path, ...], *, fresh: bool, beside: bool
+    ) -> tuple[Path, ...]:
         """This rank's own, below those given; they are made.
 
         Raises:
-            IoError: ``fresh``, and a rank has a store there that was committed.
+            IoError: ``fresh``, and there is a run, whose ranks may be others unless ``beside``.
         """
         mine = tuple(folder / rank_folder(self.rank, self.size) for folder in folders)
         for folder in mine:
             folder.mkdir(exist_ok=True)
         if fresh:
-            kept = [str(folder.parent) for folder in mine if self._is_kept(folder)]
-            for found in self.gathered(kept):
-                if found:
-                    raise IoError(
-                        f"{found[0]}: holds a run of {self.size} ranks; continue it with "
-                        f"overspill.resume(model, {found[0]!r}), remove its folders "
-                        f"rank-...-of-{self.size:05d}, or choose another folder (nvme=)",
-                        path=found[0], errno=errno.EEXIST,
-                    )  # fmt: skip
+            self._refuse_runs(folders, {self.size} if beside else None)
         return mine
 
-    @staticmethod
-    def _is_kept(folder: Path) -> bool:
-        found = read_manifest(folder)
-        return found is not None and bool(found.kept or found.damage)
+    def _refuse_runs(self, folders: Sequence[Path], sizes: Collection[int] | None) -> None:
+        """
+        Raises:
+            IoError: there is a run, of ``sizes`` ranks if they are given.
+        """
+        there = {size for folder in folders for size in sizes_in(folder) if _holds(folder, size)}
+        mine = sorted(there if sizes is None else there.intersection(sizes))
+        for found in self.gathered(mine):
+            if found:
+                remedy = (
+                    f"continue it with overspill.resume(model, {str(folders[0])!r}), remove"
+                    if sizes is None
+                    else "it is older than the one to go on with: remove"
+                )
+                raise IoError(
+                    f"{folders[0]}: holds a run of {found[0]} ranks; {remedy} its folders "
+                    f"rank-...-of-{found[0]:05d}, or choose another folder (nvme=)",
+                    path=str(folders[0]), errno=errno.EEXIST,
+                )  # fmt: skip
 
     def rates(self, whole: Rates) -> Rates:
         """Of a machine's, what one of its ranks has while all are at work."""
@@ -281,6 +279,13 @@ class World:
         )  # fmt: skip
         found = {name: getattr(whole, name) for name in shared}
         return replace(whole, **{k: v / self.local_size for k, v in found.items() if v is not None})
+
+
+def _holds(folder: Path, size: int) -> bool:
+    """Whether a rank of so many has a store there that is to be kept."""
+    places = [folder / rank_folder(rank, size) for rank in range(size)]
+    found = [read_manifest(place) for place in places if place.is_dir()]
+    return any(each is not None and bool(each.kept or each.damage) for each in found)
 
 
 def _boot() -> str:

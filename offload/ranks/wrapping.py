@@ -10,7 +10,7 @@ from ..config import OffloadConfig
 from ..wrapping import opened
 from .fsdp_private import is_sharded
 from .optimizer import SpreadOptimizer
-from .sharding import refuse_options, spread
+from .sharding import Sharding, on_all_ranks, refuse_options
 
 __all__ = ["is_spread", "wrapped_shards"]
 
@@ -25,12 +25,15 @@ def wrapped_shards(
 ) -> SpreadOptimizer:
     """See ``wrap``: every rank calls it, with the same options."""
     refuse_options(config)
-    with spread(model, device=config.device, filled=config.weights is not None) as sharding:
+
+    def bring(sharding: Sharding) -> SpreadOptimizer:
         sharding.refuse(config)
         if config.weights is not None:
             sharding.fill(config.weights)
         mine = sharding.optimizer_over(optimizer)
         own = sharding.config(config, mine)
-        made = opened(sharding.shards, mine, own, sharding.made_by(optimizer))
+        return opened(sharding.shards, mine, own, sharding.made_by(optimizer))
+
+    made = on_all_ranks(model, bring, device=config.device, filled=config.weights is not None)
     optimizer.state.clear()
     return made

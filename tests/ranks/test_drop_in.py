@@ -239,6 +239,11 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     spawn(2, all_of_it, tmp_path)
 
 
+@pytest.mark.soak  # where there are ranks without rows of some parameter
+def test_checkpoints_on_four_ranks(tmp_path: Path) -> None:
+    spawn(4, checkpoints, tmp_path)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
 def test_loops_with_all_ways_to_update(size: int, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ def replicated(dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
     return DistributedDataParallel(net(dtype))
 
 
+OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
+SPREAD = (sharded, replicated)
+
+
 def wrapped(model: nn.Module, **options: Any) -> overspill.OffloadedOptimizer:
-    return overspill.wrap(
-        model, adamw(model), device="cpu", rates=RATES, host_memory="1GiB", **options
-    )
+    return overspill.wrap(model, adamw(model), **OPTIONS, **options)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
@@ -77,9 +80,7 @@ def overflows(rank: int, size: int, folder: Path) -> None:
         dist.all_gather_object(found, taken)
         assert len(set(found)) == 1, (spread, update, policy, found)
         model = spread()
-        again, _ = overspill.resume(
-            model, run, adamw(model), device="cpu", rates=RATES, host_memory="1GiB"
-        )
+        again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
         with again:
             assert again.step_count == 3, (spread, update, policy)
             step(model, again, 3, rank)
@@ -149,11 +150,17 @@ def folders(rank: int, size: int, folder: Path) -> None:
     with wrapped(model, nvme=two) as optimizer:
         step(model, optimizer, 0, rank)
     model = sharded()
-    with pytest.raises(overspill.IoError, match="holds a run of 2 ranks"):
+    with pytest.raises(overspill.IoError, match="holds a run of 2 ranks; continue"):
         wrapped(model, nvme=two)
     dist.barrier()
-    options: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
-    again, _ = overspill.resume(model, two[0], adamw(model), **options)
+    three = folder_of(folder / "three")
+    if rank == 0:
+        shutil.copytree(two[0] / "rank-00001-of-00002", three / "rank-00000-of-00003")
+    dist.barrier()
+    with pytest.raises(overspill.IoError, match="holds a run of 3 ranks; continue"):
+        wrapped(model, nvme=three)
+    dist.barrier()
+    again, _ = overspill.resume(model, two[0], adamw(model), **OPTIONS)
     with again:
         assert again.step_count == 1
         step(model, again, 1, rank)
@@ -163,17 +170,13 @@ def folders(rank: int, size: int, folder: Path) -> None:
     dist.barrier()
     model = sharded()
     with pytest.raises(overspill.IoError):
-        overspill.resume(model, two[0], adamw(model), **options)
+        overspill.resume(model, two[0], adamw(model), **OPTIONS)
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
     """All, whole, by every rank."""
     found = [p.detach() for p in model.parameters()]
     return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in found]
-
-
-OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
-SPREAD = (sharded, replicated)
 
 
 def one_cannot(rank: int, size: int, folder: Path) -> None:
@@ -240,23 +243,23 @@ def last_edits(rank: int, size: int, folder: Path) -> None:
     """Edits after the last step are committed, by ``commit()`` and by the end; facts that only one
     rank has anew are no commit of its own."""
     for spread in SPREAD:
-        model, seen = spread(), {"n": 0}
+        model, seen = spread(), [0]
         run = folder_of(folder / f"edits-{spread.__name__}")
-        with wrapped(model, nvme=run, extra=lambda: dict(seen)) as optimizer:
+        with wrapped(model, nvme=run, extra=partial(dict, seen=seen)) as optimizer:
             step(model, optimizer, 0, rank)
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(0.5)
             optimizer.commit()
             if rank == 0:
-                seen["n"] = 1
+                seen[0] = 1
             step(model, optimizer, 1, rank)
             with torch.no_grad():
                 torch._foreach_mul_(list(model.parameters()), 0.5)
             kept = weights(model)
             optimizer.commit()
             if rank == 1:
-                seen["n"] = 2
+                seen[0] = 2
         model = spread()
         again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
         with again:
@@ -314,7 +317,7 @@ def other_models(rank: int, size: int, folder: Path) -> None:
         with wrapped(model, nvme=run) as optimizer:
             step(model, optimizer, 0, rank)
         model = spread(torch.bfloat16)
-        with pytest.raises(overspill.OffloadError, match="float32 in the stores, and torch.bf"):
+        with pytest.raises(overspill.OffloadError, match="float32 in the stores, and"):
             overspill.resume(model, run, adamw(model), nvme=folder / "else", **OPTIONS)
         model = spread()
         with pytest.raises(overspill.OffloadError, match="trained with adam, not sgd"):

@@ -227,13 +227,13 @@ def test_a_commit_that_one_rank_lacks_is_none(tmp_path: Path) -> None:
     same(spawn(2, train, run, 6, False, torch.float32)[1][1], later[1][1])
 
 
-def killed_at_random(folder: Path, kills: int, seed: int) -> int:
+def killed_at_random(folder: Path, kills: int, seed: int, spread: Any) -> int:
     """Kills a rank again and again; each time all are at one step, with the bits of a run that
     nobody disturbed.  How many steps there were at last."""
     rng, reference = random.Random(seed), dict[int, Seen]()
     steps = 0
     for kill in range(kills):
-        ranks = Started(2, train, folder, 10_000, kill == 0, torch.float32)
+        ranks = Started(2, train, folder, 10_000, kill == 0, torch.float32, spread)
         ranks.wait_for(folder)
         time.sleep(rng.uniform(0.0, 1.5))
         ranks.kill(rng.randrange(2))
@@ -243,11 +243,13 @@ def killed_at_random(folder: Path, kills: int, seed: int) -> int:
         steps = run.step
         size, into = rng.choice([1, 2, 3]), folder_of(folder.parent / "copy")
         copy = shutil.copytree(folder, into / "of")
-        for step, found in spawn(size, taken_up, copy, folder_of(into / "on")):
+        onto = rng.choice([sharded, replicated])
+        for step, found in spawn(size, taken_up, copy, folder_of(into / "on"), onto):
             assert step == steps
             if steps not in reference:
                 there = folder_of(into / "reference")
-                reference[steps] = spawn(2, train, there, steps, True, torch.float32)[0][1]
+                again = spawn(2, train, there, steps, True, torch.float32, spread)
+                reference[steps] = again[0][1]
             same(found, reference[steps])
         shutil.rmtree(into)
     return steps
@@ -257,4 +259,5 @@ def killed_at_random(folder: Path, kills: int, seed: int) -> int:
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills(tmp_path: Path) -> None:
     for seed in range(10):
-        assert killed_at_random(folder_of(tmp_path / f"{seed}"), 10, seed) > 0
+        spread = (sharded, replicated)[seed % 2]
+        assert killed_at_random(folder_of(tmp_path / f"{seed}"), 10, seed, spread) > 0

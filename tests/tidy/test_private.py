@@ -83,7 +83,6 @@ def test_the_one_file_is_what_is_looked_for() -> None:
 # Generators whose end does nothing that would harm if the collector did it late: an interrupt at
 # the begin of contextlib's ``__exit__``, and an exception that somebody keeps, leave it to that.
 HARMLESS_LATE = {
-    "offload/ranks/sharding.py",  # one rank may speak too late
     "offload/cli/failures.py",
     "offload/cli/heap.py",
     "offload/durable/commits.py",  # ``editing`` does nothing where the block does not end well
