@@ -14,10 +14,14 @@ What makes a store durable, and reads one, stands in ``manifest``, ``committed``
 
 from __future__ import annotations
 
-from .buffers import Lease, allocate_host
-from .engine import IoEngine
-from .errors import CorruptionError, IoError, OffloadError
-from .types import Extent, IoStats, Ticket
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .buffers import Lease, allocate_host
+    from .engine import IoEngine
+    from .errors import CorruptionError, IoError, OffloadError
+    from .types import Extent, IoStats, Ticket
 
 __all__ = [
     "CorruptionError",
@@ -30,3 +34,23 @@ __all__ = [
     "Ticket",
     "allocate_host",
 ]
+
+# Imported when they are first asked for: who wants an error alone does not wait for an engine.
+_FROM = {
+    "buffers": ("Lease", "allocate_host"),
+    "engine": ("IoEngine",),
+    "errors": ("CorruptionError", "IoError", "OffloadError"),
+    "types": ("Extent", "IoStats", "Ticket"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _FROM.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
