@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints.txt
-PIP := $(BIN)/pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
+# Modules become bytecode when they are first imported: most of the packages' never are.
+PIP := $(BIN)/pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS)
+export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.installed
 SOURCES := setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 OUT ?= runs

@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
@@ -97,6 +99,25 @@ def extensions() -> list[Extension]:
     ]
 
 
+class ParallelBuildExt(build_ext):
+    """Compiles the files of an extension side by side."""
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler: Any = self.compiler
+        one_by_one = compiler.compile
+
+        def compile_all(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = pool.map(lambda source: one_by_one([source], *args, **kwargs), sources)
+                return [each for objects in made for each in objects]
+
+        compiler.compile = compile_all
+        try:
+            super().build_extension(ext)
+        finally:
+            compiler.compile = one_by_one
+
+
 class FreshBuildPy(build_py):
     """Starts from an empty build folder, so that deleted modules do not come back."""
 
@@ -116,6 +137,6 @@ setup(
     package_dir=ROOTS,
     package_data={"overspill": ["py.typed"], "overspill.cuda_sources": ["*.cu", "*.cuh"]},
     ext_modules=extensions() if native else [],
-    cmdclass={"build_py": FreshBuildPy},
+    cmdclass={"build_ext": ParallelBuildExt, "build_py": FreshBuildPy},
     options=options,
 )

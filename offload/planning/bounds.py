@@ -127,7 +127,8 @@ def step_bound(
     of a step only, so that the rest adds to them: with ``"step"`` all of it; with ``"backward"``
     the forward, save for updates whose gradients there is room to keep until the next one; with
     ``"next_forward"`` the last backward, which begins when all is updated and ends with the norm.
-    Without a device, updates take the processors from compute, so that the two add up.
+    Without a device, updates and the moves to and from disk take the processors from compute, so
+    that they add up.
 
     Args:
         links: bytes of a step by lane.
@@ -148,7 +149,10 @@ def step_bound(
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
     if compute and not layout.has_device:
-        floors["compute"] = max(floors["compute"], compute + seconds.get("update", 0.0))
+        floors["compute"] = max(
+            floors["compute"],
+            compute + seconds.get("update", 0.0) + _disk_cpu_seconds(links, rates),
+        )
     aside = {"step": before + gradients, "backward": before, "next_forward": gradients}[update]
     due = 1.0
     if update == "backward":  # with more micro-steps all gradients have a home to wait in
@@ -158,6 +162,9 @@ def step_bound(
         state_read, state_write = _state_seconds(layout, rates)
         if max(late["write"], state_write):
             late["write"] = max(late["write"], _shared_seconds(state_read, state_write, rates))
+    elif late["read"] and late["write"]:  # in one window, both of them
+        slower = max(("read", "write"), key=lambda lane: late[lane])
+        late[slower] = _shared_seconds(late["read"], late["write"], rates)
     for lane, time in late.items():
         floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
     if seconds.get("read") and seconds.get("write"):
@@ -169,6 +176,12 @@ def step_bound(
         return Bound(0.0, None, seconds)
     lane = max(floors, key=lambda name: floors[name])
     return Bound(floors[lane], lane, seconds)
+
+
+def _disk_cpu_seconds(links: Mapping[str, int], rates: Rates) -> float:
+    """Seconds that all processors need for moves to and from disk."""
+    moved = links.get("read", 0) + links.get("write", 0)
+    return moved / rates.disk_cpu_bytes_s if rates.disk_cpu_bytes_s else 0.0
 
 
 def _gathered_bytes(layout: Layout) -> int:

@@ -220,7 +220,10 @@ def on_all_ranks(
     replicated = isinstance(model, DistributedDataParallel)
     ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
     if ranks is None:
-        raise OffloadError("no module of the model was given to fully_shard")
+        name = next(name for name, _ in model.named_parameters())
+        raise OffloadError(
+            f"parameter {name!r} is not sharded by fully_shard; call fully_shard on the whole model"
+        )
     world, begun = World(ranks, weights=replicated), list[Sharding]()
     quiet = _Quiet(world.rank)
 

@@ -107,7 +107,7 @@ class Residency:
         self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
             Need: self._demands.append,
-            CatchUp: self._catching_up.append,
+            CatchUp: self._catch_up,
             Release: self._release,
             Freed: lambda s: self.weights.freed(s.held),
             GradRoom: self.gradients.room_wanted.append,
@@ -168,6 +168,11 @@ class Residency:
         return self.saved.nbytes
 
     # -- compute --------------------------------------------------------------------------------
+
+    def _catch_up(self, signal: CatchUp) -> None:
+        # What never moves is used in an order too: that in which updates are wanted.
+        self._order.observe(Use.COMPUTE, signal.unit)
+        self._catching_up.append(signal)
 
     def _release(self, signal: Release) -> None:
         for unit in self._groups[signal.unit]:
