@@ -43,3 +43,21 @@ def test_every_use_brings_its_weights_in_once(
     last = seen.trace.steps[-1]
     copies = [s for s in seen.trace.spans(last.started_ns) if s.lane == "copy_in"]
     assert len(copies) <= 1.5 * uses  # updates in backward may come otherwise than foreseen
+
+
+def test_updates_come_in_the_order_of_the_next_forward(tmp_path: Path) -> None:
+    """Of units that stay too, though nothing has to be brought for them."""
+    model = meta_model(SHAPE)
+    plan = overspill.plan(
+        model, torch.optim.AdamW(model.parameters()), device="cpu", rates=RATES, durable=False,
+        update="next_forward", host_memory="6MiB", nvme=tmp_path,
+    )  # fmt: skip
+    layout = plan.detail.layout
+    assert layout is not None
+    trained = [unit for unit in layout.units if unit.trainable]
+    assert 2 < sum(layout.homes[unit.index].resident for unit in trained) < len(trained) - 2
+    costs = Costs.from_flops(layout, RATES, 16)
+    seen = simulate(layout, costs, micro_steps=1, update="next_forward")
+    last = seen.trace.steps[-1]
+    updates = [s.name for s in seen.trace.spans(last.started_ns) if s.lane == "update"]
+    assert list(dict.fromkeys(updates)) == [unit.name for unit in trained]
