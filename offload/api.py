@@ -26,7 +26,7 @@ from .lifetime import end_unused
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .planning.plan import Plan
 from .plans import make_plan
-from .ranks.stores import find_run
+from .ranks.stores import find_run, refuse_runs
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _resumed_of_ranks(
         from .ranks.resuming import resumed_shards
 
         return resumed_shards(model, folders, optimizer, options)
-    if (run := find_run(folders)) is None:
+    if (run := find_run(folders)) is None or not run.ranks:
         return None
     from .ranks.resuming import resumed_whole
 
@@ -267,6 +267,7 @@ def wrap(
         from .ranks.wrapping import wrapped_shards
 
         return wrapped_shards(model, optimizer, config)
+    refuse_runs(config.nvme or ())
     return wrapped(model, optimizer, config)
 
 

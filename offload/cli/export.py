@@ -41,7 +41,7 @@ def export(
 
         named = whole_stacks if config is None else named_by_config(config)
         run = find_run([store])
-        if run is None:
+        if run is None or not run.ranks:
             done = export_store(
                 store, out, config=config, optimizer=optimizer, named=named, weights=weights
             )

@@ -92,7 +92,8 @@ def _run(place: Path, as_json: bool, verify: bool) -> list[str]:
     from ..ranks.stores import find_run
 
     run = find_run([place])
-    assert run is not None, "a folder of ranks was seen"
+    if run is None or not run.ranks:  # one rank's is newer
+        return _store(place, as_json, verify)
     each = [(str(store.directories[0].name), _inspected(store.directories[0], verify))
             for store in run.stores]  # fmt: skip
     wrong = [f"{name}: {problem}" for name, found in each for problem in found.wrong]

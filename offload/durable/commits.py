@@ -172,9 +172,10 @@ class Commits:
             self._protocol.wait(Until.DURABLE)
         if self._facts is None or self._asked:  # a schedule may have gone on since
             self._facts = self._gather()
-        late = self._moved or self._asked
-        if not self._writer.agrees:
-            late = late and self._facts != self._writer.last
+        # Edits are not on all ranks: where all decide, there is always one more commit.
+        late = self._writer.agrees or (
+            (self._moved or self._asked) and self._facts != self._writer.last
+        )
         # A step without gradients changes facts alone.
         self._tell_facts(kept=True, always=self._protocol.open or late)
         self._protocol.wait(Until.DURABLE)

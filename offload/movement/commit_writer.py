@@ -86,6 +86,10 @@ class CommitWriter:
         fails a commit which has it; an edit that is taken before then is written in its place."""
         self._jobs.put((partial(self._compare, work, memory, name), done))
 
+    def sound(self, work: Write) -> None:
+        """What nobody could change meanwhile was written."""
+        self._doubted.pop((work.item, work.role), None)
+
     def _run(self) -> None:
         while (queued := self._jobs.get()) is not None:
             job, done = queued

@@ -433,13 +433,14 @@ class Executor:
 
     def _moved(self, work: Transfer, error: BaseException | None) -> None:
         """The mover is through with a move."""
-        if error is None and isinstance(work, Write) and self._may_be_changed(work):
-            assert self._commits is not None
-            name = self.layout.units[work.item.number].name
-            memory = self.arenas.bytes_of(work.place).numpy()
-            self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
-        else:
-            self._finished(work, error)
+        if error is None and isinstance(work, Write) and self._commits is not None:
+            if self._may_be_changed(work):
+                name = self.layout.units[work.item.number].name
+                memory = self.arenas.bytes_of(work.place).numpy()
+                self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
+                return
+            self._commits.sound(work)
+        self._finished(work, error)
 
     def _may_be_changed(self, work: Write) -> bool:
         """Whether a commit saves an item from memory that the user may see."""

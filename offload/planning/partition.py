@@ -21,6 +21,7 @@ from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
 from .sections import Section
 
 LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
+ROOT = "(root)"  # the name of the unit of the model's own parameters
 FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
 
 _Members = list[tuple[int, str, nn.Parameter]]  # of a unit: index, name, parameter
@@ -154,7 +155,7 @@ class _Finder:
         return self._block_set
 
     def _add(self, name: str, module: nn.Module, direct_only: bool) -> None:
-        self.found.append(FoundUnit(name or "(root)", module, direct_only))
+        self.found.append(FoundUnit(name or ROOT, module, direct_only))
 
 
 def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
@@ -184,7 +185,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
 def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters that the unit's forward reads, its own tied ones included."""
     module = found.module
-    prefix = "" if found.name == "(root)" else f"{found.name}."
+    prefix = "" if found.name == ROOT else f"{found.name}."
     if not found.direct_only:
         for name, p in module.named_parameters(remove_duplicate=False):
             yield prefix + name, p

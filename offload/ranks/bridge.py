@@ -20,14 +20,15 @@ from ..errors import OffloadError
 from ..training import torch_private
 from ..training.driven import Driven
 from ..training.gradient_tensor import OffloadedGradient
-from ..training.handles import all_or_none, remove_all
+from ..training.handles import remove_all
 from ..training.roster import Roster
+from .digest import digest
 from .fsdp_private import Shard, ShardedModule
 from .shards import Shards
 
 
 class Bridge:
-    """Hooks on a sharded model; ``remove`` takes them away."""
+    """Hooks on a sharded model, from ``attach`` on; ``give_back`` takes them away."""
 
     def __init__(
         self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven,
@@ -51,36 +52,42 @@ class Bridge:
                 self._units[id(module)] = tuple(sorted(set(map(self._unit_of, numbers))))
         self._versions: dict[int, tuple[int, int]] = {}  # of each shard, as the engine has it
         self._copied: dict[int, int] = {}  # the version of its unit that a copy is of
-        self._lent: dict[int, torch.Tensor] = {}  # what some were when they were lent
+        # Of those that were lent, the version of their unit then, and a digest.
+        self._lent: dict[int, tuple[int, int]] = {}
         self._handles: list[Any] = []
         self._over = False
+        self._model = model
+        # What shards were before, until all ranks have come so far.
+        self._before: dict[int, tuple[torch.Tensor, ...]] | None = {}
+
+    def attach(self) -> None:
+        """Shards are the engine's from now on.  After an exception ``give_back`` undoes it."""
         me = weakref.ref(self)
-        with all_or_none(self._handles):
-            for shard, p in zip(self._shards, self._local, strict=True):
-                self._take_over(me, shard, p)
-            for each in modules:
-                self._hook(me, each)
-            self._handles.append(model.register_forward_pre_hook(_root(me), prepend=True))
-            self._handles.append(model.register_forward_hook(_root_over(me), always_call=True))
-        driven.look_outside(weakref.WeakMethod(self.take_edits))
+        for shard, p in zip(self._shards, self._local, strict=True):
+            self._take_over(me, shard, p)
+        for each in self._modules:
+            self._hook(me, each)
+        self._handles.append(self._model.register_forward_pre_hook(_root(me), prepend=True))
+        self._handles.append(self._model.register_forward_hook(_root_over(me), always_call=True))
+        self._driven.look_outside(weakref.WeakMethod(self.take_edits))
+
+    def begin(self) -> None:
+        """There is one on every rank: nothing goes back to what was before."""
+        self._before = None
 
     # -- weights --------------------------------------------------------------------------------
 
     def _take_over(self, me: weakref.ref[Bridge], shard: Shard, p: nn.Parameter) -> None:
         """The shard lies where the engine has it."""
         number = self._by_param[id(shard.param)]
+        assert self._before is not None
+        self._before[number] = shard.kept()
         shard.move_to(self._driven.weight(self._index[id(p)]))
         self._versions[number] = shard.version
         shard.managed(_Watcher(me, number))
         if p.requires_grad:
             hook = partial(_appeared, me, number)
             self._handles.append(shard.param.register_post_accumulate_grad_hook(hook))
-
-    @torch_private.without_grad
-    def bring_up_to_date(self, number: int) -> None:
-        """Someone looks at a shard: its update is over first."""
-        self._driven.catch_up(self._unit_of(number))
-        self._renew(number)
 
     def _unit_of(self, number: int) -> int:
         index = self._index[id(self._local[number])]
@@ -98,11 +105,24 @@ class Bridge:
             shard.move_to(self._driven.weight(index))
             self._versions[number], self._copied[number] = shard.version, made
 
+    @torch_private.without_grad
     def lend(self, number: int) -> None:
-        """Someone may change a shard, and no version tells of it."""
-        self.bring_up_to_date(number)
-        if number not in self._lent:
-            self._lent[number] = self._shards[number].local.detach().clone()
+        """Someone looks at a shard, or may change it and no version tells of it: its update is over
+        first."""
+        unit = self._unit_of(number)
+        self._driven.catch_up(unit)
+        self._renew(number)
+        made = self._driven.version(unit)
+        if self._lent.get(number, (-1, 0))[0] != made:
+            self._lent[number] = made, digest(self._shards[number].local)
+
+    def _changed(self, number: int) -> bool:
+        """Whether someone has changed a shard in place since the engine last looked."""
+        shard, lent = self._shards[number], self._lent.pop(number, None)
+        if shard.version != self._versions[number]:
+            return True
+        same = lent is not None and lent[0] == self._driven.version(self._unit_of(number))
+        return same and lent is not None and lent[1] != digest(shard.local)
 
     def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
         def before(_module: nn.Module, _args: Any) -> None:
@@ -151,10 +171,7 @@ class Bridge:
                     f"parameter {shard.name!r} was replaced after the model was wrapped; "
                     "overspill.unwrap(model) first, change it, and wrap it with a new optimizer"
                 )
-            lent = self._lent.pop(number, None)
-            if shard.version != self._versions[number] or (
-                lent is not None and not torch.equal(lent, shard.local)
-            ):
+            if self._changed(number):
                 index = self._index[id(self._local[number])]
                 edited[index] = shard.local.detach().clone()
         if edited:
@@ -212,24 +229,22 @@ class Bridge:
         self._copied.clear()
         self.after_step()
 
-    def begin(self) -> None:
-        """There is one on every rank: FSDP2 itself brings what is current."""
-
     # -- the end --------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Shards are FSDP2's own again, with what those of the engine's model hold, which are
-        ordinary parameters again too."""
-        self.remove()
-        self._over = True
-        for shard, p in zip(self._shards, self._local, strict=True):
-            shard.plain()
-            shard.move_to(p.detach())
-            shard.param.grad = None
-
-    def remove(self) -> None:
-        """Takes the hooks away."""
+        """Shards are FSDP2's own again: with what those of the engine's model hold, which are
+        ordinary parameters again too; or as they were, if not all ranks had come so far."""
         remove_all(self._handles)
+        self._over = True
+        for number, shard in enumerate(self._shards):
+            if self._before is not None and number not in self._before:
+                continue
+            shard.plain()
+            if self._before is not None:
+                shard.restore(self._before[number])
+            else:
+                shard.move_to(self._local[number].detach())
+                shard.param.grad = None
 
 
 class _Watcher:
@@ -239,9 +254,6 @@ class _Watcher:
 
     def __init__(self, me: weakref.ref[Bridge], number: int) -> None:
         self._me, self._number = me, number
-
-    def current(self) -> None:
-        self._bridge().bring_up_to_date(self._number)
 
     def lend(self) -> None:
         self._bridge().lend(self._number)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
-from ..planning.partition import find_units, unit_parameters
+from ..planning.partition import ROOT, find_units, unit_parameters
 from ..training import torch_private
 from .parts import rows_in, rows_of_rank
 
@@ -85,7 +85,8 @@ class Replicated:
                 for _, p in unit_parameters(found) if id(p) in names
             ]  # fmt: skip
             if shards:
-                self.parts.append(ReplicatedModule(found.name, found.module, shards))
+                name = "" if found.name == ROOT else found.name
+                self.parts.append(ReplicatedModule(name, found.module, shards))
         for part in self.parts:
             for shard in part.shards:
                 _refuse(shard.name, shard.param)

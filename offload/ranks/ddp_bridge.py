@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import OffloadError
 from ..training import torch_private
 from ..training.driven import Driven
-from ..training.handles import all_or_none, remove_all
+from ..training.handles import remove_all
+from ..training.managed import Managed
 from ..training.roster import Roster
 from .awaited import manage_replica
 from .ddp import ReplicatedModule
@@ -24,7 +25,7 @@ from .shards import Shards
 
 
 class ReplicaBridge:
-    """Hooks on a replicated model; parameters and units by their number in it.
+    """Hooks on a replicated model, from ``attach`` on; parameters and units by their number in it.
 
     A parameter is *awaited* from a step on until its unit has come from all ranks and somebody
     uses it.
@@ -49,22 +50,25 @@ class ReplicaBridge:
         self._round: Round | None = None  # the last that was
         self._versions: list[int] = []
         self._handles: list[Any] = []
-        me = weakref.ref(self)
-        self._managed = [
-            manage_replica(replica.param, number, replica.name, self)
-            for number, replica in enumerate(self.replicas)
-        ]
+        self._managed: list[Managed] = []
+        self._over = False
+        self._modules, self._at_root = modules, torch_private.has_compiled(ddp)
+
+    def attach(self) -> None:
+        """Parameters may be awaited from now on.  After an exception ``give_back`` undoes it."""
+        self._driven.until_closed(self._gatherer)
+        self._gatherer.start()
+        me, ddp = weakref.ref(self), self._ddp
+        for number, replica in enumerate(self.replicas):
+            self._managed.append(manage_replica(replica.param, number, replica.name, self))
         self._note_versions(range(len(self.replicas)))
-        with all_or_none(self._handles):
-            self._handles.append(ddp.register_forward_pre_hook(_root(me), prepend=True))
-            self._handles.append(ddp.register_forward_hook(_root_over(me), always_call=True))
-            if not torch_private.has_compiled(ddp):
-                for unit, each in enumerate(modules):
-                    hook = each.module.register_forward_pre_hook(_reader(me, unit), prepend=True)
-                    self._handles.append(hook)
-        self._at_root = torch_private.has_compiled(ddp)
-        driven.until_closed(gatherer)
-        driven.look_outside(weakref.WeakMethod(self.take_edits))
+        self._handles.append(ddp.register_forward_pre_hook(_root(me), prepend=True))
+        self._handles.append(ddp.register_forward_hook(_root_over(me), always_call=True))
+        if not self._at_root:
+            for unit, each in enumerate(self._modules):
+                hook = each.module.register_forward_pre_hook(_reader(me, unit), prepend=True)
+                self._handles.append(hook)
+        self._driven.look_outside(weakref.WeakMethod(self.take_edits))
 
     def _gathered(self, part: ReplicatedModule, shards: Shards, *, trained: bool) -> GatheredUnit:
         """What of a unit changes in a step (``trained``), or all of it."""
@@ -147,6 +151,8 @@ class ReplicaBridge:
     def take_edits(self) -> None:
         """What was changed in a parameter, in place, since the engine last looked is its weight:
         every rank has changed it in the same way, as that model asks."""
+        if self._over:
+            return
         index = {id(p): number for number, p in enumerate(self._driven.parts.parameters)}
         edited: dict[int, torch.Tensor] = {}
         numbers = []
@@ -205,8 +211,9 @@ class ReplicaBridge:
             self.arrive_all()
 
     def before_rollback(self) -> None:
-        """Weights are about to be those of a commit."""
+        """Weights are about to be those of a commit; if there is none, they are what they are."""
         self.arrive_all()
+        self.take_edits()
         self.owe(frozen=True)
 
     def after_rollback(self) -> None:
@@ -224,9 +231,10 @@ class ReplicaBridge:
 
     def give_back(self) -> None:
         """Parameters are ordinary ones again, with their weights."""
+        self._over = True
         remove_all(self._handles)
         self._gatherer.remove()
-        for known, replica in zip(self._managed, self.replicas, strict=True):
+        for known, replica in zip(self._managed, self.replicas, strict=False):
             known.release(replica.param, replica.whole)
 
 

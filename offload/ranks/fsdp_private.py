@@ -22,11 +22,8 @@ _WATCHER = "_overspill_watcher"
 class Watcher(Protocol):
     """Who is told before a shard is looked at."""
 
-    def current(self) -> None:
-        """Its weights are to be current."""
-
     def lend(self) -> None:
-        """They may be changed, and no version tells of it."""
+        """Its weights are to be current; they may be changed, and no version tells of it."""
 
 
 class Sharded(DTensor):
@@ -37,7 +34,7 @@ class Sharded(DTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[_WATCHER].current()
+        self.__dict__[_WATCHER].lend()
         return _local.__get__(self)  # type: ignore[no-any-return,attr-defined]
 
     @_local_tensor.setter
@@ -134,6 +131,20 @@ class Shard:
             _local.__set__(self.param, memory)  # type: ignore[attr-defined]
         else:
             self.local.copy_(memory)
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """What ``restore`` needs to have it as it is now."""
+        if self.even:
+            return self.local, self._of._sharded_param_data
+        return (self.local.detach().clone(),)
+
+    def restore(self, kept: tuple[torch.Tensor, ...]) -> None:
+        """It is as it was when it was ``kept``."""
+        if len(kept) == 2:
+            local, self._of._sharded_param_data = kept
+            _local.__set__(self.param, local)  # type: ignore[attr-defined]
+        else:
+            self.local.detach().copy_(kept[0])
 
     def gradient(self) -> torch.Tensor | None:
         """This rank's part of ``p.grad``."""

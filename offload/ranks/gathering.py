@@ -74,6 +74,9 @@ class Gatherer:
         self._thread = threading.Thread(
             target=_work, args=(self._jobs,), name="overspill-gather", daemon=True
         )
+
+    def start(self) -> None:
+        """From now on rounds may begin."""
         self._thread.start()
 
     def prepared(self, units: Sequence[GatheredUnit]) -> tuple[Round, partial[None]]:
@@ -100,7 +103,7 @@ class Gatherer:
     def remove(self) -> None:
         """Ends the thread, when all that was begun is over."""
         self._jobs.put(None)
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _gather_all(self, under_way: Round) -> None:

@@ -179,6 +179,9 @@ class SpreadOptimizer(OffloadedOptimizer):
 
     def rollback(self) -> Any:
         """See ``OffloadedOptimizer.rollback``; every rank calls it."""
+        machinery = self._engine.machinery
+        if machinery.store.writer is None:
+            return super().rollback()  # which says so
         self._require_finite("rollback")
         self._steps.before_rollback()
         extra = super().rollback()

@@ -13,7 +13,12 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..durable.commits import restore_groups
-from ..durable.meta import check_buffers, restore_buffers, restore_random_states
+from ..durable.meta import (
+    check_buffers,
+    random_states,
+    restore_buffers,
+    restore_random_states,
+)
 from ..durable.resume import formats_of, optimizer_for, with_formats
 from ..engine import Engine
 from ..errors import OffloadError
@@ -155,9 +160,10 @@ def _others(
     optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
     """Other ranks than there were: each reads its rows out of all stores, and begins its own."""
-    world, source = sharding.world, RunSource(run)
+    world, source, before = sharding.world, RunSource(run), None
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
+        before = _Before(sharding.model, optimizer)
         config = OffloadConfig.from_options(_formats(source, options, folders))
         _require_like(source, sharding.model, optimizer, config)
         rows = {}
@@ -165,8 +171,8 @@ def _others(
             start = shard.first_row(world.rank)
             stop = start + rows_in(p)
             rows[shard.name] = p, start, stop
-            with torch.no_grad():
-                shard.local.copy_(source.weight(shard.name, start, stop))
+            # Beside the model's own, which is kept until all ranks have come so far.
+            torch_private.become(p, source.weight(shard.name, start, stop).to(p.device))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
         own = sharding.config(config, mine, beside=True)
@@ -174,6 +180,10 @@ def _others(
         made = opened(sharding.shards, mine, own, make)
         optimizer.state.clear()
         return made, extra
+    except BaseException:
+        if before is not None:
+            before.restore()
+        raise
     finally:
         source.close()
 
@@ -242,6 +252,29 @@ def _fill(
         if source.state_names(name):
             optimizer.state[p] = Rows(source, name, start, stop)  # type: ignore[assignment]
     return facts["extra"]
+
+
+class _Before:
+    """What a model and its optimizer were, apart from weights and state."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = [
+            (group, {k: _kept(v) for k, v in group.items() if k != "params"})
+            for group in optimizer.param_groups
+        ]
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+        self._random = random_states(torch.device("cpu"))
+
+    def restore(self) -> None:
+        for group, kept in self._groups:
+            group.update(kept)
+        for buffer, value in self._buffers:
+            buffer.detach().copy_(value)
+        restore_random_states(self._random, torch.device("cpu"))
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _from_step(step: int, make: Callable[[Engine], Made]) -> Callable[[Engine], Made]:

@@ -180,11 +180,13 @@ class Sharding:
             roster = Roster(way.model, optimizer.param_groups, in_place=False)
             sharded = Bridge(way.model, way.parts, shards, driven, roster)
             self._bridges.append(sharded)
+            sharded.attach()
             return ShardedOptimizer(engine, optimizer, sharded, shards, self)
         gatherer = Gatherer(driven.copied, driven.accelerator, self.world.weights())
         roster = Roster(way.model, optimizer.param_groups)
         replicated = ReplicaBridge(way.ddp, way.parts, shards, driven, gatherer, roster)
         self._bridges.append(replicated)
+        replicated.attach()
         if resumed:
             replicated.owe(frozen=True)
         return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
@@ -235,9 +237,11 @@ def on_all_ranks(
     try:
         return world.all_or_none(bring)
     except BaseException:
-        for sharding in begun:
-            sharding.let_go()
-        world.close()
+        try:
+            for sharding in begun:
+                sharding.let_go()
+        finally:
+            world.close()
         raise
     finally:
         log.removeFilter(quiet)

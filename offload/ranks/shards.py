@@ -23,6 +23,8 @@ class Shards(nn.Module):
     ``buffers``: the model's, shared, so that they are committed with the weights.
     """
 
+    stands_in = True  # see ``Taken``: what it has is the model's
+
     def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
         super().__init__()
         self.shards: list[OwnRows] = []
@@ -79,6 +81,10 @@ class ShardGroup(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self._whole else default
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self._whole else self._whole.setdefault(key, default)

@@ -3,8 +3,9 @@ whole."""
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ..durable.source import StoreSource
 from ..durable.tensors import StreamedTensor, in_memory, one_after_the_other
 from ..errors import CorruptionError, IoError
 from ..io_engine.committed import FoundStore, find_store
-from ..io_engine.manifest import Generation
+from ..io_engine.manifest import Generation, read_manifest
 
 _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
@@ -26,10 +27,19 @@ def rank_folder(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
+def holds_store(folder: Path) -> bool:
+    """Whether there is a store that is to be kept."""
+    found = read_manifest(folder) if folder.is_dir() else None
+    return found is not None and bool(found.kept or found.damage)
+
+
 def sizes_in(folder: Path) -> set[int]:
-    """Of how many ranks there are runs below a folder."""
-    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    return {int(match[2]) for name in names if (match := _RANK.fullmatch(name))}
+    """Of how many ranks there are runs below a folder; a rank may lack its store."""
+    there = folder.iterdir() if folder.is_dir() else ()
+    return {
+        int(match[2]) for each in there
+        if (match := _RANK.fullmatch(each.name)) and holds_store(each)
+    }  # fmt: skip
 
 
 def whole_name(name: str) -> str:
@@ -82,8 +92,25 @@ def _in_common(stores: Sequence[FoundStore]) -> list[Generation]:
     return [each[max(common)] for each in mine]
 
 
+def refuse_runs(folders: Sequence[Path], sizes: Iterable[int] | None = None) -> None:
+    """
+    Raises:
+        IoError: there is a run of ranks in the folders; ``sizes``: found there, by some rank.
+    """
+    found = {size for folder in folders for size in sizes_in(folder)} if sizes is None else sizes
+    for size in sorted(found):
+        who = "one rank" if size == 1 else f"{size} ranks"
+        what = f"folders rank-...-of-{size:05d}" if sizes is None or size > 1 else "files"
+        raise IoError(
+            f"{folders[0]}: holds a run of {who}; continue it with overspill.resume(model, "
+            f"{str(folders[0])!r}), remove its {what}, or choose another folder (nvme=)",
+            path=str(folders[0]), errno=errno.EEXIST,
+        )  # fmt: skip
+
+
 def find_run(folders: Sequence[Path]) -> RunStores | None:
-    """The newest whole set of ranks' stores below the folders of a run; ``None``: there is none.
+    """The newest whole set of ranks' stores below the folders of a run, or the store of one rank in
+    them, if that is newer; ``None``: no ranks have left any.
 
     Raises:
         IoError: no set is whole.
@@ -101,6 +128,8 @@ def find_run(folders: Sequence[Path]) -> RunStores | None:
             found.append(RunStores([find_store(rank) for rank in places]))
         except IoError as error:
             missing = str(error)
+    if found and any(map(holds_store, folders)):
+        found.append(RunStores([find_store(folders)], ranks=False))
     if found:
         return max(found, key=lambda run: (run.step, run.generations[0].when_s))
     if sizes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import OffloadConfig, parse_size
-from ..errors import IoError, OffloadError
+from ..errors import OffloadError
 from ..facts.rates import Rates
-from ..io_engine.manifest import read_manifest
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
-from .stores import rank_folder, sizes_in
+from .stores import holds_store, rank_folder, refuse_runs, sizes_in
 from .voting import Votes
 
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
@@ -97,6 +95,7 @@ class World:
         if weights:
             self._pair.weights()
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
+        self._lost = False  # whether a word was begun and not ended
         self.rank, self.size = dist.get_rank(ranks), len(members)
         machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
         here = [i for i, name in enumerate(machines) if name == machines[self.rank]]
@@ -114,7 +113,9 @@ class World:
             OtherRankError: one gives nothing, because of an error (see ``all_or_none``).
         """
         found: list[Any] = [None] * self.size
+        self._lost = True
         dist.all_gather_object(found, mine, group=self.group)
+        self._lost = False
         for rank, word in enumerate(found):
             if isinstance(word, _Failed):
                 raise OtherRankError(f"rank {rank} could not: {word.why}")
@@ -128,8 +129,9 @@ class World:
         except OtherRankError:
             raise
         except BaseException as error:
-            with suppress(OtherRankError, RuntimeError):
-                self.gathered(_Failed(f"{type(error).__name__}: {error}"))
+            if not self._lost:  # else the others are amid a word, or gone: they hear no other
+                with suppress(OtherRankError, RuntimeError):
+                    self.gathered(_Failed(f"{type(error).__name__}: {error}"))
             raise
 
     def require_alike(self, given: Mapping[str, Any]) -> None:
@@ -208,7 +210,7 @@ class World:
     def close(self, *, broken: bool = False) -> None:
         """The next engine over these ranks may have the groups, unless something is left on
         them."""
-        self._pair.taken = broken or self.votes.broken
+        self._pair.taken = broken or self.votes.broken or self._lost
 
     # -- shares ---------------------------------------------------------------------------------
 
@@ -248,28 +250,13 @@ class World:
         for folder in mine:
             folder.mkdir(exist_ok=True)
         if fresh:
-            self._refuse_runs(folders, {self.size} if beside else None)
+            there = {size for folder in folders for size in sizes_in(folder)}
+            if any(holds_store(folder) for folder in folders):
+                there.add(1)
+            if beside:  # a run that is older than the one to go on with
+                there &= {self.size}
+            refuse_runs(folders, set().union(*self.gathered(there)))
         return mine
-
-    def _refuse_runs(self, folders: Sequence[Path], sizes: Collection[int] | None) -> None:
-        """
-        Raises:
-            IoError: there is a run, of ``sizes`` ranks if they are given.
-        """
-        there = {size for folder in folders for size in sizes_in(folder) if _holds(folder, size)}
-        mine = sorted(there if sizes is None else there.intersection(sizes))
-        for found in self.gathered(mine):
-            if found:
-                remedy = (
-                    f"continue it with overspill.resume(model, {str(folders[0])!r}), remove"
-                    if sizes is None
-                    else "it is older than the one to go on with: remove"
-                )
-                raise IoError(
-                    f"{folders[0]}: holds a run of {found[0]} ranks; {remedy} its folders "
-                    f"rank-...-of-{found[0]:05d}, or choose another folder (nvme=)",
-                    path=str(folders[0]), errno=errno.EEXIST,
-                )  # fmt: skip
 
     def rates(self, whole: Rates) -> Rates:
         """Of a machine's, what one of its ranks has while all are at work."""
@@ -279,13 +266,6 @@ class World:
         )  # fmt: skip
         found = {name: getattr(whole, name) for name in shared}
         return replace(whole, **{k: v / self.local_size for k, v in found.items() if v is not None})
-
-
-def _holds(folder: Path, size: int) -> bool:
-    """Whether a rank of so many has a store there that is to be kept."""
-    places = [folder / rank_folder(rank, size) for rank in range(size)]
-    found = [read_manifest(place) for place in places if place.is_dir()]
-    return any(each is not None and bool(each.kept or each.damage) for each in found)
 
 
 def _boot() -> str:

@@ -22,7 +22,8 @@ class Taken:
     cannot be wrapped.
 
     None of its parameters then holds NaN unsaid: those whose exact values the engine has get them
-    back, the others go to ``meta``, where using them raises.
+    back, the others go to ``meta``, where using them raises.  A model that ``stands_in`` for
+    another loses nothing by that.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]], homes: Homes) -> None:
@@ -90,7 +91,7 @@ class Taken:
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)
             if not theirs or torch.promote_types(value.dtype, dtype) != value.dtype:
-                lost += device.type != "meta"
+                lost += device.type != "meta" and not getattr(self._model, "stands_in", False)
                 value = torch.empty_strided(spec.shape, spec.stride, device="meta")
                 device = value.device
             if (known := managed(p)) is not None:  # a part of the model was hooked up

@@ -161,7 +161,7 @@ def play(folder: Path, rng: random.Random, wanted: list[Weights]) -> int:
             fighter = Fighter(places, told, wanted, rng.getrandbits(32))
             running.add(begun(fighter.fight))
         time.sleep(rng.uniform(0, 0.1))
-        if rng.random() < 0.1 and running:
+        if rng.random() < 0.05 and running:
             killed.add(victim := rng.choice(sorted(running)))
             os.kill(victim, signal.SIGKILL)
         for pid in sorted(running):

@@ -48,6 +48,9 @@ def edits(model: Net, optimizer: Optimizer, rank: int) -> list[float]:
         p.data.mul_(1.1)
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 0.95)
+    losses.append(step(model, optimizer, 6, rank))
+    with torch.no_grad():
+        torch._foreach_mul_([p.detach() for p in model.parameters()], 0.95)
     with torch.no_grad():
         for p in model.head.parameters():
             p.to_local().add_(0.01)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import overspill
+from overspill.ranks import sharding
 
 from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
 
@@ -165,7 +167,21 @@ def folders(rank: int, size: int, folder: Path) -> None:
         assert again.step_count == 1
         step(model, again, 1, rank)
     dist.barrier()
+    model = net()
     if rank == 0:
+        with pytest.raises(overspill.IoError, match="holds a run of 2 ranks; continue"):
+            wrapped(model, nvme=two)
+        again, _ = overspill.resume(model, two, adamw(model), **OPTIONS)
+        with again:
+            step(model, again, 2, rank)
+        model = net()
+        again, _ = overspill.resume(model, two, adamw(model), **OPTIONS)  # that is newer now
+        with again:
+            assert again.step_count == 3
+    dist.barrier()
+    if rank == 0:
+        for path in two:
+            (path / "overspill.manifest").unlink()
         shutil.rmtree(two[1])
     dist.barrier()
     model = sharded()
@@ -199,10 +215,31 @@ def one_cannot(rank: int, size: int, folder: Path) -> None:
         here = ValueError if rank == 1 else overspill.OffloadError
         with pytest.raises(here, match="not in the model"):
             overspill.resume(model, run, adamw(model) if rank == 0 else other, **OPTIONS)
+        fails_late(rank, spread, run, folder)
         again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
         with again:
             assert all(map(torch.equal, weights(model), kept))
             step(model, again, 1, rank)
+
+
+def fails_late(rank: int, spread: Any, run: Path, folder: Path) -> None:
+    """One rank cannot, when it has its engine: model and optimizer are as they were, on all."""
+    for into in (None, folder_of(folder / "other")):
+        model = spread()
+        before, runs = weights(model), [b.clone() for b in model.buffers()]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        real = sharding.Roster
+        if rank == 1:
+            sharding.Roster = None  # type: ignore[misc,assignment]
+        with pytest.raises(TypeError if rank == 1 else overspill.OffloadError):
+            overspill.resume(model, run, optimizer, nvme=into, **OPTIONS)
+        sharding.Roster = real  # type: ignore[misc]
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert all(map(torch.equal, weights(model), before)), (spread, into)
+        assert all(map(torch.equal, model.buffers(), runs)), (spread, into)
+        threads = [thread.name for thread in threading.enumerate()]
+        assert "overspill-gather" not in threads
+        step(model, optimizer, 0, rank)
 
 
 def goes_back(rank: int, size: int, folder: Path) -> None:

@@ -42,7 +42,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Seen:
     found = {n: full(p).detach().clone() for n, p in inner.named_parameters()}
     found["runs"] = inner.get_buffer("runs").clone()
     state = optimizer.state_dict()["state"]
-    for number, (name, _) in enumerate(inner.named_parameters()):
+    names = [name for name, _ in inner.named_parameters()] if state else []  # before any step
+    for number, name in enumerate(names):
         for key in MOMENTS:
             found[f"{name}.{key}"] = full(state[number][key]).clone()
         found[f"{name}.step"] = state[number]["step"]
