@@ -80,8 +80,9 @@ class Residency:
         self._fixed_bytes = layout.regions.device_fixed, layout.regions.host_fixed
         self._groups = [(unit.index, *unit.shares) for unit in layout.units]
         homes = layout.homes
+        self._moves = [not all(homes[u].resident for u in group) for group in self._groups]
         moving = {
-            Use.COMPUTE: [not all(homes[u].resident for u in group) for group in self._groups],
+            Use.COMPUTE: self._moves,
             Use.UPDATE: [home.weights is Tier.NVME for home in homes],
         }
         self._order = Order(64 * max(1, len(layout.units)), moving)
@@ -170,8 +171,10 @@ class Residency:
     # -- compute --------------------------------------------------------------------------------
 
     def _catch_up(self, signal: CatchUp) -> None:
-        # What never moves is used in an order too: that in which updates are wanted.
-        self._order.observe(Use.COMPUTE, signal.unit)
+        # What never moves is used in an order too: that in which updates are wanted.  A unit that
+        # others come with is seen when they are needed.
+        if not self._moves[signal.unit]:
+            self._order.observe(Use.COMPUTE, signal.unit)
         self._catching_up.append(signal)
 
     def _release(self, signal: Release) -> None:

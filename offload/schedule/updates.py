@@ -127,7 +127,7 @@ class DueUpdates:
         """The best order for a step's updates: as compute will want them, or, where compute waits
         for all of them, turned round every time, so that each begins with what is still there."""
         if not self.weights.drains:
-            return sorted(units, key=lambda unit: (self.order.next_use(Use.COMPUTE, unit), unit))
+            return sorted(units, key=lambda unit: (self.weights.next_compute(unit), unit))
         self._forwards = not self._forwards
         return sorted(units, reverse=not self._forwards)
 

@@ -64,6 +64,10 @@ class Weights:
         """Queued updates that come before any use that the recorded order foresees."""
         return self.updates_begun - self.updates_done if self.drains else 0
 
+    def next_compute(self, unit: int) -> int:
+        """How many uses away the next compute with the unit is."""
+        return min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
+
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""
         return self.units[unit].copy(self.layout.tier_of(unit))
@@ -92,7 +96,7 @@ class Weights:
     def next_use(self, item: Item, tier: Tier) -> int:
         assert isinstance(item, UnitWeights)
         unit = item.key.number
-        compute = min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
+        compute = self.next_compute(unit)
         update = self.order.next_use(Use.UPDATE, unit)
         if tier is Tier.DEVICE:
             return compute + self.queued if compute < update else NEVER
