@@ -416,6 +416,7 @@ print(json.dumps({"bytes": parameters * 12, "before": before, "after": most}))
 """
 
 
+@pytest.mark.soak  # takes a minute
 @about_cpu
 def test_a_model_is_saved_and_resumed_that_the_process_may_not_hold(tmp_path: Path) -> None:
     """Weights and state of 850 MB, while the process takes not three quarters of that for all:
