@@ -23,6 +23,7 @@ from torch.nn import functional
 import overspill
 
 PATIENCE_S = 60
+ANSWER_S = 240  # for all that ranks have to do
 RATES = overspill.Rates(
     disk_read_bytes_s=1e9, disk_write_bytes_s=1e9, update_params_s=1e8, h2d_bytes_s=1e10,
     d2h_bytes_s=1e10, dram_bytes_s=1e10,
@@ -132,7 +133,7 @@ class Started:
         found: list[tuple[bool, Any]] = []
         for pipe, each in zip(self._pipes, self._ranks, strict=True):
             try:
-                found.append(pipe.recv() if pipe.poll(PATIENCE_S) else (False, f"{each.name} hung"))
+                found.append(pipe.recv() if pipe.poll(ANSWER_S) else (False, f"{each.name} hung"))
             except EOFError:
                 found.append((False, f"{each.name} died"))
         return found
