@@ -14,8 +14,9 @@ What makes a store durable, and reads one, stands in ``manifest``, ``committed``
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazily
 
 if TYPE_CHECKING:
     from .buffers import Lease, allocate_host
@@ -43,14 +44,4 @@ _FROM = {
     "types": ("Extent", "IoStats", "Ticket"),
 }
 
-
-def __getattr__(name: str) -> Any:
-    for module, names in _FROM.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(globals(), _FROM)

@@ -6,8 +6,9 @@ host memory and on NVMe, and the training loop stays as it is.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .io_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from . import errors as errors
@@ -68,16 +69,4 @@ _FROM = {
 }
 _MODULES = ("errors", "io_engine", "optim")
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    for module, names in _FROM.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f".{module}", __name__), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__getattr__, __dir__ = lazily(globals(), _FROM, _MODULES)

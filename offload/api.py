@@ -26,7 +26,7 @@ from .lifetime import end_unused
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .planning.plan import Plan
 from .plans import make_plan
-from .ranks.stores import find_run, refuse_runs
+from .ranks.stores import find_run, in_the_way, runs_in
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
@@ -267,7 +267,8 @@ def wrap(
         from .ranks.wrapping import wrapped_shards
 
         return wrapped_shards(model, optimizer, config)
-    refuse_runs(config.nvme or ())
+    if config.nvme is not None and (ranks := runs_in(config.nvme)):
+        raise in_the_way(config.nvme[0], min(ranks))
     return wrapped(model, optimizer, config)
 
 

@@ -55,7 +55,7 @@ class Bridge:
         # Of those that were lent, the version of their unit then, and a digest.
         self._lent: dict[int, tuple[int, int]] = {}
         self._handles: list[Any] = []
-        self._over = False
+        self._over = self._runs = False  # given back; a forward of the whole model runs
         self._model = model
         # What shards were before, until all ranks have come so far.
         self._before: dict[int, tuple[torch.Tensor, ...]] | None = {}
@@ -112,6 +112,8 @@ class Bridge:
         unit = self._unit_of(number)
         self._driven.catch_up(unit)
         self._renew(number)
+        if self._runs or torch_private.in_backward():
+            return  # FSDP2 itself, about to gather it
         made = self._driven.version(unit)
         if self._lent.get(number, (-1, 0))[0] != made:
             self._lent[number] = made, digest(self._shards[number].local)
@@ -139,10 +141,12 @@ class Bridge:
             if torch.is_grad_enabled():
                 self._roster.check()
             self.take_edits()
+        self._runs = True
         self._driven.before_forward()
 
     def after_forward(self, output: Any) -> None:
         """It has ended; ``None``: it has raised."""
+        self._runs = False
         self._driven.after_forward(output)
 
     def before_gathering(self, each: ShardedModule) -> None:

@@ -147,7 +147,7 @@ def _same(
     mine = sharding.optimizer_over(optimizer)
     given = with_formats(store, {**options, "units": None, "nvme": None})
     given.update(units=None, nvme=[folder.parent for folder in store.directories])
-    config = sharding.config(OffloadConfig.from_options(given), mine, fresh=False)
+    config = sharding.config(OffloadConfig.from_options(given), mine)
     made, extra = reopened(
         store, sharding.shards, mine, config, sharding.made_by(optimizer, resumed=True)
     )
@@ -175,7 +175,8 @@ def _others(
             torch_private.become(p, source.weight(shard.name, start, stop).to(p.device))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
-        own = sharding.config(config, mine, beside=True)
+        world.refuse_runs(config.nvme or (), {world.size})  # older than the one to go on with
+        own = sharding.config(config, mine)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
         made = opened(sharding.shards, mine, own, make)
         optimizer.state.clear()

@@ -99,12 +99,8 @@ class Sharding:
             for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
                 module.__dict__.pop(name, None)
 
-    def config(
-        self, config: OffloadConfig, optimizer: torch.optim.Optimizer, *, fresh: bool = True,
-        beside: bool = False,
-    ) -> OffloadConfig:  # fmt: skip
-        """This rank's options; ``fresh``: there may be no run yet, ``beside``: but one of another
-        number of ranks.
+    def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
+        """This rank's options.
 
         Raises:
             ValueError: ranks were given different options, or optimizers.
@@ -125,12 +121,7 @@ class Sharding:
         whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))
         units = tuple(self.shards.units)
-        return replace(
-            self.world.share(whole, fresh=fresh, beside=beside),
-            rates=rates,
-            units=units,
-            resident=units,
-        )
+        return replace(self.world.share(whole), rates=rates, units=units, resident=units)
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
         """The machine's, measured by the first of its ranks."""

@@ -33,13 +33,24 @@ def holds_store(folder: Path) -> bool:
     return found is not None and bool(found.kept or found.damage)
 
 
-def sizes_in(folder: Path) -> set[int]:
-    """Of how many ranks there are runs below a folder; a rank may lack its store."""
-    there = folder.iterdir() if folder.is_dir() else ()
+def runs_in(folders: Iterable[Path]) -> set[int]:
+    """Of how many ranks there are runs below folders; a rank may lack its store."""
+    names = [each for folder in folders if folder.is_dir() for each in folder.iterdir()]
     return {
-        int(match[2]) for each in there
+        int(match[2]) for each in names
         if (match := _RANK.fullmatch(each.name)) and holds_store(each)
     }  # fmt: skip
+
+
+def in_the_way(folder: Path, ranks: int) -> IoError:
+    """The error for a folder that holds a run of so many, where another one is to begin."""
+    who = "one rank" if ranks == 1 else f"{ranks} ranks"
+    return IoError(
+        f"{folder}: holds a run of {who}; continue it with overspill.resume(model, "
+        f"{str(folder)!r}), remove its files if it is of no use any more, or choose another folder "
+        "(nvme=)",
+        path=str(folder), errno=errno.EEXIST,
+    )  # fmt: skip
 
 
 def whole_name(name: str) -> str:
@@ -92,22 +103,6 @@ def _in_common(stores: Sequence[FoundStore]) -> list[Generation]:
     return [each[max(common)] for each in mine]
 
 
-def refuse_runs(folders: Sequence[Path], sizes: Iterable[int] | None = None) -> None:
-    """
-    Raises:
-        IoError: there is a run of ranks in the folders; ``sizes``: found there, by some rank.
-    """
-    found = {size for folder in folders for size in sizes_in(folder)} if sizes is None else sizes
-    for size in sorted(found):
-        who = "one rank" if size == 1 else f"{size} ranks"
-        what = f"folders rank-...-of-{size:05d}" if sizes is None or size > 1 else "files"
-        raise IoError(
-            f"{folders[0]}: holds a run of {who}; continue it with overspill.resume(model, "
-            f"{str(folders[0])!r}), remove its {what}, or choose another folder (nvme=)",
-            path=str(folders[0]), errno=errno.EEXIST,
-        )  # fmt: skip
-
-
 def find_run(folders: Sequence[Path]) -> RunStores | None:
     """The newest whole set of ranks' stores below the folders of a run, or the store of one rank in
     them, if that is newer; ``None``: no ranks have left any.
@@ -116,7 +111,7 @@ def find_run(folders: Sequence[Path]) -> RunStores | None:
         IoError: no set is whole.
         CorruptionError: see ``RunStores``.
     """
-    sizes = {size for folder in folders for size in sizes_in(folder)}
+    sizes = runs_in(folders)
     found, missing = list[RunStores](), ""
     for size in sorted(sizes):
         places = [[folder / rank_folder(rank, size) for folder in folders] for rank in range(size)]

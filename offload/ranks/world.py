@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,7 +20,7 @@ from ..config import OffloadConfig, parse_size
 from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
-from .stores import holds_store, rank_folder, refuse_runs, sizes_in
+from .stores import holds_store, in_the_way, rank_folder, runs_in
 from .voting import Votes
 
 PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
@@ -214,9 +214,21 @@ class World:
 
     # -- shares ---------------------------------------------------------------------------------
 
-    def share(self, config: OffloadConfig, *, fresh: bool, beside: bool = False) -> OffloadConfig:
-        """The options of one rank: its part of host memory and disks, directories of its own;
-        ``fresh``: there may be no run yet, ``beside``: but one of another number of ranks."""
+    def refuse_runs(self, folders: Collection[Path], sizes: Collection[int] | None = None) -> None:
+        """
+        Raises:
+            IoError: some rank sees a run in the folders; ``sizes``: one of so many ranks.
+        """
+        there = runs_in(folders)
+        if any(map(holds_store, folders)):
+            there.add(1)
+        for size in sorted(set[int]().union(*self.gathered(there))):
+            if sizes is None or size in sizes:
+                raise in_the_way(next(iter(folders)), size)
+
+    def share(self, config: OffloadConfig) -> OffloadConfig:
+        """The options of one rank: its part of host memory and disks, directories of its own,
+        which are made."""
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
@@ -232,30 +244,15 @@ class World:
         changed: dict[str, Any] = {"host_memory": memory // self.local_size}
         if disk is not None:
             changed["nvme_memory"] = disk // self.local_size
-            changed["nvme"] = self.directories(config.nvme or (), fresh=fresh, beside=beside)
+            changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))
         if config.threads is None:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
             changed["threads"] = max(1, cores // self.local_size)
         return replace(config, **changed)
 
-    def directories(
-        self, folders: tuple[Path, ...], *, fresh: bool, beside: bool
-    ) -> tuple[Path, ...]:
-        """This rank's own, below those given; they are made.
-
-        Raises:
-            IoError: ``fresh``, and there is a run, whose ranks may be others unless ``beside``.
-        """
-        mine = tuple(folder / rank_folder(self.rank, self.size) for folder in folders)
-        for folder in mine:
-            folder.mkdir(exist_ok=True)
-        if fresh:
-            there = {size for folder in folders for size in sizes_in(folder)}
-            if any(holds_store(folder) for folder in folders):
-                there.add(1)
-            if beside:  # a run that is older than the one to go on with
-                there &= {self.size}
-            refuse_runs(folders, set().union(*self.gathered(there)))
+    def _own_folder(self, folder: Path) -> Path:
+        mine = folder / rank_folder(self.rank, self.size)
+        mine.mkdir(exist_ok=True)
         return mine
 
     def rates(self, whole: Rates) -> Rates:

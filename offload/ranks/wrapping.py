@@ -31,6 +31,7 @@ def wrapped_shards(
         if config.weights is not None:
             sharding.fill(config.weights)
         mine = sharding.optimizer_over(optimizer)
+        sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)
         return opened(sharding.shards, mine, own, sharding.made_by(optimizer))
 

@@ -30,15 +30,11 @@ class Roster:
             (name, p) for name, p in model.named_parameters()
             if id(p) in mine and not p.requires_grad
         ]  # fmt: skip
-        self._places = (
-            []
-            if not in_place
-            else [
-                (f"{path}.{name}" if path else name, own_parameters(module), name, p)
-                for path, module in model.named_modules()
-                for name, p in own_parameters(module).items()
-            ]
-        )
+        self._places = [
+            (f"{path}.{name}" if path else name, own_parameters(module), name, p)
+            for path, module in (model.named_modules() if in_place else ())
+            for name, p in own_parameters(module).items()
+        ]
 
     def _present(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._groups]

@@ -50,13 +50,13 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.last = nn.Linear(VOCABULARY, 3)
-        self.scale = nn.Parameter(torch.ones(WIDTH))  # the model's own
+        self.shift = nn.Parameter(torch.zeros(WIDTH))  # the model's own
         self.register_buffer("runs", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.runs += 1
-        x = self.embed(tokens) * self.scale
+        x = self.embed(tokens) + self.shift
         for layer in self.layers:
             x = layer(x)
         x = self.head(x)
