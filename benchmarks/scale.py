@@ -1,5 +1,5 @@
 """How cost grows: with the size of the model, the length of its sequences, the host budget, and the
-number of directories on NVMe.
+number of directories on NVMe; and one size that nobody expects of such a machine.
 
 With the model, time should grow with the bytes that are moved, and peak memory hardly: only with
 the largest unit.  The model is built without memory and initialized unit by unit, so that its
@@ -11,8 +11,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,13 @@ SHAPES = (
     Shape(layers=24, width=1536, heads=16, vocabulary=8192, batch=1, tokens=128),
     Shape(layers=26, width=2048, heads=16, vocabulary=8192, batch=1, tokens=128),
 )
+# Of Llama 7B: 6.7 B parameters.
+LARGE = Shape(
+    layers=32, width=4096, heads=32, vocabulary=32000, batch=1, tokens=256,
+    kv_heads=32, inner=11008,
+)  # fmt: skip
+QUICK_LARGE = replace(LARGE, layers=4, width=256, heads=4, vocabulary=512, kv_heads=4, inner=688)
+LARGE_HOST = 13 * GIB // 2  # of the 8 GiB that the process may have
 QUICK_SHAPES = tuple(
     Shape(layers=layers, width=128, heads=4, vocabulary=512, batch=1, tokens=32)
     for layers in (4, 12)
@@ -59,9 +67,14 @@ def _columns() -> list[Column]:
     def plain(row: Row) -> str:
         return gib(row.facts["parameters"] * PLAIN_BYTES if "parameters" in row.facts else None)
 
+    def over_bound(row: Row) -> str:
+        bound = seen(row, "bound_s")
+        return number(row.median_s / bound if row.median_s and bound else None)
+
     return [
         ("plain state", plain),
         ("step", lambda row: number(row.median_s, " s")),
+        ("over bound", over_bound),
         ("moved a step", lambda row: gib(_moved(row))),
         ("step per GiB", per_gib),
         ("peak RSS", lambda row: gib(seen(row, "peak_rss_bytes"))),
@@ -90,25 +103,34 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Point:
-    """A model under a host budget, with its state in so many directories."""
+    """A model under a host budget, with its state in so many directories.
+
+    ``options``: of ``wrap``, beside those of every point.  ``brief``: three steps in all, of which
+    the first one is not timed.
+    """
 
     shape: Shape
     host: int
     directories: int = 1
     activations: str = "auto"
+    options: tuple[tuple[str, str], ...] = field(default=())
+    brief: bool = False
 
 
 def _measured(point: Point, name: str, folder: Path) -> Row:
     """One row; its store is removed before the next."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = Plan(point.shape, "bf16", ROUNDS, steps=1, warmup=2, limit_s=LIMIT_S)
+    if point.brief:
+        plan = replace(plan, warmup=1, lead_in=0)
     with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as store:
         places = [Path(store, str(number)) for number in range(point.directories)]
         for place in places:
             place.mkdir()
-        options = {
+        options: dict[str, Any] = {
             "nvme": [str(place) for place in places], "durable": False,
             "host_memory": point.host, "update": "backward", "activations": point.activations,
+            **dict(point.options),
         }  # fmt: skip
         (row,) = run_interleaved([Worker(name, plan, device, options)], ROUNDS)
     return replace(row, ratio=None)
@@ -128,6 +150,10 @@ def series(quick: bool) -> dict[str, dict[str, Point]]:
     kept = [replace(point, activations="keep") for point in longer]
 
     of = f", {parameters(middle.shape) / 1e6:.0f} M parameters"
+    large = QUICK_LARGE if quick else LARGE
+    of_large = f"{parameters(large) / 1e9:.2g} B"
+    int8 = (("moments", "int8"),)
+    large_host = host if quick else LARGE_HOST
     by_size = {f"{parameters(shape) / 1e6:.0f} M": Point(shape, host) for shape in shapes}
     return {
         f"Step by model size, {tokens} tokens, host budget {host / GIB:.3g} GiB": by_size,
@@ -141,6 +167,10 @@ def series(quick: bool) -> dict[str, dict[str, Point]]:
         },
         f"Step by directories, all on one disk here{of}": {
             str(count): replace(middle, directories=count) for count in (1, 2)
+        },
+        f"Step of a Llama, int8 moments, {large.tokens} tokens, host budget "
+        f"{large_host / GIB:.3g} GiB": {
+            of_large: Point(large, large_host, options=int8, brief=True)
         },
     }
 

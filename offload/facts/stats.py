@@ -38,6 +38,8 @@ class Stats:
     """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
 
     ``tokens``: that went in, where nothing is trained and a step is one forward of the model.
+    ``cpu_s``: what the process has used of its processors meanwhile, all threads together, whoever
+    they belong to: two processors that are busy for a second make 2.  ``None`` where not counted.
 
     The bound is the busiest lane: no schedule of the same work on the same machine is faster than
     its slowest part.  Where rates are known, a lane counts with its bytes over its rate, or with
@@ -50,6 +52,7 @@ class Stats:
         default_factory=lambda: dict.fromkeys(LANES, LaneStats())
     )
     tokens: int | None = None
+    cpu_s: float | None = None
 
     @property
     def tokens_s(self) -> float | None:

@@ -22,12 +22,16 @@ class StepFigures:
         where those were measured, ``None`` where the user gave them."""
         self._trace, self._needed_s, self._calibration = trace, needed_s, calibration
         self._drift = None if calibration is None else Drift(calibration.rates)
+        self._cpu_ns = time.process_time_ns()  # that the process had used when the last step ended
         self.last = Stats(0.0, 0.0)
 
     def taken(self, count: int, tokens: int | None = None) -> None:
         """Step number ``count`` is over, of so many ``tokens`` where they are counted."""
         mark = self._trace.mark_step(count, time.perf_counter_ns())
-        self.last = replace(step_stats(self._trace, mark, self._needed_s), tokens=tokens)
+        used_ns = time.process_time_ns()
+        cpu_s, self._cpu_ns = (used_ns - self._cpu_ns) / 1e9, used_ns
+        figures = step_stats(self._trace, mark, self._needed_s)
+        self.last = replace(figures, tokens=tokens, cpu_s=cpu_s)
         wrong = None if self._drift is None else self._drift.see(self.last)
         if wrong is not None and self._calibration is not None:
             self._drift = None

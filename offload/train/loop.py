@@ -26,6 +26,7 @@ class StepRecord:
         loss: mean over the step's micro-batches, nats per token.
         tokens: tokens that went in.
         wall_s: from the end of the step before to its own end.
+        cpu_s: of processors, all threads of the process together, in that time.
         stats: the engine's figures; ``None`` for a run without it.
     """
 
@@ -33,6 +34,7 @@ class StepRecord:
     loss: float
     tokens: int
     wall_s: float
+    cpu_s: float
     stats: Stats | None = field(default=None, repr=False)
 
     @property
@@ -90,7 +92,7 @@ def train(
         last_epoch=progress.step - 1,
     )
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = time.perf_counter()
+    before, cpu_before = time.perf_counter(), time.process_time()
     for step in range(progress.step + 1, settings.steps + 1):
         loss, tokens = _gradients(model, batches, settings, scaler)
         if not torch.isfinite(loss):
@@ -108,10 +110,10 @@ def train(
         progress.scaler = scaler.state_dict()
         optimizer.zero_grad()
         value = float(loss)
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         stats: Any = getattr(optimizer, "stats", None)
-        records.append(StepRecord(step, value, tokens, now - before, stats))
-        before = now
+        records.append(StepRecord(step, value, tokens, now - before, cpu_now - cpu_before, stats))
+        before, cpu_before = now, cpu_now
         on_step(records[-1])
     return records
 

@@ -70,6 +70,11 @@ class Report:
         return statistics.median(r.wall_s for r in steady(self.records))
 
     @property
+    def cpu_s(self) -> float:
+        """Median of what a step takes of processors, all threads together."""
+        return statistics.median(r.cpu_s for r in steady(self.records))
+
+    @property
     def tokens_s(self) -> float:
         """Tokens per second at the median step."""
         return self.records[-1].tokens / self.step_s
@@ -112,6 +117,7 @@ class Report:
             "loss_first": self.records[0].loss,
             "loss_last": self.records[-1].loss,
             "step_s": self.step_s,
+            "cpu_s": self.cpu_s,
             "bound_s": self.bound_s,
             "step_over_bound": self.step_s / self.bound_s if self.bound_s else None,
             "tokens_s": self.tokens_s,
@@ -138,6 +144,7 @@ class Report:
             "loss_difference": self.comparison.loss_difference,
             "weight_difference": self.comparison.weight_difference,
             "step_s": self.in_memory_s,
+            "cpu_s": self.in_memory_cpu_s,
             "steps": [_step_json(record) for record in self.comparison.records],
         }
 
@@ -147,6 +154,13 @@ class Report:
         if self.comparison is None:
             return None
         return statistics.median(r.wall_s for r in steady(self.comparison.records))
+
+    @property
+    def in_memory_cpu_s(self) -> float | None:
+        """What a step in memory takes of processors, or ``None`` without comparison."""
+        if self.comparison is None:
+            return None
+        return statistics.median(r.cpu_s for r in steady(self.comparison.records))
 
     # -- the table ------------------------------------------------------------------------------
 
@@ -171,6 +185,7 @@ class Report:
         if self.bound_s:
             ratio = f"{self.step_s / self.bound_s:.2f} times the bound of {self.bound_s:.3g} s"
             rows.append(("time per step", f"{self.step_s:.3g} s, {ratio}"))
+        rows.append(("processors per step", self._processors()))
         if self.planned_s:
             rows.append(("planned", f"{self.planned_s:.3g} s a step, with the compute as measured"))
         last_stats = self.records[-1].stats
@@ -188,6 +203,11 @@ class Report:
                 ("weight difference", f"{other.weight_difference:.2g} of the weights (RMS)"),
             ]
         return rows
+
+    def _processors(self) -> str:
+        used = f"{self.cpu_s:.3g} core-seconds"
+        beside = self.in_memory_cpu_s
+        return used if beside is None else f"{used} (in memory: {beside:.3g})"
 
     def _idle(self) -> str:
         stats = [r.stats for r in steady(self.records) if r.stats is not None]
@@ -218,6 +238,7 @@ def _step_json(record: StepRecord) -> dict[str, Any]:
         "loss": record.loss,
         "tokens": record.tokens,
         "wall_s": record.wall_s,
+        "cpu_s": record.cpu_s,
     }
     if record.stats is not None:
         entry["bound_s"] = record.stats.bound_s

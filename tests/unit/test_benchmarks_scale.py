@@ -16,7 +16,7 @@ from benchmarks.runner import Row, Sample
 def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
     """Size from 30 M to 1.3 B, sequence, disks, host budget."""
     series = [list(points.values()) for points in scale.series(quick=False).values()]
-    sizes, tokens, kept, hosts, disks = series
+    sizes, tokens, kept, hosts, disks, large = series
     counts = [parameters(point.shape) for point in sizes]
     assert counts[0] < 31e6 and 1.3e9 < counts[-1] < 1.4e9
     assert counts[-1] * scale.PLAIN_BYTES > 16e9
@@ -27,6 +27,9 @@ def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
     assert [point.directories for point in disks] == [1, 2]
     for points in (tokens, hosts, disks):
         assert set(points) & set(sizes), "one of them is the model of the first series"
+    (llama,) = large
+    assert 6.7e9 < parameters(llama.shape) < 6.8e9 and llama.shape.tokens == 256
+    assert llama.host < 8 * scale.GIB and dict(llama.options) == {"moments": "int8"}
 
 
 def test_a_point_of_several_series_is_measured_once(
@@ -41,7 +44,7 @@ def test_a_point_of_several_series_is_measured_once(
 
     monkeypatch.setattr(scale, "_measured", measured)
     made = scale.run(quick=True, folder=tmp_path)
-    assert len(asked) == len(set(asked)) == 7
-    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2, 2]
+    assert len(asked) == len(set(asked)) == 8
+    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2, 2, 1]
     kept = json.loads((tmp_path / "scale.json").read_text())["comparisons"]
-    assert [row["name"] for row in kept[-1]["rows"]] == ["1", "2"]
+    assert [row["name"] for row in kept[-2]["rows"]] == ["1", "2"]

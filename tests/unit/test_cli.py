@@ -174,7 +174,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 
 def record(step: int) -> StepRecord:
     lanes = dict.fromkeys(LANES, LaneStats()) | {"read": LaneStats(10, 1.0, 0.25)}
-    return StepRecord(step, 2.5, 1024, 0.5, Stats(0.5, 0.4, lanes))
+    return StepRecord(step, 2.5, 1024, 0.5, 0.9, Stats(0.5, 0.4, lanes))
 
 
 MEMORY = {"device": MemoryStats(2**20, 2**19, 2**19), "nvme": MemoryStats(2**30, 2**20, 2**20)}

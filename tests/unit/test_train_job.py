@@ -108,8 +108,10 @@ def test_figures_on_file(tmp_path: Path) -> None:
         stats = figures["memory"][tier]
         assert 0 < stats["peak_bytes"] <= stats["budget_bytes"]
     assert figures["link_bytes_per_step"]["read"] > 0
+    assert figures["cpu_s"] > 0 and all(step["cpu_s"] > 0 for step in figures["steps"])
     rows = dict(report.rows())
     assert "times the bound" in rows["time per step"]
+    assert rows["processors per step"] == f"{report.cpu_s:.3g} core-seconds"
     assert "of 3 MiB" in rows["device memory, peak"]
 
 
