@@ -16,6 +16,7 @@ SUITES = (
     "frozen",
     "io",
     "memory",
+    "modes",
     "optim",
     "overhead",
     "plan",
@@ -47,11 +48,20 @@ def _suite() -> int:
         default="",
         help="step, memory: names separated by commas, 'all' (of step: half an hour), or 'none'",
     )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="modes: tables by their numbers from 0, separated by commas (all: two hours)",
+    )
     given = parser.parse_args()
     if given.peers and given.suite not in PEERED:
         known = " and ".join(PEERED)
         parser.error(f"--peers is of {known}; {given.suite} always has its own beside it")
-    more = {"peers": given.peers.split(",")} if given.peers else {}
+    if given.only and given.suite != "modes":
+        parser.error(f"--only is of modes; {given.suite} has no tables to choose from")
+    more: dict[str, object] = {"peers": given.peers.split(",")} if given.peers else {}
+    if given.only:
+        more["only"] = [int(each) for each in given.only.split(",")]
     suite = importlib.import_module(f".{given.suite}", __package__)
     result = suite.run(quick=given.quick, folder=given.out, **more)
     data, text = result.save(given.out)

@@ -112,6 +112,10 @@ class Worker:
         """Writes the lanes of the last steps: JSON, or a picture.  Of overspill only."""
         self._ask({"trace": str(path)})
 
+    def bound(self, compute_s: float) -> Mapping[str, Any]:
+        """``plan_bound_s``: that of the plan, with so much compute.  Of overspill only."""
+        return self._ask({"compute_s": compute_s})
+
     def kill(self, why: str) -> None:
         """Ends its process at once; whoever waits for its answer gets an error."""
         if self._process is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,10 +24,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Trainee:
-    """A model with what trains it.  ``step`` is one training step and returns its loss."""
+    """A model with what trains it.  ``step`` is one training step and returns its loss.
+
+    ``optimizer_s``: seconds in the optimizer's own ``step()`` so far, where that is apart.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
         self.model, self.optimizer, self._device = model, optimizer, device
+        self.optimizer_s = 0.0
 
     def step(self, tokens: torch.Tensor, between: Callable[[], None] | None = None) -> float:
         """``tokens``: (batch, tokens + 1), int64, on the host.  ``between``: called after forward,
@@ -35,7 +40,9 @@ class Trainee:
         if between is not None:
             between()
         loss.backward()
+        began = time.perf_counter()
         self.optimizer.step()
+        self.optimizer_s += time.perf_counter() - began
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 

@@ -1,7 +1,7 @@
 """One arm of the step suite, in a process of its own: trains some steps whenever it is told to.
 
 The first order says what to train, every other one ``{"steps": n}`` or
-``{"trace": path}``.
+``{"trace": path}`` or ``{"compute_s": seconds}``.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class Training:
             self.step(batch)
         read, written = kernel_bytes()
         cpu, started = time.process_time(), time.perf_counter()
+        optimizer_s = self.trainee.optimizer_s
         with OtherWork() as others:
             losses = [self.step(batch) for _ in range(steps)]
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
@@ -85,6 +86,7 @@ class Training:
         seen = {
             "seconds": seconds / steps,
             "cpu_s": cpu / steps,
+            "optimizer_s": (self.trainee.optimizer_s - optimizer_s) / steps,
             "others": others.share,
             "loss": losses[-1],
             "read_bytes": (after[0] - read) // steps,
@@ -100,11 +102,24 @@ class Training:
         return seen
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """What an order asks for: some steps, or the lanes of the last ones in a file."""
+        """What an order asks for: some steps, the lanes of the last ones in a file, or the bound of
+        the plan with so much compute."""
         if "trace" in order:
             self.trainee.optimizer.trace(order["trace"])
             return {}
+        if "compute_s" in order:
+            return {"plan_bound_s": _bound_s(self.trainee.optimizer.plan, order["compute_s"])}
         return self.timed(**order)
+
+
+def _bound_s(plan: Any, compute_s: float) -> float:
+    from overspill.planning.bounds import step_bound  # a peer's environment has none
+
+    made = plan.detail
+    bound = step_bound(
+        made.layout, plan.link_bytes, made.rates, update=made.update, compute_s=compute_s
+    )
+    return bound.seconds
 
 
 def _be_one_of(rank: int, ranks: int, port: int) -> None:

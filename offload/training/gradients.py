@@ -107,7 +107,7 @@ class GradientCollector:
 
     def appeared(self, index: int, p: torch.Tensor) -> None:
         """Autograd has accumulated into ``p.grad``."""
-        grad = p.grad
+        grad = torch_private.grad_of(p)
         self._backward.opened()
         self.appeared_any = True
         if grad is None:
@@ -145,13 +145,15 @@ class GradientCollector:
         pending.fresh[index] = grad.detach()
         self._renew(index)
         self.taken[index] = self.taken.get(index, 0) + 1
-        p.grad = None
+        with torch_private.without_overrides():
+            p.grad = None
         if index not in self._wrappers:
             self._wrappers[index] = self._make_grad(index)
         elif sys.getrefcount(self._wrappers[index]) > 2:  # somebody has kept the last one
             self._wrappers[index].gone = True
             self._wrappers[index] = self._make_grad(index)
-        p.grad = self._wrappers[index]
+        with torch_private.without_overrides():
+            p.grad = self._wrappers[index]
 
     def _pending_of(self, unit: int) -> _Pending:
         """Where a gradient of a unit goes, that the calling thread's stream has made."""
@@ -216,7 +218,7 @@ class GradientCollector:
 
     def live(self, index: int) -> bool:
         """Whether ``p.grad`` is the wrapper, so that the engine holds its gradient."""
-        grad = self.parts.parameters[index].grad
+        grad = torch_private.grad_of(self.parts.parameters[index])
         return grad is not None and grad is self._wrappers.get(index)
 
     # -- delivery -------------------------------------------------------------------------------
@@ -379,10 +381,11 @@ class GradientCollector:
         for indices in self.trained:
             for index in indices:
                 p: nn.Parameter = self.parts.parameters[index]
-                if isinstance(p.grad, OffloadedGradient):
-                    self._refuse_stranger(index, p.grad)
-                elif p.grad is not None:
-                    self._take(index, p, p.grad)
+                grad = torch_private.grad_of(p)
+                if isinstance(grad, OffloadedGradient):
+                    self._refuse_stranger(index, grad)
+                elif grad is not None:
+                    self._take(index, p, grad)
         for index in self.zeroed:
             if self.live(index):
                 self.pending.setdefault(self.parts.unit_of[index], _Pending())
