@@ -22,6 +22,8 @@ PEERS: Mapping[str, tuple[str, str | None, Mapping[str, Any]]] = {
     "torchao": ("torchao", "torchao", {}),
     "fsdp2": ("fsdp2", None, {}),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", {}),
+    "megatrain": ("megatrain", "deepspeed", {}),
+    "transformers-offload": ("transformers", None, {"offload": True}),
 }
 
 
@@ -144,5 +146,8 @@ def peer(name: str, plan: Plan, store: Path, device: str) -> Worker:
     if name not in PEERS:
         raise ValueError(f"no peer {name!r}; there are torch-fp32, {', '.join(PEERS)}, all, none")
     engine, environment, options = PEERS[name]
-    options = {**options, "batch": plan.shape.batch, "nvme": str(store / name)}
+    shape = plan.shape
+    options = {
+        **options, "batch": shape.batch, "tokens": shape.tokens, "nvme": str(store / name),
+    }  # fmt: skip
     return Worker(name, plan, device, options, engine, environment)

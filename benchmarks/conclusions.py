@@ -12,7 +12,7 @@ from .results import number
 
 GIB = 1 << 30
 # In this order; ``bound`` and the like are about the schedule, not about others.
-SUITES = ("step", "step-peers", "scale", "memory", "checkpoint", "optim", "io")
+SUITES = ("step", "step-peers", "modes", "scale", "memory", "checkpoint", "optim", "io")
 MOST_ROWS = 8  # of a comparison of rates with more, the best of each engine is shown
 _MADE = "python -m benchmarks report DIR --pages"
 RESULTS = f"<!-- results: {_MADE} -->", "<!-- end of results -->"

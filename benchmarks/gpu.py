@@ -1,10 +1,11 @@
 """``python -m benchmarks.gpu``: what matters on a GPU, by priority, within a time budget.
 
 Whether it is right: the suites that move memory, on the device, and its kernels; what they print
-is kept (``tests.log``, ``kernels.log``).  Then the host link and training steps: each arm alone on
-the device, in a process of its own, ended when its time or all time is up.  Results are written
-after every arm, so a run that is cut keeps them.  With ``--device sim`` the arms run to their end
-on any machine, at sizes that say nothing.
+is kept (``tests.log``, ``kernels.log``), as is what arms say on stderr, with the stacks of those
+that hang (``arms.log``), and all that they ran on (``environment.txt``).  Then the host link and
+training steps: each arm alone on the device, in a process of its own, ended when its time or all
+time is up.  Results are written after every arm, so a run that is cut keeps them.  With ``--device
+sim`` the arms run to their end on any machine, at sizes that say nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 from .arms import GIB, Plan, Worker, parameters
 from .bars import draw_times
 from .gpu_cases import CASES, CUDA, SIM, Case, Scale
-from .machine import ROOT
+from .machine import ROOT, everything
 from .results import Comparison, number, outcome
 from .runner import Row, Sample, run_interleaved
 from .step import columns
@@ -221,6 +223,19 @@ def run_tests(device: str, suites: Sequence[str], log: Path, limit_s: float) -> 
     return passed
 
 
+@contextmanager
+def stderr_in(path: Path) -> Iterator[None]:
+    """What processes that are started inside say on stderr goes to a file."""
+    kept = os.dup(2)
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            os.dup2(file.fileno(), 2)
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Runs all; 1 if a suite failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
@@ -232,13 +247,16 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an error, so that all is closed
     folder = given.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.txt").write_text(everything(folder), encoding="utf-8")
     scale = CUDA if given.device == "cuda" else SIM
     right = True
     if scale is CUDA:
         right = run_tests(given.device, SUITES, folder / "tests.log", TESTS_S)
         right &= run_tests("", ["tests/gpu"], folder / "kernels.log", KERNELS_S)
     _part(["-m", "benchmarks", "copy", "--quick", "--out", str(folder)], COPY_S, until)
-    for comparison in run_steps(scale, folder, until):
+    with stderr_in(folder / "arms.log"):
+        made = run_steps(scale, folder, until)
+    for comparison in made:
         print(f"\n{comparison.table()}", flush=True)
     return 0 if right else 1
 

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 import psutil
@@ -62,6 +62,26 @@ def facts(folder: Path) -> dict[str, object]:
         "disk": _disk(folder),
         "load_before": os.getloadavg()[0],
     }
+
+
+def everything(folder: Path) -> str:
+    """What a failure may hang on, for people: ``facts``, every package, the GPU's driver and state,
+    and the environment variables that torch, CUDA, OpenMP and overspill look at."""
+    known = {d.metadata["Name"]: d.version for d in distributions()}
+    looked_at = ("CUDA", "NVIDIA", "NCCL", "OMP", "MKL", "TORCH", "PYTORCH", "OVERSPILL")
+    try:
+        smi = subprocess.run(
+            ["nvidia-smi", "-q"], capture_output=True, text=True, check=False, timeout=30
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        smi = f"nvidia-smi: {error}"
+    parts = [
+        *(f"{name}: {fact}" for name, fact in facts(folder).items()), "",
+        *(f"{name}=={known[name]}" for name in sorted(known, key=str.lower)), "",
+        *(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(looked_at)), "",
+        torch.__config__.show(), "", smi,
+    ]  # fmt: skip
+    return "\n".join(parts)
 
 
 def _processor() -> str:

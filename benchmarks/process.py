@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from .machine import ROOT
 from .peers import environment_of, python_of
+from .serving import SHOW_STACKS
 
+STACKS_S = 0.5  # that an arm has to tell where it hangs
 LIMIT_S = 600.0  # the first answer of a peer may wait for its extensions to be compiled
 
 
@@ -64,10 +67,13 @@ class Process:
         return answer
 
     def kill(self, why: str) -> None:
-        """Ends it and all that it started, at once; whoever waits for an answer gets an error."""
+        """Ends it and all that it started; whoever waits for an answer gets an error.  What its
+        threads do then is told on stderr."""
         self._ended = self._ended or why
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, SHOW_STACKS)
+                time.sleep(STACKS_S)
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 Order = dict[str, Any]
 Answer = dict[str, Any]
 PR_SET_PDEATHSIG = 1
+SHOW_STACKS = signal.SIGUSR1  # tells stderr where all threads are, before an arm is ended
 
 
 @contextlib.contextmanager
@@ -44,6 +46,8 @@ def serve(begin: Callable[[Order], tuple[Answer, Callable[[Order], Answer]]]) ->
     An error is the last answer.
     """
     _end_with_parent()
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACKS)
     with _answers() as answer:
         go: Callable[[Order], Answer] | None = None
         try:

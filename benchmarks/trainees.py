@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .deepspeed_settings import settings
-from .model import fill
+from .model import Llama, fill
 
 LEARNING_RATE = 1e-4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,6 +63,13 @@ class DeepSpeedTrainee(Trainee):
 
     def close(self) -> None:
         torch.distributed.destroy_process_group()
+
+
+class MegaTrainee(Trainee):
+    """MegaTrain's engine does all three parts of a step, and gives a loss."""
+
+    def step(self, tokens: torch.Tensor, between: Callable[[], None] | None = None) -> float:
+        return float(self.optimizer.step(tokens))
 
 
 Options = Mapping[str, Any]
@@ -177,6 +184,30 @@ def _bitsandbytes(model: nn.Module, device: torch.device, options: Options) -> T
     return Trainee(model, bitsandbytes.optim.PagedAdamW(weights, LEARNING_RATE), device)
 
 
+def _transformers(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    from .as_transformers import AsTransformers
+
+    _require_llama(model)
+    made = AsTransformers(filled(model, device), device, offload=options["offload"])
+    adamw = torch.optim.AdamW(made.parameters(), lr=LEARNING_RATE, fused=True)
+    return Trainee(made, adamw, device)
+
+
+def _require_llama(model: nn.Module) -> None:
+    if not isinstance(model, Llama):
+        raise RuntimeError("it is set up for the Llama of `make gpu` only")
+
+
+def _megatrain(model: nn.Module, device: torch.device, options: Options) -> Trainee:
+    from .megatrain import Engine, checkout
+
+    _require_llama(model)
+    checkout()  # before anything is filled
+    batch, tokens = options["batch"], options["tokens"]
+    made = Engine(filled(model, "cpu"), batch=batch, tokens=tokens, rate=LEARNING_RATE)
+    return MegaTrainee(model, made, device)
+
+
 def _alone() -> None:
     """The environment of a group of one process, at a free port, unless there is a group."""
     if "RANK" in os.environ:
@@ -199,6 +230,8 @@ ENGINES: Mapping[str, Callable[[nn.Module, torch.device, Options], Trainee]] = {
     "overspill-fsdp2": _overspill_fsdp2,
     "overspill-ddp": _overspill_ddp,
     "bitsandbytes": _bitsandbytes,
+    "transformers": _transformers,
+    "megatrain": _megatrain,
 }
 
 

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from benchmarks import arms, gpu
+from benchmarks import arms, gpu, megatrain
+from benchmarks.as_transformers import AsTransformers
 from benchmarks.gpu_cases import CASES, CUDA, SIM, Case, needs
 from benchmarks.machine import ROOT
+from benchmarks.model import Shape, batch_of, build
 from benchmarks.runner import Row, Sample
+from benchmarks.trainees import filled, make
 from tests.patience import WAIT_S
 
 OURS = [
@@ -90,6 +94,9 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals
     assert not psutil.wait_procs(started, timeout=WAIT_S)[1], "an arm is left behind"
     rows = json.loads((tmp_path / "gpu.json").read_text())["comparisons"][0]["rows"]
     assert rows[0]["median_s"] > 0
+    about = (tmp_path / "environment.txt").read_text()
+    assert f"torch=={torch.__version__}" in about and "nvidia-smi" in about
+    assert (tmp_path / "arms.log").exists()
     if how == signal.SIGTERM:
         assert not list(tmp_path.glob("store-*"))
 
@@ -115,6 +122,49 @@ def test_the_priorities_hold_what_was_asked_for() -> None:
         for update in ("backward", "next_forward", "step"):
             assert ("1 B", f"overspill, {place}, {update}") in found
     assert all(case.batches == (8, 32) for case in CASES if case.model == "7 B")
+
+
+def test_transformers_llama_is_ours() -> None:
+    """The arm of its activation offload trains as ours does; page-locked memory needs a device."""
+    shape = Shape(2, 32, 4, 64, 2, 16, kv_heads=2, inner=80)
+    ours, theirs = (filled(build(shape), torch.device("cpu")) for _ in range(2))
+    arm = AsTransformers(theirs, torch.device("cpu"), offload=False)
+    losses = []
+    for model in (ours, arm):
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        mine = []
+        for number in range(3):
+            loss = model(batch_of(shape, number))
+            loss.backward()
+            adamw.step()
+            adamw.zero_grad()
+            mine.append(float(loss))
+        losses.append(mine)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][2]
+
+
+def test_megatrain_sees_our_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Called as its engine calls a model's parts, the shell gives what the model gives."""
+    shape = Shape(2, 32, 4, 64, 2, 16, kv_heads=2, inner=80)
+    model = filled(build(shape), torch.device("cpu"))
+    shell, tokens = megatrain.Shell(model), batch_of(shape, 0)
+    inputs = tokens[:, :-1]
+    hidden = shell.model.embed_tokens(inputs)
+    turns = shell.model.rotary_emb(hidden, torch.arange(inputs.shape[1])[None])
+    for layer in shell.model.layers:
+        hidden = layer(hidden, attention_mask=None, position_embeddings=turns)
+    logits = shell.lm_head(shell.model.norm(hidden))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert float(loss) == pytest.approx(float(model(tokens)), rel=1e-6)
+    monkeypatch.delenv(megatrain.VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match="names no checkout of MegaTrain"):
+        make("megatrain", build(shape), "cpu", {"batch": 2, "tokens": 16})
+
+
+@pytest.mark.parametrize("engine", ["megatrain", "transformers"])
+def test_arms_of_the_llama_refuse_another_model(engine: str) -> None:
+    with pytest.raises(RuntimeError, match="Llama of `make gpu` only"):
+        make(engine, build(Shape(1, 32, 4, 64, 2, 16)), "cpu", {"offload": True})
 
 
 def test_goals_are_held_to_the_rows() -> None:

@@ -86,6 +86,18 @@ def test_peak_memory_is_that_of_the_arm_alone() -> None:
     arm.close()
 
 
+def test_an_arm_that_is_ended_says_where_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    shape = {"layers": 1, "width": 32, "heads": 2, "vocabulary": 8, "batch": 1, "tokens": 4}
+    arm = Process("worker")
+    given = {"shape": shape, "precision": "fp32", "device": "cpu", "engine": "torch"}
+    arm.ask({**given, "options": {}}, WAIT_S)
+    with pytest.raises(RuntimeError, match="no answer after 1 s"):
+        arm.ask({"steps": 10**9}, 1.0)
+    arm.close()
+    told = capfd.readouterr().err
+    assert "benchmarks/worker.py" in told and "in timed" in told
+
+
 def test_an_error_is_an_answer() -> None:
     arm = Process("worker")
     with pytest.raises(RuntimeError, match="KeyError: 'shape'"):
