@@ -35,7 +35,8 @@ from .step import columns
 
 ROUNDS = 2
 TESTS_S, KERNELS_S, COPY_S = 150.0, 30.0, 40.0
-SUITES = ("@tests/device/moves.txt",)  # the ones that name a defect first
+SUITES = ("@tests/device/moves.txt", "tests/parity")  # what names a defect goes first
+MOST_WORKERS = 8
 
 
 @dataclass
@@ -206,7 +207,7 @@ def run_tests(device: str, suites: Sequence[str], log: Path, limit_s: float) -> 
         "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
     ]  # fmt: skip
     if importlib.util.find_spec("xdist") is not None:
-        words += ["-n", str(min(4, os.cpu_count() or 1))]
+        words += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     environment = {**os.environ, "OVERSPILL_TEST_DEVICE": device}
     with log.open("w", encoding="utf-8") as file:
         try:

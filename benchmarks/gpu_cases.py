@@ -16,14 +16,15 @@ SHAPES: Mapping[str, Shape] = {
     "3 B": Shape(26, 3200, 32, 32000, 8, 2048, kv_heads=32, inner=8640, recompute=True),
     "7 B": Shape(32, 4096, 32, 32000, 8, 2048, kv_heads=32, inner=11008, recompute=True),
 }
-TORCH, HOST, DISK = "torch", "host", "NVMe"
+TORCH, HOST, DISK, SHARDED = "torch", "host", "NVMe", "a rank of FSDP2"
 
 
 @dataclass(frozen=True)
 class Case:
     """An arm on a model.
 
-    ``engine``: ``TORCH``, ``HOST`` or ``DISK`` for overspill with its state there, else a peer.
+    ``engine``: ``TORCH``; ``HOST`` or ``DISK`` for overspill with its state there; ``SHARDED`` for
+    it over the one rank of FSDP2, the state in host memory; else a peer.
     ``update``: overspill's mode.  ``batches``: sequences a step, one after the other.
     ``activations``: of overspill; those that are kept lie beside its budget.
     ``limit_s``: it is ended after that.
@@ -51,6 +52,7 @@ CASES: Sequence[Case] = (
     Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
     Case("1 B", "deepspeed-zero3", limit_s=150),  # compiles its update first
     Case("1 B", DISK, "next_forward"),
+    Case("1 B", SHARDED, "next_forward"),  # over NCCL, which nothing else here is
     Case("7 B", TORCH, batches=BOTH),
     Case("7 B", HOST, "backward", BOTH, limit_s=180),
     Case("1 B", "deepspeed-nvme", limit_s=120),
@@ -88,6 +90,8 @@ class Scale:
         """
         count = parameters(self.shapes[case.model])
         given = {"update": case.update, "activations": case.activations}
+        if case.engine == SHARDED:
+            return {"update": case.update}  # FSDP2 has the weights, and autograd what it saves
         if case.engine == HOST:
             return {**given, "device_memory": 5 * count + self.device_room}
         return {
@@ -103,7 +107,8 @@ class Scale:
         if case.engine == TORCH:
             return Worker(case.name, plan, self.device, None)
         if case.update:
-            return Worker(case.name, plan, self.device, self.options(case, store))
+            engine = "overspill-fsdp2" if case.engine == SHARDED else "overspill"
+            return Worker(case.name, plan, self.device, self.options(case, store), engine)
         return peer(case.engine, plan, store, "cpu" if self.device == "sim" else self.device)
 
 
@@ -134,8 +139,8 @@ class Needs:
 # moments, and gradients in bf16; torchao has weights, gradients and two moments in bf16; MegaTrain
 # two copies of bf16 weights, bf16 gradients and fp32 moments.
 HOST_STATE = {
-    TORCH: 0, HOST: 14, DISK: 0, "deepspeed-zero3": 22, "deepspeed-nvme": 8, "torchao": 8,
-    "megatrain": 14, "transformers-offload": 0,
+    TORCH: 0, HOST: 14, DISK: 0, SHARDED: 14, "deepspeed-zero3": 22, "deepspeed-nvme": 8,
+    "torchao": 8, "megatrain": 14, "transformers-offload": 0,
 }  # fmt: skip
 ALL_THERE = (TORCH, "transformers-offload")  # weights, gradients and moments in bf16
 DISK_STATE = {DISK: 12, "deepspeed-nvme": 16}

@@ -147,7 +147,7 @@ def _sharded(model: nn.Module, device: torch.device, policy: Any = None) -> nn.M
 
 def _join(device: torch.device) -> None:
     _alone()
-    torch.distributed.init_process_group("nccl,gloo" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
 
 
 def _fsdp2_in_memory(model: nn.Module, device: torch.device, options: Options) -> Trainee:
