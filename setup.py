@@ -28,6 +28,7 @@ ROOTS = {
 }
 ROOMS = (
     "cli",
+    "doctor",
     "durable",
     "facts",
     "integrations",

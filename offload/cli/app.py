@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .bench import bench_app
+from .doctor import doctor
 from .export import export
 from .generate import generate
 from .inspect import inspect
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(generate)
+app.command()(doctor)
 app.command()(trace)
 app.command()(export)
 app.command()(inspect)

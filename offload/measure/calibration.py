@@ -135,6 +135,16 @@ def calibrate(
     return found
 
 
+def kept_rates(
+    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
+) -> Rates | None:
+    """What was measured before for these file systems and this device; ``None``: nothing was, or a
+    run has doubted it."""
+    about = _about(directories, device)
+    found = _kept(_path(about), about)
+    return None if found is None or found.doubt is not None else found.rates
+
+
 def _name(case: Case) -> str:
     return f"{case.rule} {_dtype_name(case.weights)} master={case.master} moments={case.moments}"
 

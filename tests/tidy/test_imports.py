@@ -10,7 +10,7 @@ from .sources import Source, inner_imports, package_sources
 LEVELS = [
     {"overspill.__main__"},
     {"overspill.cli", "overspill.integrations"},
-    {"overspill.train"},
+    {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
     {"overspill.api"},
     {"overspill.ranks"},

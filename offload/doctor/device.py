@@ -1,0 +1,119 @@
+"""The accelerator: whether torch sees it, its driver, and its link to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..errors import format_bytes
+from ..measure.calibration import kept_rates
+from .finding import Finding, State
+
+DRIVER = Path("/proc/driver/nvidia/version")
+NODES = Path("/dev")
+PCI = Path("/sys/bus/pci/devices")
+# Bytes per second and lane, one way, by transfers per second, less the encoding (PCI-SIG).
+LANE_BYTES_S = {"2.5": 0.25e9, "5.0": 0.5e9, "8.0": 0.985e9, "16.0": 1.969e9, "32.0": 3.938e9,
+                "64.0": 7.563e9}  # fmt: skip
+
+
+def accelerator() -> torch.device | None:
+    """The device that a run would use by default; ``None``: the CPU."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
+
+
+def look() -> Iterator[Finding]:
+    """What there is to say of it."""
+    device = accelerator()
+    if device is None:
+        yield missing()
+        return
+    properties = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
+    free, total = torch.accelerator.get_memory_info(0)
+    name = properties.name if properties is not None else device.type
+    count = torch.accelerator.device_count()
+    several = f" (the first of {count})" if count > 1 else ""
+    yield Finding(
+        "device", f"{name}{several}, {format_bytes(free)} free of {format_bytes(total)}",
+        State.GOOD, "what runs compute on",
+        figures={"name": name, "free_bytes": free, "total_bytes": total, "devices": count},
+    )  # fmt: skip
+    if device.type == "cuda":
+        yield driver()
+    if properties is not None:
+        yield link(_pci(properties), str(device))
+
+
+def missing(nodes: Path = NODES) -> Finding:
+    """No device: whether there is one that torch does not see."""
+    if not any(nodes.glob("nvidia[0-9]*")):
+        return Finding(
+            "device", "none", State.NOTE, "everything runs on the CPU, with one memory tier"
+        )
+    if torch.version.cuda is None:
+        return Finding(
+            "device", "an NVIDIA GPU that torch was not built for", State.BROKEN,
+            "this torch is a build for the CPU, so the GPU is not used",
+            "pip install torch from https://pytorch.org/get-started with CUDA",
+        )  # fmt: skip
+    return Finding(
+        "device",
+        "an NVIDIA GPU that torch cannot use",
+        State.BROKEN,
+        f"torch was built for CUDA {torch.version.cuda}, and finds no usable driver",
+        "nvidia-smi must list the GPU; update the driver, or in a container run with --gpus all",
+    )
+
+
+def driver(file: Path = DRIVER) -> Finding:
+    """The version of the kernel's driver, and of CUDA that torch was built for."""
+    try:
+        text = file.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        text = ""
+    words = [word for word in text.split() if word[:1].isdigit() and "." in word]
+    found = f"{words[0] if words else 'not known'}, torch built for CUDA {torch.version.cuda}"
+    return Finding("driver", found, State.GOOD, "torch works with it")
+
+
+def _pci(properties: object) -> Path:
+    """The directory of the device in sysfs."""
+    domain, bus, slot = (
+        int(getattr(properties, f"pci_{part}_id", 0)) for part in ("domain", "bus", "device")
+    )
+    return PCI / f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def link(pci: Path, device: str) -> Finding:
+    """The link between host and device: as measured, where it was; else what it may carry."""
+    about = "host link"
+    kept = kept_rates([], device)
+    if kept is not None and kept.h2d_bytes_s and kept.d2h_bytes_s:
+        into, out = kept.h2d_bytes_s, kept.d2h_bytes_s
+        return Finding(
+            about, f"{into / 1e9:.3g} GB/s in, {out / 1e9:.3g} GB/s out, measured", State.GOOD,
+            "what weights, gradients and activations share",
+            figures={"h2d_bytes_s": into, "d2h_bytes_s": out},
+        )  # fmt: skip
+    try:
+        speed = {each: (pci / each).read_text(encoding="utf-8").split()[0] for each in (
+            "current_link_width", "max_link_width", "max_link_speed")}  # fmt: skip
+        width, most = int(speed["current_link_width"]), int(speed["max_link_width"])
+        rate = LANE_BYTES_S[speed["max_link_speed"]] * width
+    except (OSError, ValueError, KeyError, IndexError):
+        return Finding(
+            about, "not known", State.NOTE, "the first run measures it",
+            "overspill plan --measure",
+        )  # fmt: skip
+    found, figures = f"{width} lanes, at most {rate / 1e9:.3g} GB/s each way", {"bytes_s": rate}
+    if width < most:
+        return Finding(
+            about, f"{found}; the device has {most} lanes", State.SLOW,
+            "a step that waits for the link takes as much longer as lanes are missing",
+            "put the GPU into a slot with all lanes (lspci -vv, LnkSta)", figures,
+        )  # fmt: skip
+    return Finding(about, found, State.GOOD, "the first run measures it", figures=figures)

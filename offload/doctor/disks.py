@@ -1,0 +1,170 @@
+"""A directory for a store: its file system, direct I/O, room, rates, and the life of its disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from ..errors import format_bytes
+from ..measure.calibration import kept_rates
+from .finding import Finding, State
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p", "virtiofs", "lustre", "ceph")
+SECTOR_BYTES = 4096
+SMART_S = 1.0  # that a tool may take to tell
+GIB = 1 << 30
+LEAST_FREE = 20 * GIB  # state of 1.7 B parameters
+
+
+def look(directory: Path, device: str) -> Iterator[Finding]:
+    """What there is to say of one directory.  Nothing stays in it."""
+    if not directory.is_dir():
+        yield Finding(
+            f"{directory}", "no such directory", State.BROKEN, "a store needs one that is there",
+            f"mkdir -p {directory}",
+        )  # fmt: skip
+        return
+    yield file_system(directory)
+    yield direct(directory)
+    yield room(directory)
+    yield rates(directory, device)
+    yield endurance(directory)
+
+
+def _mount(directory: Path) -> tuple[str, str, str]:
+    """The mount point that the directory is below, the kind of file system, and its device."""
+    folder = directory.resolve()
+    while not folder.is_mount():
+        folder = folder.parent
+    for part in psutil.disk_partitions(all=True):
+        if part.mountpoint == str(folder):
+            return str(folder), part.fstype, part.device
+    return str(folder), "unknown", ""
+
+
+def file_system(directory: Path) -> Finding:
+    """What kind it is."""
+    about = f"{directory}: file system"
+    where, kind, _ = _mount(directory)
+    found, figures = f"{kind}, mounted at {where}", {"kind": kind, "mount": where}
+    if kind in IN_MEMORY:
+        return Finding(
+            about, found, State.SLOW, "this is host memory, not a disk: a store here takes the "
+            "memory that it is meant to spare", "name a directory on an NVMe disk", figures,
+        )  # fmt: skip
+    if kind.partition(".")[0] in OVER_A_NETWORK:
+        return Finding(
+            about, found, State.SLOW, "a network or a program stands between the engine and the "
+            "disk", "name a directory on a disk of this machine", figures,
+        )  # fmt: skip
+    if kind == "overlay":
+        return Finding(
+            about, found, State.SLOW, "a container's own layer: slower, and gone with it",
+            "mount a directory of the host into the container (-v /scratch:/scratch)", figures,
+        )  # fmt: skip
+    return Finding(about, found, State.GOOD, "a disk of this machine", figures=figures)
+
+
+def direct(directory: Path) -> Finding:
+    """Whether files here can be read past the page cache, which is tried with a small one."""
+    about = f"{directory}: direct I/O"
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="overspill-doctor-") as file:
+            file.write(bytes(SECTOR_BYTES))
+            file.flush()
+            fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+            try:
+                with mmap.mmap(-1, SECTOR_BYTES) as memory:
+                    os.preadv(fd, [memory], 0)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            return Finding(
+                about, "refused by the file system", State.SLOW,
+                "transfers go through the page cache: a third of the rate, ten times the "
+                "processor time",
+                "name a directory on ext4, xfs or btrfs",
+            )  # fmt: skip
+        return Finding(
+            about, f"not writable: {error.strerror}", State.BROKEN, "no store can be made here",
+            f"name a directory that you own, or: sudo chown $USER {directory}",
+        )  # fmt: skip
+    return Finding(about, "works", State.GOOD, "transfers pass by the page cache")
+
+
+def room(directory: Path) -> Finding:
+    """Free space."""
+    usage = shutil.disk_usage(directory)
+    found = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+    figures = {"free_bytes": usage.free, "total_bytes": usage.total}
+    about, what = f"{directory}: room", "a store takes 12 bytes a parameter, twice that if durable"
+    if usage.free < LEAST_FREE:
+        return Finding(
+            about, found, State.NOTE, what, "free some, or name several directories", figures
+        )
+    return Finding(about, found, State.GOOD, what, figures=figures)
+
+
+def rates(directory: Path, device: str) -> Finding:
+    """What was measured here before, if anything was."""
+    about = f"{directory}: rates"
+    kept = kept_rates([directory], device)
+    if kept is None or not kept.disk_read_bytes_s or not kept.disk_write_bytes_s:
+        return Finding(
+            about, "not measured yet", State.NOTE, "the first run here measures them",
+            f"overspill plan --measure --nvme {directory}",
+        )  # fmt: skip
+    read, write = kept.disk_read_bytes_s, kept.disk_write_bytes_s
+    found = f"reads {read / 1e9:.3g} GB/s, writes {write / 1e9:.3g} GB/s"
+    figures = {"read_bytes_s": read, "write_bytes_s": write}
+    if min(read, write) < 1e9:
+        return Finding(
+            about, found, State.SLOW, "less than 1 GB/s: steps wait for the disk",
+            "use an NVMe disk, or several (--nvme given twice stripes over both)", figures,
+        )  # fmt: skip
+    return Finding(about, found, State.GOOD, "as measured by the last run", figures=figures)
+
+
+def endurance(directory: Path) -> Finding:
+    """How much of the disk's life is used, where a tool is there that may tell."""
+    about = f"{directory}: wear"
+    _, _, device = _mount(directory)
+    used = None if not device.startswith("/dev/nvme") else _used_percent(device)
+    if used is None:
+        return Finding(
+            about, "not known", State.NOTE, "every step is written: look at the disk's rated "
+            "writes", "sudo smartctl -A DEVICE; overspill plan --endurance 600TB says how long",
+        )  # fmt: skip
+    found, figures = f"{used} % of its life used", {"used_percent": used}
+    if used >= 90:
+        return Finding(
+            about, found, State.SLOW, "the disk is near its end", "use another one, or "
+            "commit_every=10 and durable=False, which write less", figures,
+        )  # fmt: skip
+    return Finding(about, found, State.GOOD, "by SMART", figures=figures)
+
+
+def _used_percent(device: str) -> int | None:
+    """As ``smartctl`` tells; ``None`` where it is not there or may not."""
+    tool = shutil.which("smartctl")
+    if tool is None:
+        return None
+    try:
+        told = subprocess.run(
+            [tool, "-j", "-A", device], capture_output=True, timeout=SMART_S, check=False
+        ).stdout
+        log = json.loads(told)["nvme_smart_health_information_log"]
+        return int(log["percentage_used"])
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+        return None
