@@ -34,7 +34,8 @@ class Residence:
     """One residency of one unit: the storage over its slot, and its parameters' views.
 
     ``streams``: of compute that have used it; modules may have several.  ``waited``: those that
-    have waited for what brought its weights.
+    have waited for what brought its weights.  ``lasting``: tensors over a slot for good, that
+    backward computes with.
     """
 
     unit: int
@@ -42,6 +43,7 @@ class Residence:
     views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
     streams: set[Hashable] = field(default_factory=set)
     waited: set[Hashable] = field(default_factory=set)
+    lasting: dict[View, torch.Tensor] = field(default_factory=dict)
 
 
 class View(NamedTuple):
@@ -70,6 +72,7 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
     )
 
 
+_KEPT_VIEWS = 4  # for each parameter: as it is, transposed; parts of it may be without number
 _TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
 
 
@@ -440,10 +443,16 @@ class Residences:
             self._release(unit)
 
     def view(self, unit: int, view: View) -> torch.Tensor:
-        """A tensor over an open unit's slot."""
+        """A tensor over an open unit's slot.  Where the unit stays, the same one each time: what it
+        keeps is never let go."""
         residence = self.current[unit]
         assert residence is not None
-        return view_in(residence.storage, 0, view.dtype, view.offset, view.shape, view.stride)
+        made = residence.lasting.get(view)
+        if made is None:
+            made = view_in(residence.storage, 0, view.dtype, view.offset, view.shape, view.stride)
+            if self.fixed[unit] and len(residence.lasting) < _KEPT_VIEWS * len(residence.views):
+                residence.lasting[view] = made
+        return made
 
     def whereabouts(self, p: Any) -> tuple[int, View] | None:
         """The unit of a parameter, and where it lies in its slot; ``None`` if it is another

@@ -250,8 +250,13 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def version_counter(t: torch.Tensor) -> torch.Tensor:
     """A tensor without memory whose version is that of ``t`` for ever."""
     counter = t.detach()
-    counter.data = torch.empty(0, dtype=t.dtype, device=t.device)
+    counter.data = _no_elements(t.dtype, t.device)
     return counter
+
+
+@functools.cache
+def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def without_overrides() -> AbstractContextManager[object]:
