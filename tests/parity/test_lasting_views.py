@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import CPU, plainly
+from tests.devices import CPU, normal, plainly
 
 
 class Part(nn.Module):
@@ -39,10 +39,7 @@ def test_parts_without_number_are_not_all_kept() -> None:
     optimizer = overspill.wrap(ours, mine, device=CPU, host_memory="64MiB")
     residences = optimizer._engine._residences
     for step in range(40):
-        x = torch.randn(
-            4, 8, requires_grad=True, generator=torch.Generator("cpu").manual_seed(step)
-        )
-        x = x.to(torch.get_default_device())
+        x = normal(step, 4, 8).requires_grad_()
         losses = []
         for model, by in ((plain, theirs), (ours, optimizer)):
             loss = model(x, step).square().mean()
