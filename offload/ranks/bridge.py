@@ -55,7 +55,7 @@ class Bridge:
         # Of those that were lent, the version of their unit then, and a digest.
         self._lent: dict[int, tuple[int, int]] = {}
         self._handles: list[Any] = []
-        self._over = self._runs = False  # given back; a forward of the whole model runs
+        self._over = False
         self._model = model
         # What shards were before, until all ranks have come so far.
         self._before: dict[int, tuple[torch.Tensor, ...]] | None = {}
@@ -106,14 +106,14 @@ class Bridge:
             self._versions[number], self._copied[number] = shard.version, made
 
     @torch_private.without_grad
-    def lend(self, number: int) -> None:
-        """Someone looks at a shard, or may change it and no version tells of it: its update is over
-        first."""
+    def lend(self, number: int, *, looked_at: bool) -> None:
+        """A shard is handed out: its update is over first.  ``looked_at``: by someone who may
+        change it so that no version tells of it."""
         unit = self._unit_of(number)
         self._driven.catch_up(unit)
         self._renew(number)
-        if self._runs or torch_private.in_backward():
-            return  # FSDP2 itself, about to gather it
+        if not looked_at:
+            return
         made = self._driven.version(unit)
         if self._lent.get(number, (-1, 0))[0] != made:
             self._lent[number] = made, digest(self._shards[number].local)
@@ -141,12 +141,10 @@ class Bridge:
             if torch.is_grad_enabled():
                 self._roster.check()
             self.take_edits()
-        self._runs = True
         self._driven.before_forward()
 
     def after_forward(self, output: Any) -> None:
         """It has ended; ``None``: it has raised."""
-        self._runs = False
         self._driven.after_forward(output)
 
     def before_gathering(self, each: ShardedModule) -> None:
@@ -259,8 +257,8 @@ class _Watcher:
     def __init__(self, me: weakref.ref[Bridge], number: int) -> None:
         self._me, self._number = me, number
 
-    def lend(self) -> None:
-        self._bridge().lend(self._number)
+    def lend(self, *, looked_at: bool) -> None:
+        self._bridge().lend(self._number, looked_at=looked_at)
 
     def _bridge(self) -> Bridge:
         bridge = self._me()

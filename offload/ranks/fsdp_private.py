@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -17,13 +18,15 @@ from ..training import torch_private
 _local = DTensor._local_tensor  # a slot: its own getter and setter
 _data = torch.Tensor.data  # as well
 _WATCHER = "_overspill_watcher"
+_FSDP = "torch.distributed.fsdp."
 
 
 class Watcher(Protocol):
     """Who is told before a shard is looked at."""
 
-    def lend(self) -> None:
-        """Its weights are to be current; they may be changed, and no version tells of it."""
+    def lend(self, *, looked_at: bool) -> None:
+        """Its weights are to be current.  ``looked_at``: they may be changed, and no version tells
+        of it."""
 
 
 class Sharded(DTensor):
@@ -34,7 +37,7 @@ class Sharded(DTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[_WATCHER].lend()
+        self.__dict__[_WATCHER].lend(looked_at=not _by_fsdp())
         return _local.__get__(self)  # type: ignore[no-any-return,attr-defined]
 
     @_local_tensor.setter
@@ -43,7 +46,7 @@ class Sharded(DTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        self.__dict__[_WATCHER].lend()
+        self.__dict__[_WATCHER].lend(looked_at=not _by_fsdp())
         return _data.__get__(self)  # type: ignore[no-any-return,attr-defined]
 
     @data.setter
@@ -60,6 +63,12 @@ class Sharded(DTensor):
             given = args[0] if args else (kwargs or {})["self"]
             torch.autograd.graph.increment_version([p for p in given if isinstance(p, cls)])
         return found
+
+
+def _by_fsdp() -> bool:
+    """Whether who asks for a parameter's shard is FSDP2, which gathers it and writes nothing."""
+    asks = sys._getframe(2).f_globals.get("__name__", "")
+    return isinstance(asks, str) and asks.startswith(_FSDP)
 
 
 def _writes_lists(name: str) -> bool:

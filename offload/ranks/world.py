@@ -222,9 +222,10 @@ class World:
         there = runs_in(folders)
         if any(map(holds_store, folders)):
             there.add(1)
-        for size in sorted(set[int]().union(*self.gathered(there))):
+        seen = [(size, str(next(iter(folders)))) for size in there]
+        for size, folder in sorted(each for mine in self.gathered(seen) for each in mine):
             if sizes is None or size in sizes:
-                raise in_the_way(next(iter(folders)), size)
+                raise in_the_way(Path(folder), size)
 
     def share(self, config: OffloadConfig) -> OffloadConfig:
         """The options of one rank: its part of host memory and disks, directories of its own,

@@ -13,7 +13,7 @@ from ..movement.direct import DirectAccess
 from ..movement.packing import pack_param, unpack_param, unpack_unit
 from ..movement.pools import Arenas
 from ..optim import Noise
-from ..optim.formats import join_master, split_master
+from ..optim.formats import join_master, round_to_upper, split_master
 from ..optim.norm import sum_of_squares
 from ..optim.reference import load_moment, read_moment
 from ..schedule.arena import Place
@@ -96,7 +96,8 @@ class Contents:
                 given = values.get("weight")  # in another dtype it is a master itself
                 if before is not None and given is not None and given.dtype == before.dtype:
                     masters = masters or self._gather(unit, number, chunk, masters=True)
-                    _keep_masters(spec, masters, before.eq(weight.cpu()), new)
+                    same = _rounded(spec, masters, before).eq(weight.cpu())
+                    _keep_masters(spec, masters, same, new)
                 if chunk.group is not None:
                     finite &= all(is_finite(part) for part in (weight, *new.values()))
                     fields[spec.index] = new
@@ -326,6 +327,17 @@ class Contents:
                 span = slice(subgroup.start, subgroup.start + subgroup.count)
                 whole[span] = record[name] if masters else read_moment(record, name)
         return gathered
+
+
+def _rounded(
+    spec: ParamSpec, masters: Mapping[str, torch.Tensor], before: torch.Tensor
+) -> torch.Tensor:
+    """A weight as its masters give it: what it was before others wrote to its memory.  ``before``:
+    where half of the masters is the weight itself, which alone can tell."""
+    if "master" not in masters:
+        return before
+    exact = masters["master"][spec.offset : spec.offset + spec.numel]
+    return round_to_upper(exact) if before.dtype == torch.bfloat16 else exact.to(before.dtype)
 
 
 def _keep_masters(

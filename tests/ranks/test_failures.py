@@ -154,6 +154,8 @@ def folders(rank: int, size: int, folder: Path) -> None:
     model = sharded()
     with pytest.raises(overspill.IoError, match="holds a run of 2 ranks; continue"):
         wrapped(model, nvme=two)
+    with pytest.raises(overspill.IoError, match="holds a run of 2 ranks; continue"):
+        wrapped(model, nvme=two if rank == 0 else None)
     dist.barrier()
     three = folder_of(folder / "three")
     if rank == 0:
@@ -328,6 +330,49 @@ def looks(rank: int, size: int, folder: Path) -> None:
     bridge.digest = real
 
 
+def interrupts(_module: nn.Module, _args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def unseen_edits(rank: int, size: int, folder: Path) -> None:
+    """Edits that no version tells of, after a forward that did not end; edits beside fp32 masters,
+    and those that change nothing."""
+    run, model = folder_of(folder / "unseen"), sharded()
+    with wrapped(model, nvme=run) as optimizer:
+        step(model, optimizer, 0, rank)
+        hook = model.head.register_forward_pre_hook(interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, 1, rank)
+        hook.remove()
+        edited = model.layers[0].up.weight  # resharded: its layer has run
+        edited.data.mul_(2.0)
+        kept = edited.full_tensor().clone()  # type: ignore[attr-defined]
+        optimizer.commit()
+    dist.barrier()
+    model = sharded()
+    again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
+    with again:
+        found = model.layers[0].up.weight.full_tensor()  # type: ignore[attr-defined]
+        assert torch.equal(found, kept)
+
+    ends = []
+    for factor in (None, 1.0, 3.0):
+        model = sharded(torch.bfloat16)
+        with wrapped(model, master="fp32") as optimizer:
+            for number in range(3):
+                step(model, optimizer, number, rank)
+            if factor is not None:
+                with torch.no_grad():
+                    model.head.weight.mul_(factor)
+            before = model.head.weight.full_tensor().float().abs().mean()  # type: ignore[attr-defined]
+            step(model, optimizer, 3, rank)
+            after = model.head.weight.full_tensor().float()  # type: ignore[attr-defined]
+            assert 0.8 < after.abs().mean() / before < 1.2, factor
+            ends.append(after)
+    assert torch.equal(ends[0], ends[1]), "what was not changed keeps its master"
+    assert not torch.equal(ends[1], ends[2])
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +431,7 @@ def other_models(rank: int, size: int, folder: Path) -> None:
 def all_of_it(rank: int, size: int, folder: Path) -> None:
     for work in (
         overflows, raises_alone, refusals, copies, folders, one_cannot, goes_back, last_edits,
-        looks, other_models,
+        looks, unseen_edits, other_models,
     ):  # fmt: skip
         work(rank, size, folder)
 
