@@ -52,7 +52,7 @@ CASES: Sequence[Case] = (
     Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
     Case("1 B", "deepspeed-zero3", limit_s=150),  # compiles its update first
     Case("1 B", DISK, "next_forward"),
-    Case("1 B", SHARDED, "next_forward"),  # over NCCL, which nothing else here is
+    Case("1 B", SHARDED, "next_forward"),  # the only one over NCCL
     Case("7 B", TORCH, batches=BOTH),
     Case("7 B", HOST, "backward", BOTH, limit_s=180),
     Case("1 B", "deepspeed-nvme", limit_s=120),

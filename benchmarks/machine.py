@@ -67,7 +67,7 @@ def facts(folder: Path) -> dict[str, object]:
 def everything(folder: Path) -> str:
     """What a failure may hang on, for people: ``facts``, every package, the GPU's driver and state,
     and the environment variables that torch, CUDA, OpenMP and overspill look at."""
-    known = {d.metadata["Name"]: d.version for d in distributions()}
+    known = {str(d.metadata["Name"]): d.version for d in distributions() if d.metadata}
     looked_at = ("CUDA", "NVIDIA", "NCCL", "OMP", "MKL", "TORCH", "PYTORCH", "OVERSPILL")
     try:
         smi = subprocess.run(

@@ -2,7 +2,8 @@
 names; nothing of it is built.  Written against commit 919520f07182 (April 2026), which needs CUDA.
 
 Its own parts, as they are: bf16 parameters without a master, fp32 moments by DeepSpeed's CPU Adam
-after backward, every layer's forward three times a step.  Its loss is rounded to bf16.
+after backward, every layer's forward three times a step.  It shifts labels itself, and so computes
+one position more than the other arms.  Its loss is rounded to bf16.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What each choice costs: when updates run, whether steps are committed, the format of moments, by
 tokens a step and host budget, each beside torch with all in memory.
 
-``over bound`` is the time over the plan's bound, with compute as torch has just needed it: forward
-and backward alone, without its own optimizer's step.
+``over plan's bound`` is the time over that of the plan, with compute as torch has just needed it:
+forward and backward alone, without its own optimizer's step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def cases(quick: bool) -> list[Case]:
 
 def compare(case: Case, rounds: int, folder: Path) -> Comparison:
     """Runs a table; its stores live in ``folder`` meanwhile."""
-    plan = Plan(case.shape, "bf16", rounds, steps=1, warmup=2, budget_s=float("inf"))
+    plan = Plan(case.shape, "bf16", rounds, steps=1, warmup=2, budget_s=1e6)
     torch = _Torch("torch, all in memory", plan, "cpu", None)
     with tempfile.TemporaryDirectory(dir=folder.resolve(), prefix="store-") as store:
         made: list[Worker] = [torch]
@@ -115,7 +115,7 @@ def columns(case: Case, plan: Plan) -> list[Column]:
 
     return [
         *((name, usual[name]) for name in kept[:4]),
-        ("over bound", lambda row: number(over_bound(row))),
+        ("over plan's bound", lambda row: number(over_bound(row))),
         *((name, usual[name]) for name in kept[4:]),
         ("goal", goal),
     ]
@@ -134,7 +134,8 @@ def _held(what: str, ratio: float, most: float) -> str:
 
 
 def run(*, quick: bool, folder: Path, only: Sequence[int] = ()) -> Outcome:
-    """Runs the suite; results are written after every table.  ``only``: tables by their number.
+    """Runs the suite; results are written after every table.  ``only``: tables by their number,
+    into a file of their own.
 
     Raises:
         ValueError: there is no such table.
@@ -144,8 +145,9 @@ def run(*, quick: bool, folder: Path, only: Sequence[int] = ()) -> Outcome:
     every = cases(quick)
     if unknown := [each for each in only if not 0 <= each < len(every)]:
         raise ValueError(f"no table {unknown[0]}; there are 0 to {len(every) - 1}")
+    suite = "-".join(["modes", *map(str, only)])
     for case in [every[each] for each in only] or every:
         made.append(compare(case, QUICK_ROUNDS if quick else ROUNDS, folder))
-        outcome("modes", made, folder).save(folder)
+        outcome(suite, made, folder).save(folder)
         print(made[-1].table(), flush=True)
-    return outcome("modes", made, folder)
+    return outcome(suite, made, folder)

@@ -1,5 +1,5 @@
 """How cost grows: with the size of the model, the length of its sequences, the host budget, and the
-number of directories on NVMe; and one size that nobody expects of such a machine.
+number of directories on NVMe; and one large model in little memory.
 
 With the model, time should grow with the bytes that are moved, and peak memory hardly: only with
 the largest unit.  The model is built without memory and initialized unit by unit, so that its

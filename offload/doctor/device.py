@@ -23,7 +23,9 @@ def accelerator() -> torch.device | None:
     """The device that a run would use by default; ``None``: the CPU."""
     if not torch.accelerator.is_available():
         return None
-    return torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())  # as a run names it
 
 
 def look() -> Iterator[Finding]:
@@ -32,11 +34,12 @@ def look() -> Iterator[Finding]:
     if device is None:
         yield missing()
         return
-    properties = torch.cuda.get_device_properties(0) if device.type == "cuda" else None
-    free, total = torch.accelerator.get_memory_info(0)
+    index = device.index
+    properties = torch.cuda.get_device_properties(index) if device.type == "cuda" else None
+    free, total = torch.accelerator.get_memory_info(index)
     name = properties.name if properties is not None else device.type
     count = torch.accelerator.device_count()
-    several = f" (the first of {count})" if count > 1 else ""
+    several = f" (one of {count})" if count > 1 else ""
     yield Finding(
         "device", f"{name}{several}, {format_bytes(free)} free of {format_bytes(total)}",
         State.GOOD, "what runs compute on",
@@ -48,9 +51,9 @@ def look() -> Iterator[Finding]:
         yield link(_pci(properties), str(device))
 
 
-def missing(nodes: Path = NODES) -> Finding:
+def missing(nodes: Path | None = None) -> Finding:
     """No device: whether there is one that torch does not see."""
-    if not any(nodes.glob("nvidia[0-9]*")):
+    if not any((nodes or NODES).glob("nvidia[0-9]*")):
         return Finding(
             "device", "none", State.NOTE, "everything runs on the CPU, with one memory tier"
         )
@@ -76,7 +79,8 @@ def driver(file: Path = DRIVER) -> Finding:
     except (OSError, IndexError):
         text = ""
     words = [word for word in text.split() if word[:1].isdigit() and "." in word]
-    found = f"{words[0] if words else 'not known'}, torch built for CUDA {torch.version.cuda}"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    found = f"{words[0] if words else 'not known'}, torch built for {built}"
     return Finding("driver", found, State.GOOD, "torch works with it")
 
 
@@ -91,7 +95,7 @@ def _pci(properties: object) -> Path:
 def link(pci: Path, device: str) -> Finding:
     """The link between host and device: as measured, where it was; else what it may carry."""
     about = "host link"
-    kept = kept_rates([], device)
+    kept = kept_rates(None, device)
     if kept is not None and kept.h2d_bytes_s and kept.d2h_bytes_s:
         into, out = kept.h2d_bytes_s, kept.d2h_bytes_s
         return Finding(
@@ -103,6 +107,8 @@ def link(pci: Path, device: str) -> Finding:
         speed = {each: (pci / each).read_text(encoding="utf-8").split()[0] for each in (
             "current_link_width", "max_link_width", "max_link_speed")}  # fmt: skip
         width, most = int(speed["current_link_width"]), int(speed["max_link_width"])
+        if not width:  # as some virtual machines say
+            raise ValueError(width)
         rate = LANE_BYTES_S[speed["max_link_speed"]] * width
     except (OSError, ValueError, KeyError, IndexError):
         return Finding(

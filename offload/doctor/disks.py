@@ -6,10 +6,11 @@ import errno
 import json
 import mmap
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from ..measure.calibration import kept_rates
 from .finding import Finding, State
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+LOCAL = ("ext4", "ext3", "xfs", "btrfs", "f2fs", "bcachefs", "zfs")
 OVER_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p", "virtiofs", "lustre", "ceph")
 SECTOR_BYTES = 4096
 SMART_S = 1.0  # that a tool may take to tell
@@ -26,19 +28,27 @@ GIB = 1 << 30
 LEAST_FREE = 20 * GIB  # state of 1.7 B parameters
 
 
-def look(directory: Path, device: str) -> Iterator[Finding]:
-    """What there is to say of one directory.  Nothing stays in it."""
+def look(directory: Path, device: str, together: Sequence[Path] = ()) -> Iterator[Finding]:
+    """What there is to say of one directory, of those that a run would have ``together``.  Nothing
+    stays in it."""
     if not directory.is_dir():
+        there = os.path.lexists(directory)
         yield Finding(
-            f"{directory}", "no such directory", State.BROKEN, "a store needs one that is there",
-            f"mkdir -p {directory}",
+            f"{directory}", "not a directory" if there else "no such directory", State.BROKEN,
+            "a store needs a directory",
+            "name another one" if there else f"mkdir -p {_typed(directory)}",
         )  # fmt: skip
         return
     yield file_system(directory)
     yield direct(directory)
     yield room(directory)
-    yield rates(directory, device)
+    yield rates(directory, device, together)
     yield endurance(directory)
+
+
+def _typed(directory: Path) -> str:
+    """As a shell takes it."""
+    return shlex.quote(str(directory))
 
 
 def _mount(directory: Path) -> tuple[str, str, str]:
@@ -46,10 +56,11 @@ def _mount(directory: Path) -> tuple[str, str, str]:
     folder = directory.resolve()
     while not folder.is_mount():
         folder = folder.parent
+    found = str(folder), "unknown", ""
     for part in psutil.disk_partitions(all=True):
         if part.mountpoint == str(folder):
-            return str(folder), part.fstype, part.device
-    return str(folder), "unknown", ""
+            found = str(folder), part.fstype, part.device  # the last one hides those before
+    return found
 
 
 def file_system(directory: Path) -> Finding:
@@ -72,7 +83,12 @@ def file_system(directory: Path) -> Finding:
             about, found, State.SLOW, "a container's own layer: slower, and gone with it",
             "mount a directory of the host into the container (-v /scratch:/scratch)", figures,
         )  # fmt: skip
-    return Finding(about, found, State.GOOD, "a disk of this machine", figures=figures)
+    if kind in LOCAL:
+        return Finding(about, found, State.GOOD, "on a disk of this machine", figures=figures)
+    return Finding(
+        about, found, State.NOTE, "not one that overspill was tried on", "ext4 and xfs were",
+        figures,
+    )  # fmt: skip
 
 
 def direct(directory: Path) -> Finding:
@@ -96,9 +112,11 @@ def direct(directory: Path) -> Finding:
                 "processor time",
                 "name a directory on ext4, xfs or btrfs",
             )  # fmt: skip
+        mine = error.errno in (errno.EACCES, errno.EPERM)
         return Finding(
             about, f"not writable: {error.strerror}", State.BROKEN, "no store can be made here",
-            f"name a directory that you own, or: sudo chown $USER {directory}",
+            f"name a directory that you own, or: sudo chown $USER {_typed(directory)}"
+            if mine else "name another directory, or free space in this one",
         )  # fmt: skip
     return Finding(about, "works", State.GOOD, "transfers pass by the page cache")
 
@@ -116,14 +134,14 @@ def room(directory: Path) -> Finding:
     return Finding(about, found, State.GOOD, what, figures=figures)
 
 
-def rates(directory: Path, device: str) -> Finding:
+def rates(directory: Path, device: str, together: Sequence[Path] = ()) -> Finding:
     """What was measured here before, if anything was."""
     about = f"{directory}: rates"
-    kept = kept_rates([directory], device)
+    kept = kept_rates(together or [directory], device) or kept_rates([directory], device)
     if kept is None or not kept.disk_read_bytes_s or not kept.disk_write_bytes_s:
         return Finding(
             about, "not measured yet", State.NOTE, "the first run here measures them",
-            f"overspill plan --measure --nvme {directory}",
+            f"overspill plan --measure --nvme {_typed(directory)}",
         )  # fmt: skip
     read, write = kept.disk_read_bytes_s, kept.disk_write_bytes_s
     found = f"reads {read / 1e9:.3g} GB/s, writes {write / 1e9:.3g} GB/s"
@@ -149,8 +167,8 @@ def endurance(directory: Path) -> Finding:
     found, figures = f"{used} % of its life used", {"used_percent": used}
     if used >= 90:
         return Finding(
-            about, found, State.SLOW, "the disk is near its end", "use another one, or "
-            "commit_every=10 and durable=False, which write less", figures,
+            about, found, State.NOTE, "the disk is near its end, and every step writes",
+            "use another one; commit_every=10 or durable=False write less", figures,
         )  # fmt: skip
     return Finding(about, found, State.GOOD, "by SMART", figures=figures)
 

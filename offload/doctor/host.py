@@ -18,14 +18,19 @@ from .finding import Finding, State
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 FAST_ISA = ("avx512", "avx2", "neon")
 GIB = 1 << 30
+REBUILD = (
+    "unset OVERSPILL_NATIVE; else install a C++ compiler (apt install g++) and overspill again"
+)
 CAP_IPC_LOCK = 14
 ENOUGH_LOCKED = GIB  # of transfer memory that io_uring may hold for good
 
 
 def memory() -> Finding:
     """What host memory budgets are of."""
-    total, free = int(psutil.virtual_memory().total), free_host_bytes()
-    limited = free < int(psutil.virtual_memory().available)
+    free = free_host_bytes()
+    system = psutil.virtual_memory()
+    total = int(system.total)
+    limited = free < 0.9 * int(system.available)  # less: other processes have taken it meanwhile
     found = f"{format_bytes(free)} free of {format_bytes(total)}"
     figures = {"total_bytes": total, "free_bytes": free, "limited_by_cgroup": limited}
     what = 'host_memory="auto" takes what is free less a margin'
@@ -97,9 +102,8 @@ def processors() -> Finding:
     if isa == "torch":
         return Finding(
             "processors", found, State.SLOW,
-            "the extension was not built: updates run in plain torch, several times slower",
-            "install a C++ compiler (apt install g++), then pip install --force-reinstall "
-            "--no-deps overspill",
+            "the extension is not there: updates run in plain torch, several times slower",
+            REBUILD,
             figures,
         )  # fmt: skip
     return Finding(
@@ -125,8 +129,7 @@ def transfers() -> Finding:
         )  # fmt: skip
     return Finding(
         about, f"plain Python: {why}", State.SLOW, "slower, and with far more processor time",
-        "install a C++ compiler (apt install g++), then pip install --force-reinstall --no-deps "
-        "overspill",
+        REBUILD,
         figures,
     )  # fmt: skip
 

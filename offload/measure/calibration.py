@@ -136,12 +136,25 @@ def calibrate(
 
 
 def kept_rates(
-    directories: Sequence[str | os.PathLike[str]], device: str | torch.device
+    directories: Sequence[str | os.PathLike[str]] | None, device: str | torch.device
 ) -> Rates | None:
-    """What was measured before for these file systems and this device; ``None``: nothing was, or a
-    run has doubted it."""
-    about = _about(directories, device)
-    found = _kept(_path(about), about)
+    """What was measured before for these file systems and this device (``None``: whatever the file
+    systems); ``None``: nothing was, or a run has doubted it."""
+    about = _about(directories or (), device)
+    if directories is not None:
+        return _undoubted(_kept(_path(about), about))
+    for path in sorted(_path(about).parent.glob("rates-*.json")):
+        try:
+            there = json.loads(path.read_text(encoding="utf-8"))["about"]
+            same = {**there, "file_systems": []} == about
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if same and (found := _undoubted(_kept(path, there))) is not None:
+            return found
+    return None
+
+
+def _undoubted(found: Calibration | None) -> Rates | None:
     return None if found is None or found.doubt is not None else found.rates
 
 

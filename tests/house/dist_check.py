@@ -36,7 +36,7 @@ def check(package: Path) -> None:
         venv.create(place / "env", with_pip=True)
         pip = [place / "env/bin/python", "-m", "pip", "install", "-q", "--no-compile"]
         pinned = [*pip, "-c", ROOT / "constraints.txt"]
-        _run(*pinned, "torch", where=place)  # the build for the CPU: a plain one is gigabytes
+        _run(*pinned, "torch", where=place)  # as pinned, before anything asks for another
         _run(*pinned, f"overspill[hf,plot] @ {package.resolve().as_uri()}", where=place)
         command = place / "env/bin/overspill"
         store = place / "store"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -95,7 +97,7 @@ def test_a_run_that_is_cut_keeps_what_it_has(tmp_path: Path, how: signal.Signals
     rows = json.loads((tmp_path / "gpu.json").read_text())["comparisons"][0]["rows"]
     assert rows[0]["median_s"] > 0
     about = (tmp_path / "environment.txt").read_text()
-    assert f"torch=={torch.__version__}" in about and "nvidia-smi" in about
+    assert f"torch=={version('torch')}" in about and re.search("NVSMI|nvidia-smi", about)
     assert (tmp_path / "arms.log").exists()
     if how == signal.SIGTERM:
         assert not list(tmp_path.glob("store-*"))

@@ -32,7 +32,7 @@ def test_the_default_is_held_to_torch_and_to_its_bound() -> None:
     row = Row("next_forward", {}, (Sample(1.2, seen),), median_s=1.2, ratio=1.2)
     assert told["goal"](row) == "at most 1.1 of its bound: MISSED; at most 1.25 of torch: holds"
     other = Row("backward", {}, (Sample(1.2, seen),), median_s=1.2, ratio=1.2)
-    assert told["goal"](other) == "-" and told["over bound"](other) == "1.20"
+    assert told["goal"](other) == "-" and told["over plan's bound"](other) == "1.20"
 
 
 def test_an_unknown_table_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.doctor import device, disks, host, packages
 from overspill.doctor.finding import Finding, State
+from overspill.facts.rates import Rates
+from overspill.measure import calibration
 
 KNOWN = {
     "Python", "torch", "transformers", "safetensors", "matplotlib", "CuPy", "device",
@@ -31,13 +34,16 @@ def _mends(finding: Finding, state: State, remedy: str) -> None:
     assert finding.state is state and remedy in finding.remedy and finding.meaning
 
 
-def test_it_says_what_there_is_and_leaves_nothing(tmp_path: Path) -> None:
+def test_it_says_what_there_is_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "NODES", tmp_path)  # whatever torch was built for
     told = _doctor("--nvme", str(tmp_path), "--json")
     assert told.exit_code == 0, told.output
     answer = json.loads(told.output)
     found = {each["about"]: each for each in answer["findings"]}
     assert answer["works"] and set(found) >= KNOWN
-    assert found["torch"]["figures"] == {"version": torch.__version__}
+    assert found["torch"]["figures"] == {"version": version("torch")}
     assert found["host memory"]["figures"]["free_bytes"] > 0
     of_disk = [about for about in found if about.startswith(f"{tmp_path}:")]
     assert [about.rpartition(": ")[2] for about in of_disk] == [
@@ -52,6 +58,49 @@ def test_what_is_broken_is_the_exit_code(tmp_path: Path) -> None:
     assert told.exit_code == 1
     assert "BROKEN" in told.output and f"-> mkdir -p {tmp_path / 'none'}" in told.output
     assert told.output.splitlines()[-1].endswith("do not work")
+
+
+def test_what_cannot_be_looked_at_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> Any:
+        yield Finding("first", "there", State.GOOD, "so it is")
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(device, "look", full)
+    told = _doctor("--nvme", str(tmp_path), "--json")
+    assert told.exit_code == 1
+    found = {each["about"]: each for each in json.loads(told.output)["findings"]}
+    assert found["first"]["state"] == "good" and "host memory" in found
+    assert found["device"]["state"] == "broken" and "out of memory" in found["device"]["meaning"]
+
+
+def test_what_is_no_directory_is_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    (found,) = disks.look(file, "cpu")
+    assert found.state is State.BROKEN and found.remedy == "name another one"
+    (found,) = disks.look(tmp_path / "no folder", "cpu")
+    assert found.remedy == f"mkdir -p '{tmp_path}/no folder'"
+
+
+def test_rates_that_a_run_has_kept_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run's directories, and, of the link, by its device alone."""
+    monkeypatch.setenv("OVERSPILL_CACHE", str(tmp_path / "cache"))
+    kept = Rates(h2d_bytes_s=5e10, disk_read_bytes_s=3e9, disk_write_bytes_s=2e9)
+    monkeypatch.setattr(calibration.rates, "measure", lambda *_: kept)
+    assert disks.rates(tmp_path, "cpu").found == "not measured yet"
+    assert calibration.kept_rates(None, "cpu") is None
+    calibration.calibrate([tmp_path, tmp_path], "cpu")
+    assert disks.rates(tmp_path, "cpu").found == "not measured yet", "it was two of them"
+    found = disks.rates(tmp_path, "cpu", [tmp_path, tmp_path])
+    assert found.state is State.GOOD and found.figures == {
+        "read_bytes_s": 3e9, "write_bytes_s": 2e9,
+    }  # fmt: skip
+    assert calibration.kept_rates(None, "cpu") == kept
+    assert calibration.kept_rates(None, "sim") is None
 
 
 def test_a_directory_of_others_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +127,7 @@ def test_a_file_system_without_direct_io_is_slow(
 @pytest.mark.parametrize(
     ("kind", "state"),
     [
-        ("ext4", State.GOOD), ("tmpfs", State.SLOW), ("nfs4", State.SLOW),
+        ("ext4", State.GOOD), ("beegfs", State.NOTE), ("tmpfs", State.SLOW), ("nfs4", State.SLOW),
         ("fuse.sshfs", State.SLOW), ("overlay", State.SLOW),
     ],
 )  # fmt: skip
@@ -98,7 +147,7 @@ def test_a_worn_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(disks, "_mount", lambda _: ("/x", "ext4", "/dev/nvme0n1p1"))
     found = disks.endurance(tmp_path)
-    _mends(found, State.SLOW, "use another one")
+    _mends(found, State.NOTE, "use another one")
     assert found.figures == {"used_percent": 93}
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(disks, "SMART_S", 0.2)
