@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from ..errors import format_bytes
-from ..measure.calibration import kept_rates
+from ..measure.calibration import file_system_of, kept_rates
 from .finding import Finding, State
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -53,13 +53,11 @@ def _typed(directory: Path) -> str:
 
 def _mount(directory: Path) -> tuple[str, str, str]:
     """The mount point that the directory is below, the kind of file system, and its device."""
-    folder = directory.resolve()
-    while not folder.is_mount():
-        folder = folder.parent
-    found = str(folder), "unknown", ""
+    where = file_system_of(directory)
+    found = where, "unknown", ""
     for part in psutil.disk_partitions(all=True):
-        if part.mountpoint == str(folder):
-            found = str(folder), part.fstype, part.device  # the last one hides those before
+        if part.mountpoint == where:
+            found = where, part.fstype, part.device  # the last one hides those before
     return found
 
 
@@ -160,9 +158,10 @@ def endurance(directory: Path) -> Finding:
     _, _, device = _mount(directory)
     used = None if not device.startswith("/dev/nvme") else _used_percent(device)
     if used is None:
+        tells = f"sudo smartctl -A {device or 'DEVICE'}"
         return Finding(
             about, "not known", State.NOTE, "every step is written: look at the disk's rated "
-            "writes", "sudo smartctl -A DEVICE; overspill plan --endurance 600TB says how long",
+            "writes", f"{tells}; overspill plan --endurance 600TB says how long",
         )  # fmt: skip
     found, figures = f"{used} % of its life used", {"used_percent": used}
     if used >= 90:

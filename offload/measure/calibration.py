@@ -203,11 +203,11 @@ def _about(
         "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
         "torch": torch.__version__,
         "device": name,
-        "file_systems": [_file_system(Path(folder)) for folder in directories],
+        "file_systems": [file_system_of(Path(folder)) for folder in directories],
     }
 
 
-def _file_system(folder: Path) -> str:
+def file_system_of(folder: Path) -> str:
     """The mount point that ``folder`` is, or would be, below: one disk has one rate."""
     folder = folder.resolve()
     while not folder.is_mount():
