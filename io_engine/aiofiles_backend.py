@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import errno
 import math
+import mmap
 import os
 import threading
 import time
@@ -41,6 +42,7 @@ class _Block:
     offset: int
     memory: memoryview
     checksum: ctypes.c_uint32 | None
+    changing: bool = False
     moved: int = 0
     attempts: int = 0
 
@@ -190,7 +192,8 @@ class AiofilesBackend:
             if segment.checksums:
                 checksum = ctypes.c_uint32.from_address(segment.checksums + 4 * index)
             part = memory[at : at + self._block_bytes]
-            blocks.append(_Block(request, segment.offset + at, part, checksum))
+            changing = segment.changing and request.write
+            blocks.append(_Block(request, segment.offset + at, part, checksum, changing))
         return blocks
 
     def _queue(self, request: _Request, blocks: list[tuple[int, _Block]]) -> None:
@@ -255,6 +258,10 @@ class AiofilesBackend:
 
     async def _move(self, lane: _Lane, block: _Block) -> None:
         request = block.request
+        if block.changing:
+            own = memoryview(mmap.mmap(-1, len(block.memory)))  # aligned, as direct I/O needs it
+            own[:] = block.memory
+            block.memory = own
         if request.write and block.checksum is not None:
             block.checksum.value = await self._sum_of(block)
         while block.moved < len(block.memory):

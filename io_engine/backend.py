@@ -60,13 +60,18 @@ class LaneCounts(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A run of one file that a request moves; ``checksums``: address of a uint32 a block, or 0."""
+    """A run of one file that a request moves; ``checksums``: address of a uint32 a block, or 0.
+
+    ``changing``: of a write, others may write to the memory meanwhile; of each block a copy is
+    summed and written.
+    """
 
     lane: int
     offset: int
     address: int
     nbytes: int
     checksums: int
+    changing: bool = False
 
 
 class Backend(Protocol):

@@ -311,14 +311,19 @@ class IoEngine:
         buffer: Buffer,
         *,
         urgent: bool = False,
+        changing: bool = False,
         on_done: Callable[[Ticket], None] | None = None,
     ) -> Ticket:
         """Starts to write ``buffer`` to ``extent``.  Arguments and errors as for ``read``.
 
+        ``changing``: others may write to the buffer meanwhile.  Which of their bytes the file then
+        has is not said, but its checksums are right: each block is copied before it is summed.
+        Without it, what is summed and what is written may differ.
+
         A ticket that ended well says that the file has the bytes; that they survive a power cut is
         said by ``flush``.
         """
-        return self._submit("write", extent, buffer, urgent, on_done)
+        return self._submit("write", extent, buffer, urgent, on_done, changing)
 
     def _submit(
         self,
@@ -327,12 +332,13 @@ class IoEngine:
         buffer: Buffer,
         urgent: bool,
         on_done: Callable[[Ticket], None] | None,
+        changing: bool = False,
     ) -> Ticket:
         self._require_open()
         with self._lock:
             contents = self._contents_of(extent)
         segments, memory, tail = plan_transfer(
-            kind, extent, buffer, contents.checksums, self.tuning.block_bytes
+            kind, extent, buffer, contents.checksums, self.tuning.block_bytes, changing
         )
         parts = self._dispatcher
         ticket = Ticket(extent, kind, parts.on_own_thread, parts.cancel, parts.hurry, on_done)

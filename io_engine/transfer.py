@@ -47,6 +47,7 @@ def plan_transfer(
     buffer: Buffer,
     checksums: NDArray[np.uint32] | None,
     block_bytes: int,
+    changing: bool = False,
 ) -> tuple[Sequence[Segment], TransferMemory, Tail | None]:
     """The segments to move; what must be kept alive meanwhile; and a tail that is moved apart.
 
@@ -77,7 +78,7 @@ def plan_transfer(
         at = address + done
         if tail is not None and done + nbytes > array.nbytes:
             at = tail[0].__array_interface__["data"][0]
-        segments.append(Segment(file, offset, at, nbytes, sums))
+        segments.append(Segment(file, offset, at, nbytes, sums, changing))
         done += nbytes
         if sums:
             sums += 4 * -(-nbytes // block_bytes)

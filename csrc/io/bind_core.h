@@ -18,14 +18,14 @@ namespace {
 namespace nb = nanobind;
 
 using SegmentTuple =
-    std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>;
+    std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, bool>;
 
 void submit(Core& core, std::uint64_t id, bool write, bool urgent,
             const std::vector<SegmentTuple>& tuples) {
   std::vector<Segment> segments;
   segments.reserve(tuples.size());
-  for (const auto& [lane, offset, address, nbytes, checksums] : tuples) {
-    segments.push_back({lane, offset, address, nbytes, checksums});
+  for (const auto& [lane, offset, address, nbytes, checksums, changing] : tuples) {
+    segments.push_back({lane, offset, address, nbytes, checksums, changing});
   }
   const nb::gil_scoped_release released;
   core.submit(id, write ? Op::kWrite : Op::kRead, urgent, segments);

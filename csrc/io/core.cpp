@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace overspill {
 namespace {
@@ -113,7 +114,8 @@ void Core::submit(std::uint64_t id, Op op, bool urgent, const std::vector<Segmen
       if (segment.checksums != 0) {
         block.checksum = reinterpret_cast<std::uint32_t*>(segment.checksums) + index;
       }
-      request->blocks[segment.lane].push_back(block);
+      block.changing = segment.changing && op == Op::kWrite;
+      request->blocks[segment.lane].push_back(std::move(block));
       ++count;
     }
   }

@@ -17,10 +17,11 @@
 namespace overspill {
 
 // A run of one file that a request moves: to or from `address`. `checksums`: the address of one
-// uint32 per block, or 0.
+// uint32 per block, or 0. `changing`: others may write to the memory meanwhile.
 struct Segment {
   std::uint32_t lane;
   std::uint64_t offset, address, nbytes, checksums;
+  bool changing = false;
 };
 
 // Where results wait to be collected. Shared with the lanes, which may outlive the core.

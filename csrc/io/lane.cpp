@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstring>
+#include <utility>
 
 #include "checksum.h"
 
@@ -14,6 +16,8 @@ constexpr std::uint32_t kSector = 4096;
 constexpr std::uint32_t kMaxAttempts = 50;
 constexpr std::int64_t kFirstWaitNs = 20'000;
 constexpr std::int64_t kLongestWaitNs = 50'000'000;
+// Enough to keep a disk busy; their memory is beside all budgets.
+constexpr std::uint32_t kMostCopies = 2;
 
 bool worth_repeating(std::int64_t result) {
   return result == -EINTR || result == -EAGAIN || result == -EBUSY || result == -ENOBUFS;
@@ -121,14 +125,22 @@ void Lane::requeue_due(std::int64_t now) {
   }
 }
 
+bool Lane::may_start(const Block* block) const {
+  return !block->changing || block->copied || copies_ < kMostCopies;
+}
+
 Block* Lane::pick() {
   for (int urgent = 1; urgent >= 0; --urgent) {
     const int first = write_next_ ? 1 : 0;
     for (const int op : {first, 1 - first}) {
       Queue& queue = queues_[urgent][op];
-      if (queue.empty()) continue;
+      if (queue.empty() || !may_start(queue.front())) continue;
       Block* block = queue.front();
       queue.pop_front();
+      if (block->changing && !block->copied) {
+        block->copied = true;
+        ++copies_;
+      }
       write_next_ = op == 0;
       return block;
     }
@@ -174,15 +186,42 @@ std::size_t Lane::take(Block** out, std::size_t room, bool wait) {
     }
   }
   for (Block* block : dropped) end(block);
+  std::size_t kept = 0;
   for (std::size_t k = 0; k < taken; ++k) {
     Block* block = out[k];
+    if (block->changing && block->own.memory == nullptr && !copy(block)) {
+      fail(block, Outcome::kFailed, ENOMEM, 0, 0);
+      continue;
+    }
+    out[kept++] = block;
     if (block->op == Op::kWrite && block->checksum != nullptr && !block->summed) {
       *block->checksum = crc32(block->address, block->nbytes);
       block->summed = true;
     }
   }
-  // Only dropped blocks: come back for more.
-  return taken == 0 && !dropped.empty() && wait ? take(out, room, wait) : taken;
+  // Only dropped blocks, or failed ones: come back for more.
+  const bool none = kept == 0 && (taken > 0 || !dropped.empty());
+  return none && wait ? take(out, room, wait) : kept;
+}
+
+bool Lane::copy(Block* block) {
+  OwnMemory own;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!spare_.empty()) {
+      own = std::move(spare_.back());
+      spare_.pop_back();
+    }
+  }
+  if (own.nbytes < block->nbytes) {
+    own.memory.reset(static_cast<char*>(std::aligned_alloc(kSector, block->nbytes)));
+    own.nbytes = own.memory != nullptr ? block->nbytes : 0;
+  }
+  if (own.memory == nullptr) return false;
+  std::memcpy(own.memory.get(), block->address, block->nbytes);
+  block->address = own.memory.get();
+  block->own = std::move(own);
+  return true;
 }
 
 void Lane::resume(Block* block, bool at_once) {
@@ -262,10 +301,16 @@ void Lane::fail(Block* block, Outcome outcome, int error, std::uint32_t expected
 }
 
 void Lane::end(Block* block) {
+  const bool copied = block->copied;
   {
     const std::lock_guard lock(mutex_);
     if (--stats_.in_flight == 0) stats_.busy_ns += now_ns() - busy_since_ns_;
+    if (copied) {
+      --copies_;
+      if (block->own.memory != nullptr) spare_.push_back(std::move(block->own));
+    }
   }
+  if (copied) wake_.notify_all();  // who waits may start the next one
   Request* request = block->request;
   if (request->remaining.fetch_sub(1) == 1) finished_(request);
 }

@@ -62,6 +62,9 @@ class Lane {
 
   Queue& queue_of(const Block* block);
   void requeue_due(std::int64_t now);
+  bool may_start(const Block* block) const;
+  // Puts a copy in the place of memory that others may write to; false without memory for it.
+  bool copy(Block* block);
   Block* pick();
   void resume(Block* block, bool at_once);
   void fail(Block* block, Outcome outcome, int error, std::uint32_t expected, std::uint32_t found);
@@ -76,6 +79,8 @@ class Lane {
   std::condition_variable wake_;
   Queue queues_[2][2];  // [urgent][op]; urgent ones first, reads and writes in turn
   std::vector<Block*> delayed_;
+  std::uint32_t copies_ = 0;      // of memory that others may write to, taken or about to be
+  std::vector<OwnMemory> spare_;  // that no copy is in
   bool write_next_ = false;
   bool stopped_ = false;
   std::int64_t busy_since_ns_ = 0;

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -27,6 +29,15 @@ inline std::int64_t now_ns() {
 
 struct Request;
 
+// Memory of our own for a block, at a multiple of 4096; null where there is none to be had.
+struct FreeMemory {
+  void operator()(char* memory) const { std::free(memory); }
+};
+struct OwnMemory {
+  std::unique_ptr<char, FreeMemory> memory;
+  std::size_t nbytes = 0;
+};
+
 // One transfer between memory and one file. Offset, address and length are multiples of 4096.
 struct Block {
   Request* request = nullptr;
@@ -38,6 +49,9 @@ struct Block {
   std::uint32_t attempts = 0;
   Op op = Op::kRead;
   bool summed = false;
+  bool changing = false;  // others may write to its memory: a copy is what goes to disk
+  bool copied = false;    // it is one of the lane's copies, or is about to be
+  OwnMemory own;
   std::int64_t due_ns = 0;      // not to be tried again before
   std::int64_t started_ns = 0;  // when it was last given to the submitter
 

@@ -81,9 +81,10 @@ class CommitWriter:
         self._jobs.put((partial(self._commit, work), done))
 
     def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Ended) -> None:
-        """Queues a look whether weights that a commit has saved are still what was written: while
-        they show, anybody may change them, and what the disk got may be neither old nor new.  That
-        fails a commit which has it; an edit that is taken before then is written in its place."""
+        """Queues a look whether weights that a commit has saved are still what was written, of
+        which the disk has a copy: while they show, anybody may change them, and that copy may be
+        neither old nor new.  That fails a commit which has it; an edit that is taken before then is
+        written in its place."""
         self._jobs.put((partial(self._compare, work, memory, name), done))
 
     def sound(self, work: Write) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,7 +47,9 @@ class Disk(Protocol):
         self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> object: ...
 
-    def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> object: ...
+    def write(
+        self, extent: Extent, buffer: Bytes, *, changing: bool = False, on_done: OnMoved
+    ) -> object: ...
 
 
 class Moving(Moved, Protocol):
@@ -73,12 +76,12 @@ class Disks:
         return self._io.read(source, buffer, urgent=urgent, on_done=on_done)
 
     def write(
-        self, extent: Extent, buffer: Bytes, *, urgent: bool = False,
+        self, extent: Extent, buffer: Bytes, *, urgent: bool = False, changing: bool = False,
         on_done: OnMoved | None = None,
     ) -> Moving:  # fmt: skip
         """Starts to write a buffer; see ``IoEngine.write``."""
         assert self._io is not None, "nothing lives on disk"
-        return self._io.write(extent, buffer, urgent=urgent, on_done=on_done)
+        return self._io.write(extent, buffer, urgent=urgent, changing=changing, on_done=on_done)
 
 
 @dataclass(frozen=True)
@@ -153,9 +156,12 @@ class PacedDisk:
             _Job(self._disks.read, source, buffer, on_done, time.perf_counter_ns()), urgent
         )
 
-    def write(self, extent: Extent, buffer: Bytes, *, on_done: OnMoved) -> None:
+    def write(
+        self, extent: Extent, buffer: Bytes, *, changing: bool = False, on_done: OnMoved
+    ) -> None:
         """Queues a write."""
-        self._writes.put(_Job(self._disks.write, extent, buffer, on_done, time.perf_counter_ns()))
+        start = partial(self._disks.write, changing=changing)
+        self._writes.put(_Job(start, extent, buffer, on_done, time.perf_counter_ns()))
 
     def close(self) -> None:
         """Lets what was queued end, and joins both threads."""

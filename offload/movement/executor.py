@@ -41,7 +41,6 @@ from ..schedule.messages import (
     Held,
     Instruction,
     Judged,
-    Kind,
     LetGo,
     Need,
     Refuse,
@@ -434,17 +433,13 @@ class Executor:
     def _moved(self, work: Transfer, error: BaseException | None) -> None:
         """The mover is through with a move."""
         if error is None and isinstance(work, Write) and self._commits is not None:
-            if self._may_be_changed(work):
+            if self._mover.may_be_changed(work):
                 name = self.layout.units[work.item.number].name
                 memory = self.arenas.bytes_of(work.place).numpy()
                 self._commits.check(work, memory, name, lambda wrong: self._finished(work, wrong))
                 return
             self._commits.sound(work)
         self._finished(work, error)
-
-    def _may_be_changed(self, work: Write) -> bool:
-        """Whether a commit saves an item from memory that the user may see."""
-        return work.saves and work.item.kind is Kind.WEIGHTS and not self.layout.has_device
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:

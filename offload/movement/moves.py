@@ -58,6 +58,10 @@ class Mover:
         """Nothing needs what autograd saved any more."""
         self._extents.give_back(item)
 
+    def may_be_changed(self, work: Write) -> bool:
+        """Whether a commit saves an item from memory that the user may see."""
+        return work.saves and work.item.kind is Kind.WEIGHTS and not self._layout.has_device
+
     def _transfer(self, work: Read | Write, lane: str) -> None:
         assert self._disk is not None
         if work.item.kind is Kind.SAVED and isinstance(work, Write):
@@ -75,7 +79,8 @@ class Mover:
                 self._disk.read(source, memory, urgent=work.urgent, on_done=done)
             else:
                 extent = self._extents.of(work.item, work.role)
-                self._disk.write(extent, memory, on_done=done)
+                changing = self.may_be_changed(work)
+                self._disk.write(extent, memory, changing=changing, on_done=done)
 
     def _copy_in(self, work: CopyIn) -> None:
         unit = self._layout.units[work.item.number]

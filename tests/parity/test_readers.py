@@ -434,10 +434,8 @@ def test_a_commit_of_weights_that_change_under_it_is_not_made(tmp_path: Path) ->
             )
             loss = model(x).square().mean()
             handle.remove()
-            # There and back, never to a value that was there before: that looks like no change.
-            # No version tells what is done to this.
-            for i in range(21 if step else 0):
-                kept[-1] += 1e-3 * (-1) ** (step + i) * (1 + i / 64)
+            for i in range(21 if step else 0):  # there and back, and there at last
+                kept[-1] += 1e-3 * (-1) ** (step + i)  # no version tells what is done to this
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

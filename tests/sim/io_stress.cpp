@@ -70,7 +70,7 @@ class Client {
     core_.submit(
         slot.request, slot.writing ? Op::kWrite : Op::kRead, rng_() % 4 == 0,
         {{static_cast<std::uint32_t>(k % 2), offset, reinterpret_cast<std::uint64_t>(slot.memory),
-          kMost, reinterpret_cast<std::uint64_t>(slot.sums.data())}});
+          kMost, reinterpret_cast<std::uint64_t>(slot.sums.data()), rng_() % 2 == 0}});
   }
 
   void ended(const Result& result) {
