@@ -37,7 +37,7 @@ LARGE = Shape(
     kv_heads=32, inner=11008,
 )  # fmt: skip
 QUICK_LARGE = replace(LARGE, layers=4, width=256, heads=4, vocabulary=512, kv_heads=4, inner=688)
-LARGE_HOST = 13 * GIB // 2  # of the 8 GiB that the process may have
+LARGE_HOST = 6 * GIB  # of the 8 GiB that the process may have
 QUICK_SHAPES = tuple(
     Shape(layers=layers, width=128, heads=4, vocabulary=512, batch=1, tokens=32)
     for layers in (4, 12)

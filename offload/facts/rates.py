@@ -34,8 +34,9 @@ class Rates:
         h2d_pageable_bytes_s, d2h_pageable_bytes_s: as ``h2d_bytes_s`` and ``d2h_bytes_s``, with
             host memory that is not page-locked.
         update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
-        disk_cpu_bytes_s: what all processors together could move to and from the disks if they did
-            nothing else (checksums included); with ``device="cpu"`` moves take this from compute.
+        disk_cpu_bytes_s: what one processor could move to and from the disks if it did nothing else
+            (checksums included).  With ``device="cpu"`` compute stands still for as long, whoever
+            does it: its threads, one on each processor, wait for the last of them.
         device_update_params_s: as ``update_params_s``, of state that is on the device; where it is
             not known, no faster than the CPU.
     """

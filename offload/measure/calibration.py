@@ -27,7 +27,7 @@ from . import rates
 __all__ = ["Calibration", "Task", "calibrate"]
 
 log = logging.getLogger("overspill")
-FORMAT = 3  # of the file; those of another format are left alone
+FORMAT = 4  # of the file; those of another format are left alone
 
 
 @dataclass(frozen=True)

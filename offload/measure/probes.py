@@ -42,7 +42,7 @@ class Link:
 @dataclass(frozen=True)
 class DiskRates:
     """Bytes per second read, written, and both added up while both go on; and bytes per second
-    that all processors together could move if they did nothing else."""
+    that one processor could move if it did nothing else."""
 
     read_bytes_s: float
     write_bytes_s: float
@@ -106,7 +106,7 @@ def disk(directories: Sequence[str | os.PathLike[str]], limit_s: float) -> DiskR
         nbytes / read_s,
         nbytes / written_s,
         nbytes / both_s,
-        _moved_bytes(moved, moved_before) * len(os.sched_getaffinity(0)) / max(busy_s, 1e-6),
+        _moved_bytes(moved, moved_before) / max(busy_s, 1e-6),
     )
 
 

@@ -127,8 +127,8 @@ def step_bound(
     of a step only, so that the rest adds to them: with ``"step"`` all of it; with ``"backward"``
     the forward, save for updates whose gradients there is room to keep until the next one; with
     ``"next_forward"`` the last backward, which begins when all is updated and ends with the norm.
-    Without a device, updates and the moves to and from disk take the processors from compute, so
-    that they add up.
+    Without a device, updates and the moves to and from disk take processors from compute, whose
+    threads wait for one another, so that they add up.
 
     Args:
         links: bytes of a step by lane.
@@ -179,7 +179,7 @@ def step_bound(
 
 
 def _disk_cpu_seconds(links: Mapping[str, int], rates: Rates) -> float:
-    """Seconds that all processors need for moves to and from disk."""
+    """Seconds for which compute stands still, since moves to and from disk have a processor."""
     moved = links.get("read", 0) + links.get("write", 0)
     return moved / rates.disk_cpu_bytes_s if rates.disk_cpu_bytes_s else 0.0
 

@@ -2,8 +2,8 @@
 
 Each lane does one piece of work at a time at its rate, in the order that the executor's lanes keep:
 urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
-lets go as the hooks do.  Without a device, compute shares the processors with updates (half each)
-and with what moving to and from disk takes of them.  What comes out has the form of a real run's
+lets go as the hooks do.  Without a device, compute shares the processors with updates (half each),
+and stands still while moves to and from disk have one of them.  What comes out has the form of a real run's
 trace.
 """
 
@@ -157,7 +157,7 @@ class Simulation:
         self._rivals: dict[str, tuple[str, ...]] = dict.fromkeys(self._lanes, ())
         if self._both != 1.0:
             self._rivals.update(read=("write",), write=("read",))
-        self._takes = dict.fromkeys(DISK, 0.0)  # the share of all processors
+        self._takes = dict.fromkeys(DISK, 0.0)  # of the time of compute, whose threads wait
         if not layout.has_device and costs.shared:
             moved_s = _inverse(rates.disk_cpu_bytes_s)
             self._takes = {

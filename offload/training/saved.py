@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OffloadError
 from . import torch_private
-from .activations import SavedHandle, Stash
+from .activations import Rest, SavedHandle, Stash
 from .backward import Backward
 from .managed import Elsewhere
 from .residences import Residences, View
@@ -35,10 +35,10 @@ class _Held:
 class _Plain:
     """A saved tensor that is no weight.  Holds a detached alias, so that graphs stay free."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("rest", "tensor", "version")
 
-    def __init__(self, t: torch.Tensor) -> None:
-        self.tensor, self.version = t.detach(), torch_private.version_of(t)
+    def __init__(self, t: torch.Tensor, rest: Rest | None = None) -> None:
+        self.tensor, self.version, self.rest = t.detach(), torch_private.version_of(t), rest
 
 
 class _Outer:
@@ -110,8 +110,11 @@ class SavedTensors:
             return self._handle(residence.unit, view)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
-        handle = self.stash.pack(t) if plain and self.stash is not None else None
-        return _Plain(t) if handle is None else handle
+        if self.stash is None or not plain:
+            return _Plain(t)
+        if (rest := self.stash.rest_for(t)) is not None:
+            return _Plain(t, rest)
+        return self.stash.pack(t) or _Plain(t)
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
         with self._lock:

@@ -59,4 +59,4 @@ def test_moves_take_their_share_of_the_processors() -> None:
     moved = sum(alone.link_bytes.values())
     assert moved > 10**6 and alone.stats.step_s == pytest.approx(1.0, rel=0.02)
     busy = run(layout, replace(rates, disk_cpu_bytes_s=moved / 0.3), "backward", 1.0)
-    assert busy.stats.step_s == pytest.approx(1.3, rel=0.03), "0.3 s of all processors"
+    assert busy.stats.step_s == pytest.approx(1.3, rel=0.03), "0.3 s of a processor"
