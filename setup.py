@@ -136,7 +136,11 @@ options: dict[str, Any] = {"bdist_wheel": {"py_limited_api": "cp310"}} if native
 setup(
     packages=PACKAGES,
     package_dir=ROOTS,
-    package_data={"overspill": ["py.typed"], "overspill.cuda_sources": ["*.cu", "*.cuh"]},
+    package_data={
+        "overspill": ["py.typed"],
+        "overspill.cuda_sources": ["*.cu", "*.cuh"],
+        "overspill.observe": ["page/*"],
+    },
     ext_modules=extensions() if native else [],
     cmdclass={"build_ext": ParallelBuildExt, "build_py": FreshBuildPy},
     options=options,

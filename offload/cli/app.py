@@ -13,6 +13,7 @@ from .export import export
 from .generate import generate
 from .inspect import inspect
 from .plan import plan
+from .report import report
 from .trace import trace
 from .train import train
 
@@ -27,6 +28,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(generate)
 app.command()(doctor)
+app.command()(report)
 app.command()(trace)
 app.command()(export)
 app.command()(inspect)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +15,13 @@ from ..train.shapes import DEFAULT_SHAPE
 from . import options as opt
 from .failures import REFUSED, one_line_errors
 from .heap import nothing_collected
-from .plan_text import plan_json, show_plan
+from .plan_text import choices_json, plan_json, show_choices, show_plan
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
+    from ..train.choices import Choice
 
-GIB = 1 << 30
-
+TOKENS = 4096
 MachineFile = Annotated[
     Path | None,
     typer.Option(
@@ -31,7 +31,36 @@ MachineFile = Annotated[
     ),
 ]
 Tokens = Annotated[
-    int, typer.Option(help="Tokens of one micro-batch, for compute; 0 leaves compute out.")
+    int | None,
+    typer.Option(
+        help=f"Tokens of one micro-batch, for compute; 0 leaves compute out.  Default: --seq times "
+        f"--batch, else {TOKENS}.",
+    ),
+]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences of one micro-batch.")]
+Anew = Annotated[
+    bool, typer.Option("--measure", help="Measure this machine anew; takes a few seconds.")
+]
+EveryUnit = Annotated[
+    bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")
+]
+Endurance = Annotated[
+    str | None, typer.Option(help="What may be written to the disks over their lives: 600TB.")
+]
+AsRecompute = Annotated[bool, typer.Option("--recompute", help="As --activations recompute.")]
+EveryWay = Annotated[
+    bool,
+    typer.Option(
+        "--options",
+        help="A table instead: all parameters, int8 moments, LoRA, packed bases, each with the "
+        "budgets given and with the least host memory.",
+    ),
+]
+Largest = Annotated[bool, typer.Option("--largest", help="Take the largest named shape that fits.")]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(min=1, help="Train LoRA of this rank beside all matrices, the base frozen."),
 ]
 
 
@@ -51,7 +80,10 @@ def plan(
     precision: opt.Precision = None,
     master: opt.Master = None,
     moments: opt.Moments = None,
+    frozen: opt.Frozen = None,
+    lora_rank: LoraRank = None,
     activations: opt.Activations = None,
+    recompute: AsRecompute = False,
     update: opt.Update = None,
     max_grad_norm: opt.MaxGradNorm = None,
     accumulate: opt.Accumulate = 1,
@@ -59,18 +91,16 @@ def plan(
     resident: opt.Resident = None,
     prefetch_depth: opt.PrefetchDepth = None,
     rates: MachineFile = None,
-    tokens: Tokens = 4096,
+    tokens: Tokens = None,
+    seq: Seq = None,
+    batch: Batch = None,
     durable: opt.NotDurable = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine anew; takes a few seconds.")
-    ] = False,
-    every_unit: Annotated[
-        bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")
-    ] = False,
-    endurance: Annotated[
-        str | None, typer.Option(help="What may be written to the disks over their lives: 600TB.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    measure: Anew = False,
+    every_unit: EveryUnit = False,
+    endurance: Endurance = None,
+    every_way: EveryWay = False,
+    find_largest: Largest = False,
+    as_json: opt.AsJson = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write the simulated steps: Chrome trace JSON, or .png.")
     ] = None,
@@ -78,90 +108,125 @@ def plan(
 ) -> None:
     """Show whether a model fits, what goes where, and how long a step takes.  Allocates nothing."""
     with one_line_errors(debug), nothing_collected():
-        from ..observe.export import save_trace
-        from ..train.shapes import plan_model
+        from ..train.choices import choices
 
+        _refuse_together(locals())
         machine = None if rates is None else Machine.from_file(rates)
         options = opt.wrap_options(
             device=device, device_memory=device_memory, host_memory=host_memory, nvme=nvme,
             nvme_memory=nvme_memory, precision=precision, master=master, moments=moments,
-            activations=activations,
-            update=update, max_grad_norm=max_grad_norm, units=units, resident=resident,
-            accumulate=accumulate, prefetch_depth=prefetch_depth, rates=None, durable=durable,
+            activations="recompute" if recompute else activations, frozen=frozen, update=update,
+            max_grad_norm=max_grad_norm, units=units, resident=resident, accumulate=accumulate,
+            prefetch_depth=prefetch_depth, rates=None, durable=durable,
         )  # fmt: skip
-        if endurance is None and machine is not None:
-            endurance = machine.endurance
-        make = _planner(plan_model(name or model), options)
-        made = make(machine, tokens, {"measure": measure})
-        gains = _gains(make, made, machine, tokens)
+        asked = _Asked(
+            name or model, options, machine, _micro_batch(tokens, seq, batch), accumulate, as_json
+        )
+        if find_largest:
+            asked = asked.with_largest()
+        if every_way:
+            found = choices(asked.name, options, machine, asked.tokens)
+        else:
+            made, more = asked.plan(lora_rank, trace, measure=measure)
+    if every_way:
+        _tell_choices(asked, found)
+    else:
+        endurance = endurance or (None if machine is None else machine.endurance)
+        _tell_plan(asked, made, more, endurance, every_unit=every_unit)
+
+
+TOO_MANY_ACTIVATIONS = 3  # all else fits
+
+
+def _refuse_together(given: Mapping[str, Any]) -> None:
+    """Raises for options that say different things."""
+    if given["recompute"] and given["activations"] not in (None, "recompute"):
+        raise ValueError(f"--recompute and --activations {given['activations']} differ; give one")
+    if given["find_largest"] and (given["name"] is not None or given["model"] != DEFAULT_SHAPE):
+        raise ValueError("--largest looks for a model; leave MODEL out")
+    if given["every_way"]:
+        tried = ("lora_rank", "frozen", "moments")
+        if any(given[name] is not None for name in tried):
+            raise ValueError("--options tries moments, packed bases and LoRA; leave them out")
+        alone = ("trace", "every_unit", "endurance")
+        if any(given[name] for name in alone):
+            raise ValueError(
+                "--options is a table; --trace, --every-unit, --endurance are of one plan"
+            )
+
+
+def _micro_batch(tokens: int | None, seq: int | None, batch: int | None) -> int:
+    """Tokens of a micro-batch."""
+    if seq is None and batch is None:
+        return TOKENS if tokens is None else tokens
+    if tokens is not None:
+        raise ValueError("give --tokens, or --seq and --batch, not both")
+    if seq is None:
+        raise ValueError("--batch is a number of sequences; say how long they are with --seq")
+    return seq * (batch or 1)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan is asked for; ``tokens`` are those of a micro-batch."""
+
+    name: str
+    options: Mapping[str, Any]
+    target: Machine | None
+    tokens: int
+    accumulate: int
+    as_json: bool
+
+    @property
+    def step_tokens(self) -> int:
+        return self.tokens * self.accumulate
+
+    def with_largest(self) -> _Asked:
+        """The same for the largest named shape that fits."""
+        from ..train.choices import largest
+
+        name, _ = largest(self.options, self.target, self.tokens)
+        typer.echo(f"the largest named shape that fits: {name}", err=self.as_json)
+        return replace(self, name=name)
+
+    def plan(
+        self, lora_rank: int | None, trace: Path | None, *, measure: bool
+    ) -> tuple[Plan, dict[str, float]]:
+        """The plan, and what more of something would gain."""
+        from ..observe.export import save_trace
+        from ..train.choices import model_for
+        from ..train.gains import gains, planner
+
+        make = planner(model_for(self.name, lora_rank), self.options)
+        made = make(self.target, self.tokens, {"measure": measure})
+        here = len(self.options.get("nvme", ("",)))
+        disks = here if self.target is None else self.target.disks
+        more = gains(make, made, self.target, self.tokens, disks)
         if trace is not None and made.detail.simulated is not None:
             save_trace(made.detail.simulated.trace, trace)
-    total = tokens * accumulate
-    if as_json:
-        print(json.dumps(plan_json(made, total, gains, machine, endurance), indent=2))
+        return made, more
+
+
+def _tell_choices(asked: _Asked, found: Sequence[Choice]) -> None:
+    """Prints ways to train; the exit code says whether any fits."""
+    if asked.as_json:
+        print(json.dumps(choices_json(found, asked.step_tokens), indent=2))
     else:
-        show_plan(made, total, gains, machine, endurance, every_unit=every_unit)
+        show_choices(found, asked.step_tokens)
+    if not any(each.plan.fits for each in found):
+        raise typer.Exit(REFUSED)
+
+
+def _tell_plan(
+    asked: _Asked, made: Plan, more: Mapping[str, float], endurance: str | None, *, every_unit: bool
+) -> None:
+    """Prints a plan; the exit code says whether it fits."""
+    tokens, machine = asked.step_tokens, asked.target
+    if asked.as_json:
+        print(json.dumps(plan_json(made, tokens, more, machine, endurance), indent=2))
+    else:
+        show_plan(made, tokens, more, machine, endurance, every_unit=every_unit)
     if made.detail.activations_fit is False:
         raise typer.Exit(TOO_MANY_ACTIVATIONS)
     if not made.fits:
         raise typer.Exit(REFUSED)
-
-
-TOO_MANY_ACTIVATIONS = 3  # all else fits
-HOW = ("measure", "prefer", "every_update")  # what is no option of ``wrap``
-Make = Callable[[Machine | None, int, dict[str, Any]], "Plan"]
-
-
-def _planner(model: Any, options: dict[str, Any]) -> Make:
-    from ..plans import make_plan
-    from ..train.head import has_chunked_loss
-    from ..train.skeletons import skeleton_adamw
-
-    optimizer = skeleton_adamw(model)
-
-    def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
-        given = {**options, "tokens": tokens, **more}
-        how = {name: given.pop(name) for name in HOW if name in given}
-        return make_plan(
-            model, optimizer, given, machine=machine, logits=not has_chunked_loss(), **how,
-        )  # fmt: skip
-
-    return make
-
-
-def _gains(make: Make, made: Plan, machine: Machine | None, tokens: int) -> dict[str, float]:
-    """Step times, in seconds, of the same plan with a little more of something."""
-    if made.step_s is None or made.detail.layout is None or made.detail.budgets is None:
-        return {}
-    fixed: dict[str, Any] = {
-        "prefetch_depth": made.detail.layout.prefetch_depth, "prefer": made.detail.preference,
-        "every_update": False,
-    }  # fmt: skip
-    gains: dict[str, float] = {}
-
-    def keep(name: str, other: Plan) -> None:
-        if other.step_s is not None:
-            gains[name] = other.step_s
-
-    more_host = {**fixed, "host_memory": made.detail.budgets.host + GIB}
-    keep("one GiB more of host memory", make(machine, tokens, more_host))
-    if machine is not None and machine.rates.disk_read_bytes_s and made.disk_bytes:
-        keep("one more disk", make(_with_disk(machine), tokens, fixed))
-    if tokens:
-        keep("twice the tokens", make(machine, 2 * tokens, fixed))
-    return gains
-
-
-def _with_disk(machine: Machine) -> Machine:
-    share, rates = (machine.disks + 1) / machine.disks, machine.rates
-
-    def scaled(value: float | None) -> float | None:
-        return None if value is None else value * share
-
-    faster = replace(
-        rates,
-        disk_read_bytes_s=scaled(rates.disk_read_bytes_s),
-        disk_write_bytes_s=scaled(rates.disk_write_bytes_s),
-        disk_both_bytes_s=scaled(rates.disk_both_bytes_s),
-    )
-    return replace(machine, rates=faster, disks=machine.disks + 1)

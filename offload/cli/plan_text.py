@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config import parse_size
 from ..errors import format_bytes
 from ..facts.tier import Tier
+from ..observe.page import MORE_TOKENS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..facts.machine import Machine
     from ..planning.plan import Plan
+    from ..train.choices import Choice
 
 WIDTH = 100
 DAY_S = 86400.0
@@ -78,7 +80,7 @@ def plan_json(
         "disk_bytes": plan.disk_bytes,
         "tokens": tokens,
         "step_s": plan.step_s,
-        "tokens_s": tokens / plan.step_s if plan.step_s and tokens else None,
+        "tokens_s": _tokens_s(plan, tokens),
         "bound_s": plan.bound_s,
         "bottleneck": plan.bottleneck,
         "update": plan.detail.update,
@@ -185,7 +187,7 @@ def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str |
         lines.append(f"compute waits for: {', '.join(waits) or 'nothing'}")
     lines.extend(_updates(plan))
     for what, step_s in gains.items():
-        per_token = 2 if what == "twice the tokens" else 1
+        per_token = 2 if what == MORE_TOKENS else 1
         change = step_s / per_token / plan.step_s - 1 if plan.step_s else 0.0
         lines.append(f"with {what}: {step_s:.3g} s a step ({change:+.0%} time per token)")
     written = plan.link_bytes.get("write", 0)
@@ -197,7 +199,7 @@ def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str |
 
 
 def _updates(plan: Plan) -> list[str]:
-    """What the ways to update take, and where updates run."""
+    """What the recipes to update take, and where updates run."""
     if plan.step_s is None:
         return []
     lines = []
@@ -228,3 +230,67 @@ def _resident_share(plan: Plan) -> float:
         return 0.0
     pairs = zip(layout.units, layout.homes, strict=True)
     return sum(unit.weight_bytes for unit, home in pairs if home.resident) / total
+
+
+def choices_json(choices: Sequence[Choice], tokens: int) -> list[dict[str, Any]]:
+    """Ways to train as plain values; bytes and seconds."""
+    return [
+        {
+            "recipe": each.recipe.name,
+            "options": dict(each.recipe.options),
+            "lora_rank": each.recipe.lora_rank,
+            "least": each.least,
+            "fits": each.plan.fits,
+            "host_budget_bytes": _host_budget(each.plan),
+            "tier_bytes": {tier.value: nbytes for tier, nbytes in each.plan.tier_bytes.items()},
+            "step_s": each.plan.step_s,
+            "tokens_s": _tokens_s(each.plan, tokens),
+        }
+        for each in choices
+    ]
+
+
+def show_choices(choices: Sequence[Choice], tokens: int) -> None:
+    """Prints recipes to train as a table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    table = Table("what is trained", "host budget", "device", "disk", "a step", "tokens/s")
+    for each in choices:
+        plan = each.plan
+        device, disk = plan.tier_bytes.get(Tier.DEVICE, 0), plan.tier_bytes.get(Tier.NVME, 0)
+        budget = format_bytes(_host_budget(plan) or 0)
+        if not plan.fits:
+            short = plan.shortfalls[0]
+            why = f"needs {format_bytes(short.need_bytes)} of {short.tier.value}"
+            table.add_row(each.recipe.name, budget, "", "", "does not fit", why)
+            continue
+        speed = _tokens_s(plan, tokens)
+        table.add_row(
+            each.recipe.name, f"{budget}, the least" if each.least else budget,
+            format_bytes(device) if device else "-", format_bytes(disk) if disk else "-",
+            "?" if plan.step_s is None else f"{plan.step_s:.3g} s",
+            "?" if speed is None else f"{speed:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    rows = [each for each in choices if each.recipe.options or each.recipe.lora_rank]
+    told = {each.recipe.name: _flags(each) for each in rows if each.plan.fits}
+    for name, flags in told.items():
+        console.print(f"{name}: {flags}", highlight=False, soft_wrap=True)
+
+
+def _flags(choice: Choice) -> str:
+    flags = [f"--{name} {value}" for name, value in choice.recipe.options.items()]
+    rank = choice.recipe.lora_rank
+    return " ".join(flags + ([] if rank is None else [f"--lora-rank {rank}"]))
+
+
+def _host_budget(plan: Plan) -> int | None:
+    return None if plan.detail.budgets is None else plan.detail.budgets.host
+
+
+def _tokens_s(plan: Plan, tokens: int) -> float | None:
+    return tokens / plan.step_s if plan.step_s and tokens else None

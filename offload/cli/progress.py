@@ -17,7 +17,10 @@ from ..train.loop import StepRecord
 from ..train.report import Report
 
 PLAIN_LINES = 50  # at most about so many lines of steps without a terminal
-FILES = ("loss.png", "timeline.png", "memory.png", "trace.json", "model.safetensors", "run.json")
+FILES = (
+    "report.html", "loss.png", "timeline.png", "memory.png", "trace.json", "model.safetensors",
+    "run.json",
+)  # fmt: skip
 
 
 class Display(Watch, Protocol):

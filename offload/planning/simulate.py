@@ -3,8 +3,8 @@
 Each lane does one piece of work at a time at its rate, in the order that the executor's lanes keep:
 urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
 lets go as the hooks do.  Without a device, compute shares the processors with updates (half each),
-and stands still while moves to and from disk have one of them.  What comes out has the form of a real run's
-trace.
+and stands still while moves to and from disk have one of them.  What comes out has the form of a
+real run's trace.
 """
 
 from __future__ import annotations

@@ -158,11 +158,12 @@ class Residency:
         out, self._out = self._out, []
         return out
 
-    def used_bytes(self) -> tuple[int, int]:
-        """Bytes of (device, host) memory that hold something now: homes, and what moves through
-        the regions."""
+    def used_bytes(self, beside: int = 0) -> tuple[int, int]:
+        """Bytes of (device, host) memory that hold something now: homes, what moves through the
+        regions, and ``beside``, that nobody has told of, where compute is."""
         (device, host), (in_device, in_host) = self._fixed_bytes, self.items.used_bytes()
-        return device + in_device, host + in_host
+        there = beside if self.layout.has_device else 0
+        return device + in_device + there, host + in_host + beside - there
 
     def saved_bytes(self) -> tuple[int, int, int]:
         """Bytes of what autograd saved: with compute, not there, and on disk."""

@@ -15,21 +15,24 @@ from torch import nn
 
 from ..api import resume, wrap
 from ..facts.stats import MemoryStats
+from ..facts.trace import Trace
 from ..observe import pictures
-from ..observe.export import load_trace
+from ..observe.export import load_trace, save_trace
 from ..observe.memory_picture import draw_memory
+from ..observe.page import PLANNED, RUN, TRACE, write_page
 from ..optimizer import OffloadedOptimizer
 from ..planning.plan import Plan
 from ..planning.replay import replay
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
+from .gains import after_a_run
 from .head import chunk_loss
 from .loop import LoopSettings, StepRecord, train
 from .progress import Progress, fingerprint
 from .ranks import ALONE, Ranks, joined, replicated, sharded
 from .report import Report, link_bytes
 from .save import read_along, save_masters, save_weights
-from .shapes import DEFAULT_SHAPE, ModelSource, find_model
+from .shapes import DEFAULT_SHAPE, ModelSource, find_model, plan_model
 
 LR_FROM_RANDOM, LR_FINE_TUNE = 3e-4, 2e-5
 
@@ -180,7 +183,8 @@ def _run(job: Job, watch: Watch, ranks: Ranks) -> Report:
         curves["in memory"] = [r.loss for r in comparison.records]
     pictures.draw_loss(curves, job.out / "loss.png")
     report = _report(job, source, corpus, start, trained, comparison, ranks)
-    report.write(job.out / "run.json")
+    report.write(job.out / RUN)
+    write_page(job.out)
     return report
 
 
@@ -204,6 +208,7 @@ def _report(
         rss_before_bytes=trained.rss_before_bytes,
         peak_rss_bytes=trained.peak_rss_bytes,
         planned_s=trained.planned_s,
+        others=trained.others,
         comparison=comparison,
         out=job.out,
         ranks=ranks.size,
@@ -225,6 +230,7 @@ class _Trained:
     rss_before_bytes: int
     peak_rss_bytes: int
     planned_s: float | None
+    others: Mapping[str, Any]  # what other choices would take
 
 
 def _model(job: Job, source: ModelSource, ranks: Ranks = ALONE) -> tuple[nn.Module, nn.Module]:
@@ -278,9 +284,13 @@ def _train_offloaded(
             )  # fmt: skip
         finally:
             watch.end()
-        planned_s = None
+        planned_s, others = None, dict[str, Any]()
         if ranks.first:
-            planned_s = _write_files(job, source, model, optimizer, tokenizer)
+            planned_s, trace = _write_files(job, source, model, optimizer, tokenizer)
+            if not ranks.several:
+                given = {**job.offload, "accumulate": job.accumulate}
+                skeleton, tokens = plan_model(job.model), job.batch * job.seq
+                others = after_a_run(skeleton, given, optimizer.plan, trace, tokens)
         else:
             read_along(model)
         return _Trained(
@@ -295,6 +305,7 @@ def _train_offloaded(
             rss_before_bytes=rss_before,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             planned_s=planned_s,
+            others=others,
         )
 
 
@@ -335,19 +346,23 @@ def _initial(job: Job) -> Path:
 
 def _write_files(
     job: Job, source: ModelSource, model: nn.Module, optimizer: OffloadedOptimizer, tokenizer: Any
-) -> float | None:
-    """Writes what stays of the run; returns the seconds that the plan has for a step of it."""
-    optimizer.trace(job.out / "trace.json")
-    trace = load_trace(job.out / "trace.json")
+) -> tuple[float | None, Trace]:
+    """Writes what stays of the run; returns the seconds that the plan has for a step of it, and its
+    trace."""
+    optimizer.trace(job.out / TRACE)
+    trace = load_trace(job.out / TRACE)
     again = replay(optimizer.plan, trace)
     planned = None if again is None else again.trace
+    (job.out / PLANNED).unlink(missing_ok=True)  # of a run before
+    if planned is not None:
+        save_trace(planned, job.out / PLANNED)
     pictures.draw_timeline(trace, job.out / "timeline.png", planned)
     draw_memory(trace, job.out / "memory.png", planned)
     save_weights(model, job.out / "model.safetensors")
     source.config.save_pretrained(job.out)  # makes the folder one that --model takes
     if tokenizer is not None:
         tokenizer.save_pretrained(job.out)
-    return None if again is None else again.stats.step_s
+    return None if again is None else again.stats.step_s, trace
 
 
 def _train_in_memory(

@@ -60,6 +60,7 @@ class Report:
     rss_before_bytes: int
     peak_rss_bytes: int
     planned_s: float | None  # of a step, by the plan with the compute as measured
+    others: Mapping[str, Any] = field(repr=False)  # what other choices would take
     comparison: Comparison | None
     out: Path
     ranks: int = 1  # memory and links are those of the first
@@ -133,6 +134,7 @@ class Report:
                 "bottleneck": self.plan.bottleneck,
                 "step_s": self.planned_s,
             },
+            "next": dict(self.others),
             "steps": [_step_json(record) for record in self.records],
             "comparison": self._comparison_json(),
         }

@@ -93,15 +93,38 @@ def _gpt2(config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def add_lora(model: nn.Module, rank: int) -> None:
+    """Freezes a model's weights, and puts LoRA beside the matrices of its layers.
+
+    Raises:
+        ValueError: ``rank`` is less than 1, or there are no such matrices.
+    """
+    if rank < 1:
+        raise ValueError(f"the rank of LoRA must be at least 1, got {rank}")
+    model.requires_grad_(False)
+    head = model.get_submodule("lm_head") if hasattr(model, "lm_head") else None
+    matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, _Matrix)) and m is not head]
+    if not matrices:
+        raise ValueError("LoRA: the model has no matrices that a plan knows as such")
+    for m in matrices:
+        rows, columns = m.weight.shape
+        inputs, outputs = (columns, rows) if isinstance(m, nn.Linear) else (rows, columns)
+        made = {"device": m.weight.device, "dtype": m.weight.dtype}
+        m.lora_A = nn.Linear(inputs, rank, bias=False, **made)
+        m.lora_B = nn.Linear(rank, outputs, bias=False, **made)
+
+
 def skeleton_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """torch's AdamW as far as a plan looks at it: its constructor too imports the compiler."""
+    """torch's AdamW of what is trained, as far as a plan looks at it: its constructor too imports
+    the compiler."""
     optimizer = torch.optim.AdamW.__new__(torch.optim.AdamW)
     optimizer.defaults = {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
         "maximize": False, "capturable": False, "differentiable": False, "foreach": None,
         "fused": None,
     }  # fmt: skip
-    optimizer.param_groups = [{"params": list(model.parameters()), **optimizer.defaults}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer.param_groups = [{"params": trained, **optimizer.defaults}]
     return optimizer
 
 

@@ -26,14 +26,13 @@ from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from . import torch_private
 from .backward import Backward
+from .resting import Rest, Resting
 
 log = logging.getLogger("overspill")
 
 LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
 TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
 NOWHERE = -1  # saved in no unit
-REST_MARGIN = 1.25  # times what the largest step saved that left room for it is set aside
-REST_SHARE = 2  # such a part of the room at most
 MOST_FORWARDS = 10_000  # of units that are remembered: more without a backward are no step
 
 
@@ -75,26 +74,8 @@ class SavedHandle:
         self.shape, self.stride = t.shape, t.stride()
 
 
-class Rest:
-    """A forward and its backward in which nothing has to leave, so that what autograd saves is
-    counted and no more.  All that is saved meanwhile holds it.
-
-    Attributes:
-        left: bytes that may yet be saved so.
-    """
-
-    __slots__ = ("__weakref__", "left")
-
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-
-
 class Stash:
-    """Takes what autograd saves; one engine's.
-
-    Where steps leave most of the room empty, the next one is a ``Rest``, with a part of the room
-    set aside for what is saved then.  What is more is looked at again.
-    """
+    """Takes what autograd saves; one engine's."""
 
     def __init__(
         self, executor: Executor, accelerator: Accelerator, stays: Iterable[torch.Tensor]
@@ -127,52 +108,28 @@ class Stash:
         # Memory that came back, and that compute is yet to pass: by event, and since the last one.
         self._behind: deque[tuple[Event, int]] = deque()
         self._since_bytes = 0
-        self._rest: Rest | None = None
-        self._rested: weakref.ref[Rest] | None = None  # the last one: graphs may still hold it
-        self._aside_bytes = 0  # of the room, for what was saved in it
-        self._passed_bytes = 0  # that were looked at, storages as often as they were saved
-        self._rest_bytes = 0  # that a rest has
+        self.resting = Resting()
         self._at_most = 0  # that autograd had at once in the last step that was looked at
-
-    # -- resting --------------------------------------------------------------------------------
 
     def rest_for(self, t: torch.Tensor) -> Rest | None:
         """What to hold with ``t``, which stays as it is; ``None``: it is to be looked at."""
-        rest = self._rest
-        if rest is None:
+        if self.resting.rest is None:
             return None
-        rest.left -= t.nbytes
-        if rest.left >= 0:
-            return rest
-        self._rest, self._store.resting_bytes = None, self._aside_bytes
-        return None
-
-    def _rest_or_not(self) -> None:
-        """A step is over: decides how the next one is looked at."""
-        saved, self._passed_bytes = self._passed_bytes, 0
-        if self._rest is not None:
-            saved += self._aside_bytes - self._rest.left
-            self._rest = None
-        if self._rested is not None and self._rested() is not None:
-            return  # a graph has been kept
-        self._rested, self._aside_bytes = None, 0
-        moves = self._policy != "auto" or self._store.away_bytes or self._refused_bytes
-        most = self.room_bytes // REST_SHARE
-        if saved and not moves and REST_MARGIN * saved <= most:
-            self._rest_bytes = min(most, max(self._rest_bytes, int(REST_MARGIN * saved)))
-            self._aside_bytes, self._rest = self._rest_bytes, Rest(self._rest_bytes)
-            self._rested = weakref.ref(self._rest)
+        rest = self.resting.take(t.nbytes)
+        if rest is None:
+            self._store.resting_bytes = self.resting.aside_bytes
+        return rest
 
     @property
     def _room_bytes(self) -> int:
         """That what is looked at may have."""
-        return self.room_bytes - self._aside_bytes
+        return self.room_bytes - self.resting.aside_bytes
 
     # -- out ------------------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> SavedHandle | None:
         """What to keep instead of ``t``; ``None``: it stays as it is."""
-        self._passed_bytes += t.nbytes
+        self.resting.passed_bytes += t.nbytes
         storage = self._storage_of(t)
         if storage is None:
             return None
@@ -225,7 +182,7 @@ class Stash:
 
     def enter(self, unit: int) -> None:
         """From now on ``unit`` runs, or none does."""
-        if self._rest is not None:
+        if self.resting.rest is not None:
             self._unit = unit
         elif unit != self._unit:
             self._ran(unit)
@@ -321,16 +278,18 @@ class Stash:
         if not self._executor.ended:
             self.tell()
             self._ran(NOWHERE)
+            rests = self.resting.rest is not None
             if not backward:
-                self._rest_or_not()
-            elif self._rest is None:
+                moves = self._policy != "auto" or self._store.away_bytes or self._refused_bytes
+                self.resting.step_over(self.room_bytes, quiet=not moves)
+            elif not rests:
                 self._at_most = self._bytes
-            resting = self._at_most if self._rest is not None else self._aside_bytes
+            resting = self._at_most if rests else self.resting.aside_bytes
             self._store.turn(backward, self._room_bytes, resting if backward else 0)
             self._behind.clear()
             self._since_bytes = 0
             if not backward:
-                if self._rest is None:  # else they are as they were
+                if self.resting.rest is None:  # else they are as they were
                     self._unit_bytes = [0] * len(self._unit_bytes)
                 self._forwards.clear()
                 with self._lock:

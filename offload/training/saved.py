@@ -10,10 +10,11 @@ import torch
 
 from ..errors import OffloadError
 from . import torch_private
-from .activations import Rest, SavedHandle, Stash
+from .activations import SavedHandle, Stash
 from .backward import Backward
 from .managed import Elsewhere
 from .residences import Residences, View
+from .resting import Rest
 
 
 class WeightHandle:

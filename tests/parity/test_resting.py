@@ -70,11 +70,11 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
     for policy in ("keep", "auto"):
         host = {"keep": "200MiB", "auto": "10MiB"}[policy]
         model, optimizer = wrapped(tmp_path / policy, activations=policy, host_memory=host)
-        losses, rests, most = [], [], 0
+        losses, rests = [], []
         for seed, rows in enumerate(ROWS):
             losses.append(step(model, optimizer, seed, rows))
             if policy == "auto":
-                rests.append(stash_of(optimizer)._rest is not None)
+                rests.append(stash_of(optimizer).resting.rest is not None)
                 assert optimizer.memory[Tier.HOST].peak_bytes <= 10 << 20
                 if rows == 16 and not any(r > 16 for r in ROWS[:seed]):
                     assert moved(optimizer) == 0
@@ -91,7 +91,7 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
 def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     for seed, rows in enumerate([150, 150, 150, 1500, 150, 1500, 1500]):
-        assert (stash_of(optimizer)._aside_bytes > 1 << 20) == (seed in (1, 2, 3, 5))
+        assert (stash_of(optimizer).resting.aside_bytes > 1 << 20) == (seed in (1, 2, 3, 5))
         step(model, optimizer, seed, rows)
         assert optimizer.memory[Tier.HOST].peak_bytes <= 10 << 20
     assert moved(optimizer) > 0
@@ -104,25 +104,25 @@ def test_what_a_kept_graph_holds_is_not_forgotten(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, update="step")
     step(model, optimizer, 0, 16)
     stash = stash_of(optimizer)
-    assert stash._rest is not None
+    assert stash.resting.rest is not None
     loss = model(normal(1, 16, WIDTH)).square().mean()
     loss.backward(retain_graph=True)
-    aside = stash._aside_bytes
-    assert stash._rest is None and aside > 0, "its room stays set aside"
+    aside = stash.resting.aside_bytes
+    assert stash.resting.rest is None and aside > 0, "its room stays set aside"
     loss.backward()
     del loss
     gc.collect()
     optimizer.step()
     optimizer.zero_grad()
     step(model, optimizer, 2, 16)
-    assert stash._rest is not None
+    assert stash.resting.rest is not None
     optimizer.close()
 
 
 def test_what_was_changed_in_place_raises_as_ever(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     step(model, optimizer, 0, 16)
-    assert stash_of(optimizer)._rest is not None
+    assert stash_of(optimizer).resting.rest is not None
     inner = []
     handle = model[1].up.register_forward_hook(lambda m, a, out: inner.append(out))
     loss = model(normal(1, 16, WIDTH)).square().mean()
@@ -141,12 +141,12 @@ def test_memory_tells_of_it_and_ends_with_the_graph(tmp_path: Path) -> None:
     for seed in range(4):
         step(model, optimizer, seed, 16)
         levels.append(max(level.saved_bytes for level in optimizer._engine.trace.levels()))
-    assert stash_of(optimizer)._rest is not None and levels[0] > 0
+    assert stash_of(optimizer).resting.rest is not None and levels[0] > 0
     last = optimizer._engine.trace.steps[-1]
     late = [x.saved_bytes for x in optimizer._engine.trace.levels() if x.at_ns > last.started_ns]
     assert max(late) == levels[0]
     loss = model(normal(9, 16, WIDTH)).square().mean()
-    rest = weakref.ref(stash_of(optimizer)._rest)
+    rest = weakref.ref(stash_of(optimizer).resting.rest)
     del loss
     gc.collect()
     step(model, optimizer, 10, 16)
@@ -159,5 +159,5 @@ def test_what_was_asked_to_leave_never_rests(tmp_path: Path, policy: str) -> Non
     model, optimizer = wrapped(tmp_path, activations=policy)
     for seed in range(3):
         step(model, optimizer, seed, 16)
-        assert stash_of(optimizer)._rest is None
+        assert stash_of(optimizer).resting.rest is None
     optimizer.close()

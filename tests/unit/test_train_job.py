@@ -27,7 +27,7 @@ pytest.importorskip("matplotlib")
 
 FILES = {
     "config.json", "loss.png", "timeline.png", "memory.png", "trace.json", "model.safetensors",
-    "run.json",
+    "run.json", "planned.json", "report.html",
 }  # fmt: skip
 
 

@@ -1,0 +1,135 @@
+"""What a model could be trained with: recipes to train, least budgets, the largest model that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+from overspill.cli.app import app
+from overspill.facts.machine import Machine
+from overspill.train.choices import Choice, choices, largest, model_for, recipes
+from overspill.train.gains import planner
+from overspill.train.shapes import plan_model
+from overspill.train.skeletons import add_lora
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples/machines/rtx4090.toml"
+OPTIONS: dict[str, Any] = {"precision": "bf16", "nvme": ["/scratch"], "durable": False}
+MODEL, TOKENS = "llama-1b", 1024
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return Machine.from_file(FILE)
+
+
+@pytest.fixture(scope="module")
+def found(machine: Machine) -> list[Choice]:
+    return choices(MODEL, OPTIONS, machine, TOKENS)
+
+
+def call(*args: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *args])
+
+
+def test_every_way_is_told_with_its_own_plan(found: list[Choice]) -> None:
+    whole = [each for each in found if not each.least]
+    assert [each.recipe for each in whole] == recipes()
+    assert all(each.plan.fits for each in whole)
+    disk = {each.recipe.name: each.plan.disk_bytes for each in whole}
+    state = {
+        each.recipe.name: sum(
+            s.nbytes for group in each.plan.detail.layout.subgroups for s in group
+        )
+        for each in whole
+        if each.plan.detail.layout is not None
+    }
+    assert state["all, int8 moments"] < 0.6 * state["all, fp32 moments"]
+    assert state["LoRA, rank 16"] < 0.02 * state["all, fp32 moments"]
+    assert disk["LoRA, rank 16, base in nf4"] <= disk["LoRA, rank 16"]
+
+
+def test_the_least_budget_is_the_least(found: list[Choice], machine: Machine) -> None:
+    least = [each for each in found if each.least]
+    assert {each.recipe.name for each in least} == {recipe.name for recipe in recipes()}
+    for each in least:
+        assert each.plan.fits and each.plan.detail.budgets is not None
+        host = each.plan.detail.budgets.host
+        make = planner(model_for(MODEL, each.recipe.lora_rank), {**OPTIONS, **each.recipe.options})
+        less = make(machine, TOKENS, {"every_update": False, "host_memory": int(0.9 * host)})
+        assert host <= 64 << 20 or not less.fits, each.recipe.name
+
+
+def test_lora_trains_little_and_freezes_the_rest() -> None:
+    model = plan_model("gpt2-1m")
+    before = sum(p.numel() for p in model.parameters())
+    add_lora(model, 4)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    # 128 wide: to 3 x 128, 128 and 4 x 128, and back from there; in four layers.
+    more = 4 * 4 * ((128 + 384) + (128 + 128) + (128 + 512) + (512 + 128))
+    assert sum(p.numel() for p in model.parameters()) == before + more
+    with pytest.raises(ValueError, match="at least 1"):
+        add_lora(plan_model("gpt2-1m"), 0)
+    with pytest.raises(ValueError, match="no matrices"):
+        add_lora(nn.Embedding(4, 4), 2)
+
+
+def test_the_largest_model_is_the_largest(machine: Machine) -> None:
+    name, plan = largest({**OPTIONS, "host_memory": "6GiB"}, machine, TOKENS)
+    assert plan.fits
+    size = sum(p.numel() for p in plan_model(name).parameters())
+    over = [
+        other for other in ("llama-3b", "llama-8b", "llama-13b", "llama-70b")
+        if sum(p.numel() for p in plan_model(other).parameters()) > size
+    ]  # fmt: skip
+    for other in over[:1]:
+        make = planner(plan_model(other), {**OPTIONS, "host_memory": "6GiB"})
+        assert not make(machine, TOKENS, {"every_update": False}).fits
+    none = {"host_memory": "1MiB", "device_memory": "1MiB"}
+    small, plan = largest({**OPTIONS, **none}, machine, TOKENS)
+    assert small == "gpt2-1m" and not plan.fits
+
+
+def test_the_command_prints_a_table_and_json(found: list[Choice]) -> None:
+    asked = [MODEL, "--rates", str(FILE), "--precision", "bf16", "--nvme", "/scratch",
+             "--not-durable", "--options"]  # fmt: skip
+    answer = call(*asked, "--seq", "512", "--batch", "2")
+    assert answer.exit_code == 0, answer.output
+    assert "the least" in answer.output and "LoRA, rank 16, base in nf4" in answer.output
+    assert "--frozen nf4 --lora-rank 16" in answer.output
+    told = json.loads(call(*asked, "--tokens", str(TOKENS), "--json").output)
+    assert [each["step_s"] for each in told] == [each.plan.step_s for each in found]
+    assert {each["recipe"] for each in told} == {recipe.name for recipe in recipes()}
+
+
+def test_a_plan_takes_the_words_of_a_training_script() -> None:
+    asked = [MODEL, "--rates", str(FILE), "--precision", "bf16", "--nvme", "/scratch", "--json"]
+    plain = json.loads(call(*asked, "--tokens", "2048").output)
+    same = json.loads(call(*asked, "--seq", "1024", "--batch", "2").output)
+    assert plain == same and plain["tokens"] == 2048
+    lora = json.loads(call(*asked, "--tokens", "2048", "--lora-rank", "8").output)
+    assert lora["step_s"] < plain["step_s"]
+    again = json.loads(call(*asked, "--tokens", "2048", "--recompute").output)
+    assert again["activation_bytes"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokens", "4", "--seq", "2"], "give --tokens, or --seq and --batch"),
+        (["--batch", "2"], "say how long they are with --seq"),
+        (["--recompute", "--activations", "host"], "differ; give one"),
+        (["gpt2-1m", "--largest"], "leave MODEL out"),
+        (["--options", "--moments", "int8"], "leave them out"),
+        (["--options", "--every-unit"], "--options is a table"),
+    ],
+)
+def test_words_that_contradict_are_refused(words: list[str], message: str) -> None:
+    answer = call(*words)
+    assert answer.exit_code == 2 and message in answer.output
