@@ -368,9 +368,9 @@ class Executor:
         instructions = self._machine.handle(signal)
         if self._check and self._error is None and not isinstance(signal, Failed):
             validate(self._machine)
-        saved = self.saved.counted(*self._machine.saved_bytes())
-        used = self._machine.used_bytes(self.saved.resting_bytes)
-        self._trace.level(time.perf_counter_ns(), *used, saved)
+        saved = self._machine.saved_bytes()
+        self._trace.level(time.perf_counter_ns(), *self._machine.used_bytes(), saved[0])
+        self.saved.counted(*saved)
         for instruction in instructions:
             self._carry_out(instruction)
 

@@ -77,7 +77,6 @@ class SavedStore:
 
     Attributes:
         here_bytes, away_bytes: with compute, and not there.
-        resting_bytes: with compute, about, that the machine was not told of.
         ended: what was counted of those that have come to their end since.
     """
 
@@ -96,7 +95,7 @@ class SavedStore:
         self._put, self._ask, self._changed = put, ask, changed
         self._known: dict[int, ref[SavedStorage]] = {}  # until their end has come
         self._ends: dict[int, End] = {}
-        self.here_bytes = self.away_bytes = self.resting_bytes = 0
+        self.here_bytes = self.away_bytes = 0
         self.ended: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -112,15 +111,12 @@ class SavedStore:
         if (saved := self.get(number)) is not None:
             saved.let_go()
 
-    def counted(self, here: int, away: int, disk: int) -> int:
-        """So many bytes that the machine knows are with compute, not there, and on disk.  Returns
-        all that are with compute."""
+    def counted(self, here: int, away: int, disk: int) -> None:
+        """So many bytes are with compute, not there, and on disk."""
         self.away_bytes = away
-        here += self.resting_bytes
         if here != self.here_bytes:
             self.here_bytes = here
             self._changed(here, disk)
-        return here
 
     def has_ended(self, end: End) -> Used | None:
         """Nothing needs a storage any more: what to tell the machine, if it knows of it."""
@@ -157,11 +153,10 @@ class SavedStore:
         """Returns when the storage was with compute; it may have left again."""
         self._ask(lambda ticket: Fetch(number, ticket))
 
-    def turn(self, backward: bool, room: int, resting: int = 0) -> None:
+    def turn(self, backward: bool, room: int, beside: int = 0) -> None:
         """A backward begins, or has ended; from now on ``room`` bytes may stay with compute, beside
-        ``resting`` that nobody has told of."""
-        self.resting_bytes = resting
-        self._put(Turn(backward, room))
+        so many that nobody tells of."""
+        self._put(Turn(backward, room, beside))
 
     def watch(self, holder: object, number: int, beside: object) -> End:
         """With ``holder`` the storage of that number comes to its end, and ``beside``."""

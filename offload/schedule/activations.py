@@ -88,6 +88,7 @@ class Activations:
         self._returning = False
         self._leaving_bytes = self._away_bytes = self._writing_bytes = 0
         self._disk_bytes = self._all_bytes = 0
+        self.beside_bytes = 0  # with compute, that nobody tells of
         self._expected = 0  # bytes that were saved when the last backward began
 
     # -- questions ------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ class Activations:
     @property
     def nbytes(self) -> tuple[int, int, int]:
         """Bytes with compute, not there, and on disk."""
-        return self._tally.used_bytes, self._away_bytes, self._disk_bytes
+        here = self._tally.used_bytes + self.beside_bytes
+        return here, self._away_bytes, self._disk_bytes
 
     def tickets(self) -> list[int]:
         """Of all who wait."""
@@ -153,7 +155,7 @@ class Activations:
 
     def turn(self, signal: Turn) -> None:
         """A backward begins, or has ended."""
-        self._returning = signal.backward
+        self._returning, self.beside_bytes = signal.backward, signal.beside
         if signal.room is not None:
             self._whole_room = signal.room
         if signal.backward:

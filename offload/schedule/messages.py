@@ -313,10 +313,12 @@ class Used:
 @dataclass(frozen=True)
 class Turn:
     """From now on a backward runs, which needs first what was saved last; or none does.
-    ``room``: bytes that may stay with compute from now on; ``None``: as before."""
+    ``room``: bytes that may stay with compute from now on; ``None``: as before.  ``beside``: that
+    stay there, and that nobody tells of."""
 
     backward: bool
     room: int | None = None
+    beside: int = 0
 
 
 # -- signals: waiting ---------------------------------------------------------------------------

@@ -158,10 +158,11 @@ class Residency:
         out, self._out = self._out, []
         return out
 
-    def used_bytes(self, beside: int = 0) -> tuple[int, int]:
+    def used_bytes(self) -> tuple[int, int]:
         """Bytes of (device, host) memory that hold something now: homes, what moves through the
-        regions, and ``beside``, that nobody has told of, where compute is."""
+        regions, and what nobody tells of."""
         (device, host), (in_device, in_host) = self._fixed_bytes, self.items.used_bytes()
+        beside = self.saved.beside_bytes
         there = beside if self.layout.has_device else 0
         return device + in_device + there, host + in_host + beside - there
 

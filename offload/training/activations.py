@@ -116,8 +116,9 @@ class Stash:
         if self.resting.rest is None:
             return None
         rest = self.resting.take(t.nbytes)
-        if rest is None:
-            self._store.resting_bytes = self.resting.aside_bytes
+        if rest is None and not self._executor.ended:
+            aside = self.resting.aside_bytes
+            self._store.turn(torch_private.in_backward(), self._room_bytes, aside)
         return rest
 
     @property
@@ -284,8 +285,8 @@ class Stash:
                 self.resting.step_over(self.room_bytes, quiet=not moves)
             elif not rests:
                 self._at_most = self._bytes
-            resting = self._at_most if rests else self.resting.aside_bytes
-            self._store.turn(backward, self._room_bytes, resting if backward else 0)
+            beside = self._at_most if rests else self.resting.aside_bytes
+            self._store.turn(backward, self._room_bytes, beside if backward else 0)
             self._behind.clear()
             self._since_bytes = 0
             if not backward:

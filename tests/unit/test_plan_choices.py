@@ -1,4 +1,4 @@
-"""What a model could be trained with: recipes to train, least budgets, the largest model that fits."""
+"""What a model could be trained with: recipes, least budgets, the largest model that fits."""
 
 from __future__ import annotations
 
