@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 FAST := not gpu and not soak
 
-.PHONY: demo test test-device mutants check bench gpu sanitize soak versions dist clean venv
+.PHONY: demo test test-device mutants check bench gpu sanitize soak versions dist docs clean venv
 
 venv: $(STAMP)
 
@@ -122,6 +122,11 @@ dist: $(STAMP)
 	mkdir -p dist && mv build/dist/*.tar.gz dist
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel -v repair -w dist build/dist/*.whl
 	$(BIN)/python -m tests.house.dist_check dist
+
+# The site, strictly: a link or an anchor that leads nowhere is an error.
+docs: $(STAMP) build/typing/overspill
+	$(PIP) mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(OUT)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from ..errors import OffloadError
+from ..observe.long_work import LongWork
 from . import options as opt
 from .failures import one_line_errors
 
@@ -53,11 +52,6 @@ def inspect(
         raise typer.Exit(DAMAGED)
 
 
-def _bar() -> Progress:
-    columns = ("verifying", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
 def _say(lines: list[str], wrong: list[str], checked: str) -> list[str]:
     for line in lines:
         typer.echo(line)
@@ -75,9 +69,8 @@ def _export(folder: Path, as_json: bool, verify: bool) -> list[str]:
     step, files = read_sums(folder)
     wrong: list[str] = []
     if verify:
-        with _bar() as bar:
-            task = bar.add_task("", total=sum(file.nbytes for file in files.values()))
-            wrong = verify_export(folder, lambda nbytes: bar.advance(task, nbytes))
+        with LongWork("verifying", sum(file.nbytes for file in files.values())) as done:
+            wrong = verify_export(folder, done)
     if as_json:
         sizes = {name: file.nbytes for name, file in files.items()}
         typer.echo(json.dumps({"step": step, "files": sizes, "wrong": wrong}))
@@ -110,9 +103,8 @@ def _run(place: Path, as_json: bool, verify: bool) -> list[str]:
 def _inspected(place: Path, verify: bool) -> Inspection:
     from ..durable.inspect import inspect_store, stored_bytes
 
-    with _bar() as bar:
-        task = bar.add_task("", total=stored_bytes(place))
-        return inspect_store(place, verify=verify, note=lambda n: bar.advance(task, n))
+    with LongWork("verifying", stored_bytes(place)) as done:
+        return inspect_store(place, verify=verify, note=done)
 
 
 def _checked(verify: bool) -> str:

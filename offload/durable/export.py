@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.committed import find_store
+from ..observe.long_work import LongWork
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
 from .hub import Read, config_of, of_model
@@ -105,13 +106,19 @@ def write_export(
     """
     _remove_abandoned(out)
     _require_room(out, weights, tree)
-    with _draft_of(out) as draft:
+    work = LongWork(f"writing {out.name}", _bytes_of(weights, tree))
+    with _draft_of(out) as draft, work as done:
         files: dict[str, Written] = {}
+
+        def written(nbytes: int) -> None:
+            done(nbytes)
+            note(nbytes)
+
         if config is not None:
             files["config.json"] = write_text(draft / "config.json", config)
         if tree is not None:
-            files[OPTIMIZER] = write_torch(tree, draft / OPTIMIZER, note)
-        files |= write_shards(weights, draft, note, shard_bytes)
+            files[OPTIMIZER] = write_torch(tree, draft / OPTIMIZER, written)
+        files |= write_shards(weights, draft, written, shard_bytes)
         check()
         write_text(draft / SUMS, sums_text(files, step))
         draft.replace(out)
@@ -164,15 +171,20 @@ def _remove_abandoned(out: Path) -> None:
             os.close(fd)
 
 
+def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None) -> int:
+    """Of weights and the optimizer's state."""
+    states = (tree or {"state": {}})["state"].values()
+    moments = sum(value.nbytes for state in states for value in state.values())
+    return sum(tensor.nbytes for tensor in weights) + moments
+
+
 def _require_room(
     out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None
 ) -> None:
     there = out.is_symlink() or out.exists()
     if there and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise OffloadError(f"{out} is there already; choose another place, or remove it")
-    need = sum(tensor.nbytes for tensor in weights)
-    for state in (tree or {"state": {}})["state"].values():
-        need += sum(value.nbytes for value in state.values())
+    need = _bytes_of(weights, tree)
     place = out.absolute().parent
     while not place.exists():
         place = place.parent

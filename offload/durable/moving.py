@@ -17,6 +17,7 @@ from ..io_engine import Extent, IoEngine, Lease, OffloadError, Ticket
 from ..io_engine.committed import OwnedStore, own_store
 from ..io_engine.manifest import Generation, Sums
 from ..io_engine.reading import StoreReader
+from ..observe.long_work import LongWork
 from ..schedule.describe import describe_units
 from ..schedule.layout import Layout
 
@@ -45,7 +46,8 @@ def move_store(
         list(directories), disk_bytes + layout.spare_bytes, checksum=store.layout.checksum,
         sparse_bytes=layout.spare_bytes,
     )  # fmt: skip
-    with io, StoreReader(store, generation) as reader:
+    work = LongWork("copying the store", disk_bytes // 2)
+    with io, StoreReader(store, generation) as reader, work as done:
         named: list[tuple[str, list[Extent]]] = []
         roles: list[int] = []
         sums: list[Sums | None] = []
@@ -54,6 +56,7 @@ def move_store(
             pair = [io.allocate(nbytes)]
             named.append((key, pair))
             roles.append(-1 if data is None else 0)
+            done(nbytes)
             if data is not None:
                 lease = io.buffer(nbytes)
                 lease.array[:nbytes] = data

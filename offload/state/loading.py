@@ -7,11 +7,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..observe.long_work import LongWork
 from ..optim import Rule
 from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
 from ..planning.partition import Partition
-from ..schedule.units import ParamSpec
+from ..schedule.units import ParamSpec, Unit
 from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
@@ -38,11 +39,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
         if rule is not None:
             machinery.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     _require_finite(parts, names)
-    for unit in parts.units:
+
+    def load_unit(unit: Unit) -> None:
         if unit.index in machinery.layout.in_place:
             homes.contents.show_in_place(unit.index)
             taken.free(unit, theirs=False)
-            continue
+            return
         specs = {spec.index: spec for _, spec in unit.params}
         made: Mapping[int, torch.Tensor] = {}
         empty = {i: s for i, s in specs.items() if parts.parameters[i].is_meta and i not in names}
@@ -59,6 +61,11 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
         if not finite and machinery.store.writer is not None:
             spoil(machinery.executor, unit)
         taken.free(unit, theirs=files is None and not unit.packed)
+
+    with LongWork("loading weights", sum(u.weight_bytes for u in parts.units)) as done:
+        for unit in parts.units:
+            load_unit(unit)
+            done(unit.weight_bytes)
 
 
 def _require_finite(parts: Partition, names: Container[int]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from ..durable.files import write_safetensors
 from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
+from ..observe.long_work import LongWork
 from ..training import torch_private
 
 
@@ -75,7 +76,8 @@ def save_masters(model: nn.Module, path: Path) -> int:
 def _write(tensors: list[StreamedTensor], path: Path) -> int:
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
-        written = write_safetensors(tensors, draft, lambda _: None)
+        with LongWork(f"writing {path.name}", sum(t.nbytes for t in tensors)) as done:
+            written = write_safetensors(tensors, draft, done)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
