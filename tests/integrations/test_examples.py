@@ -7,6 +7,7 @@ import importlib
 import re
 import runpy
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,6 +67,28 @@ def test_a_loop_with_weights_from_a_folder(
     assert (tmp_path / "finetuned/model.safetensors").stat().st_size > 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("generate", "the very tokens of the model in memory"),
+        ("resume_after_kill", "the very weights of a run that nobody has killed"),
+        ("long_context", r"[1-9]\d* MiB left the device"),
+    ],
+)
+def test_scripts_that_say_what_holds(name: str, told: str, tmp_path: Path) -> None:
+    script = EXAMPLES / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(told, done.stdout), done.stdout
+    if name == "resume_after_kill":
+        assert "killed\nresumed at step 6\nstep 7\n" in done.stdout, done.stdout
+    if name == "long_context":
+        used, budget = map(int, re.findall(r"device: at most (\d+) of (\d+)", done.stdout)[0])
+        assert used <= budget
+
+
 def be_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchrun tells a process, of one."""
     with socket.socket() as free:
@@ -78,4 +101,5 @@ def be_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_of_them_are_run() -> None:
     there = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert there == {*LEFT, "words", "finetune", "two_gpus"}
+    shown = {"generate", "resume_after_kill", "long_context"}
+    assert there == {*LEFT, *shown, "words", "finetune", "two_gpus"}
