@@ -174,7 +174,7 @@ def _remove_abandoned(out: Path) -> None:
 def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None) -> int:
     """Of weights and the optimizer's state."""
     states = (tree or {"state": {}})["state"].values()
-    moments = sum(value.nbytes for state in states for value in state.values())
+    moments: int = sum(value.nbytes for state in states for value in state.values())
     return sum(tensor.nbytes for tensor in weights) + moments
 
 
