@@ -134,9 +134,12 @@ Block* Lane::pick() {
     const int first = write_next_ ? 1 : 0;
     for (const int op : {first, 1 - first}) {
       Queue& queue = queues_[urgent][op];
-      if (queue.empty() || !may_start(queue.front())) continue;
-      Block* block = queue.front();
-      queue.pop_front();
+      // Not the first alone: what has a copy may have come to stand behind what waits for one.
+      const auto found = std::find_if(queue.begin(), queue.end(),
+                                      [this](const Block* block) { return may_start(block); });
+      if (found == queue.end()) continue;
+      Block* block = *found;
+      queue.erase(found);
       if (block->changing && !block->copied) {
         block->copied = true;
         ++copies_;
