@@ -124,7 +124,8 @@ class Engine(Living):
             model, residences, backward, frames, machinery.trace, loop, adapting.stash,
             adapting.recompute,
         )  # fmt: skip
-        hooks += [seen, Choices(model, residences)]
+        hooks.append(seen)
+        hooks.append(Choices(model, residences))
         self.driven = Driven(ledger, seen, loop, residences, collector, weights, while_open)
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
