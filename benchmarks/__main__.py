@@ -1,5 +1,5 @@
 """``python -m benchmarks SUITE [--peers NAMES] [--quick] [--out DIR]``, or ``report``, ``compare``,
-``longest`` or ``gpu`` with words of their own."""
+``fits``, ``longest`` or ``gpu`` with words of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUITES = (
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
 PEERED = ("step", "memory")
-TOOLS = ("compare", "gpu", "longest", "report")
+TOOLS = ("compare", "fits", "gpu", "longest", "report")
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 """``python -m benchmarks longest``: the longest sequences that have room, by plan, as the table in
-docs/planning.md.  Nothing is trained: these are sizes."""
+docs/fits.md.  Nothing is trained: these are sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from overspill.planning.plan import Budgets, Needs
 from overspill.planning.planner import make_layout
 from overspill.train.skeletons import skeleton, skeleton_adamw
 
-PAGE = Path(__file__).parents[1] / "docs/planning.md"
+PAGE = Path(__file__).parents[1] / "docs/fits.md"
 BEGIN, END = "<!-- longest -->\n", "<!-- end of longest -->"
 GIB = 1 << 30
 CARDS = (8, 16, 24, 48, 80)  # GB

@@ -131,14 +131,13 @@ class Engine(Living):
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        self.model, self.machinery = model, machinery
         needed_s = lane_seconds(blueprint.plan.link_bytes, config.rates)
         self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
         )
-        self._loop, self._weights, self._contents = loop, weights, contents
-        self._residences, self._materializing = residences, materializing
+        self.model, self.machinery, self._loop, self._weights = model, machinery, loop, weights
+        self._contents, self._residences, self._materializing = contents, residences, materializing
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there is something to end

@@ -13,12 +13,12 @@ from torch import nn
 from ..facts.machine import Machine
 from ..facts.tier import Tier
 from ..planning.plan import Plan
-from .gains import planner
+from .gains import Make, planner
 from .shapes import SHAPES, plan_model
 from .skeletons import add_lora
 
-LEAST_HOST = 64 << 20  # where the search for the least budget begins
-TRIES = 8
+LEAST = 64 << 20  # bytes, where the search for the least budget begins
+TRIES = 24
 LORA_RANK = 16
 
 
@@ -80,16 +80,30 @@ def choices(
         quick = {"every_update": False}
         whole = make(machine, tokens, quick)
         found.append(Choice(recipe, whole))
-        budget = LEAST_HOST
-        for _ in range(TRIES if whole.fits else 0):
-            least = make(machine, tokens, {**quick, "host_memory": budget})
-            short = [s.need_bytes for s in least.shortfalls if s.tier is Tier.HOST]
-            if least.fits:
-                found.append(Choice(recipe, least, least=True))
-            if not short:
-                break
-            budget = max(*short, budget + 1, int(1.02 * budget))
+        least = least_budget(make, machine, tokens, Tier.HOST) if whole.fits else None
+        if least is not None:
+            found.append(Choice(recipe, least, least=True))
     return found
+
+
+def least_budget(
+    make: Make, machine: Machine | None, tokens: int, tier: Tier,
+    others: Mapping[str, Any] = MappingProxyType({}),
+) -> Plan | None:  # fmt: skip
+    """A plan with the least budget of a tier that is enough beside ``others``, to a few percent;
+    ``None`` where none is."""
+    budget, lacked = LEAST, 0
+    for _ in range(TRIES):
+        more = {**others, f"{tier.value}_memory": budget, "every_update": False}
+        made = make(machine, tokens, more)
+        if made.fits:
+            return made
+        lacks = sum(short.need_bytes - short.have_bytes for short in made.shortfalls)
+        here = any(short.tier is tier for short in made.shortfalls)
+        if not here and lacks >= lacked > 0:
+            return None  # more of it has not helped another tier, where activations were short
+        budget, lacked = max(budget + lacks, int(1.02 * budget)), 0 if here else lacks
+    return None
 
 
 def largest(options: Mapping[str, Any], machine: Machine | None, tokens: int) -> tuple[str, Plan]:

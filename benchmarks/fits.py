@@ -1,0 +1,83 @@
+"""``python -m benchmarks fits``: what models need and how long their steps take on machines that
+examples/machines describes, by plan, as the table in docs/fits.md.  Nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from overspill.errors import format_bytes
+from overspill.facts.machine import Machine
+from overspill.facts.tier import Tier
+from overspill.planning.plan import Plan
+from overspill.train.choices import Recipe, least_budget, model_for, recipes
+from overspill.train.gains import planner
+
+from .conclusions import put
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/fits.md"
+MARKS = "<!-- fits: python -m benchmarks fits -->", "<!-- end of fits -->"
+MODELS = ("llama-1b", "llama-3b", "llama-8b", "llama-13b", "llama-70b")
+MACHINES = ("rtx3060", "rtx4090", "gh200", "h200")
+TOKENS = 4096  # of a step, as one sequence
+OPTIONS: dict[str, Any] = {"precision": "bf16", "nvme": ["/scratch"], "durable": False}
+# Room without end, and the card of a desktop: for what is looked for in one tier alone.
+AMPLE = {"device_memory": "1TiB", "host_memory": "64TiB", "nvme_memory": "64TB"}
+CARD = {**AMPLE, "device_memory": "11GiB"}
+HEAD = (
+    "model", "what is trained", "card", "host memory", "with so much disk", "without a disk",
+    *MACHINES,
+)  # fmt: skip
+
+
+def machines() -> list[Machine]:
+    """Those of the table."""
+    return [Machine.from_file(ROOT / f"examples/machines/{name}.toml") for name in MACHINES]
+
+
+def row(model: str, recipe: Recipe) -> str:
+    """One line of the table."""
+    make = planner(model_for(model, recipe.lora_rank), {**OPTIONS, **recipe.options})
+    desktop, *_ = machines()
+    diskless = replace(desktop, nvme_memory=None)
+    no_disk = {"nvme": None, "nvme_memory": "auto"}
+    card = least_budget(make, desktop, TOKENS, Tier.DEVICE, AMPLE)
+    host = least_budget(make, desktop, TOKENS, Tier.HOST, CARD)
+    whole = least_budget(make, diskless, TOKENS, Tier.HOST, {**CARD, **no_disk})
+    cells = [model, recipe.name, _budget(card, Tier.DEVICE), _budget(host, Tier.HOST)]
+    cells.append("-" if host is None else format_bytes(host.tier_bytes.get(Tier.NVME, 0)))
+    cells.append(_budget(whole, Tier.HOST))
+    cells.extend(_time(make(each, TOKENS, {"every_update": False})) for each in machines())
+    return f"| {' | '.join(cells)} |"
+
+
+def _budget(plan: Plan | None, tier: Tier) -> str:
+    if plan is None or plan.detail.budgets is None:
+        return "-"
+    return format_bytes(getattr(plan.detail.budgets, tier.value))
+
+
+def _time(plan: Plan) -> str:
+    if not plan.fits or plan.step_s is None:
+        return "-"
+    return f"{plan.step_s:.2g} s" if plan.step_s < 10 else f"{plan.step_s:.0f} s"
+
+
+def rows() -> Iterator[str]:
+    """All lines, models from small to large."""
+    for model in MODELS:
+        for recipe in recipes():
+            yield row(model, recipe)
+
+
+def main(_words: list[str]) -> int:
+    """Writes the table into the page."""
+    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    for line in rows():
+        print(line, flush=True)
+        lines.append(line)
+    put(PAGE, MARKS, "\n".join(lines))
+    return 0
