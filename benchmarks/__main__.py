@@ -26,6 +26,7 @@ SUITES = (
     "step",
 )  # each a module with ``run(*, quick, folder) -> Outcome``
 PEERED = ("step", "memory")
+CHOSEN = ("modes", "scale")
 TOOLS = ("compare", "fits", "gpu", "longest", "report")
 
 
@@ -51,14 +52,16 @@ def _suite() -> int:
     parser.add_argument(
         "--only",
         default="",
-        help="modes: tables by their numbers from 0, separated by commas (all: two hours)",
+        help="modes, scale: tables by their numbers from 0, separated by commas (all of modes: "
+        "two hours)",
     )
     given = parser.parse_args()
     if given.peers and given.suite not in PEERED:
         known = " and ".join(PEERED)
         parser.error(f"--peers is of {known}; {given.suite} always has its own beside it")
-    if given.only and given.suite != "modes":
-        parser.error(f"--only is of modes; {given.suite} has no tables to choose from")
+    if given.only and given.suite not in CHOSEN:
+        known = " and ".join(CHOSEN)
+        parser.error(f"--only is of {known}; {given.suite} has no tables to choose from")
     more: dict[str, object] = {"peers": given.peers.split(",")} if given.peers else {}
     if given.only:
         more["only"] = [int(each) for each in given.only.split(",")]

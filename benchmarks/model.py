@@ -1,4 +1,4 @@
-"""The models that every training arm trains, in plain PyTorch: a GPT, and a Llama."""
+"""The models that every training arm trains, in plain PyTorch: a GPT, a Llama, LoRA over them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Shape:
 
     ``kv_heads`` and ``inner``, the width of the feed-forward layer, make it a Llama; ``recompute``
     keeps no more of a block for the backward pass than its input; ``on_cpu`` is torch's
-    ``save_on_cpu``.  ``chunked``: head and loss in chunks, by torch's own op.
+    ``save_on_cpu``.  ``chunked``: head and loss in chunks, by torch's own op.  ``lora_rank``: of
+    LoRA beside every matrix of the blocks; nothing else is trained then.
     """
 
     layers: int
@@ -31,6 +32,7 @@ class Shape:
     recompute: bool = False
     on_cpu: bool = False
     chunked: bool = False
+    lora_rank: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -166,10 +168,36 @@ def _loss(
     return loss
 
 
+class Lora(nn.Module):
+    """A matrix that is not trained, and a product of two thin ones beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: (..., inputs)."""
+        made: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return made
+
+
+def _add_lora(model: Gpt | Llama, rank: int) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name, part in list(block.named_children()):
+            if isinstance(part, nn.Linear):
+                setattr(block, name, Lora(part, rank))
+
+
 def build(shape: Shape, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model without memory; ``fill`` gives each module's parameters their first values."""
     with torch.device("meta"):
-        model = (Llama(shape) if shape.inner else Gpt(shape)).to(dtype)
+        model = Llama(shape) if shape.inner else Gpt(shape)
+        if shape.lora_rank:
+            _add_lora(model, shape.lora_rank)
+        model.to(dtype)
     for number, module in enumerate(model.modules()):
         module.__dict__["seed"] = number
     return model

@@ -16,7 +16,7 @@ from typing import Any
 
 from .arms import GIB, Plan, Worker, parameters
 from .model import Shape
-from .results import Column, Comparison, Outcome, number, outcome
+from .results import Column, Comparison, Outcome, chosen_of, number, outcome
 from .runner import Row, Sample, run_interleaved
 from .step import GPT_311M, GPT_311M_X4, SMALL
 from .step import columns as step_columns
@@ -142,11 +142,8 @@ def run(*, quick: bool, folder: Path, only: Sequence[int] = ()) -> Outcome:
     """
     folder.mkdir(parents=True, exist_ok=True)
     made: list[Comparison] = []
-    every = cases(quick)
-    if unknown := [each for each in only if not 0 <= each < len(every)]:
-        raise ValueError(f"no table {unknown[0]}; there are 0 to {len(every) - 1}")
-    suite = "-".join(["modes", *map(str, only)])
-    for case in [every[each] for each in only] or every:
+    suite, chosen = chosen_of("modes", cases(quick), only)
+    for case in chosen:
         made.append(compare(case, QUICK_ROUNDS if quick else ROUNDS, folder))
         outcome(suite, made, folder).save(folder)
         print(made[-1].table(), flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .machine import facts
 from .runner import Row
@@ -126,3 +126,21 @@ def _replace(path: Path, text: str) -> None:
 def outcome(suite: str, comparisons: Sequence[Comparison], folder: Path) -> Outcome:
     """The outcome with this machine's facts."""
     return Outcome(suite, comparisons, facts(folder))
+
+
+Table = TypeVar("Table")
+
+
+def chosen_of(
+    suite: str, tables: Sequence[Table], only: Sequence[int]
+) -> tuple[str, Sequence[Table]]:
+    """Those of a suite's tables that are asked for by their numbers, all where none is, and the
+    name that their results get.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    if unknown := [each for each in only if not 0 <= each < len(tables)]:
+        raise ValueError(f"no table {unknown[0]}; there are 0 to {len(tables) - 1}")
+    name = "-".join([suite, *map(str, only)])
+    return name, [tables[each] for each in only] if only else tables

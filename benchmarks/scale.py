@@ -1,5 +1,5 @@
 """How cost grows: with the size of the model, the length of its sequences, the host budget, and the
-number of directories on NVMe; and one large model in little memory.
+number of directories on NVMe; and one large model in little memory, all of it and LoRA.
 
 With the model, time should grow with the bytes that are moved, and peak memory hardly: only with
 the largest unit.  The model is built without memory and initialized unit by unit, so that its
@@ -20,7 +20,7 @@ import torch
 from .arms import GIB, Plan, Worker, parameters
 from .bars import draw_growth, or_say
 from .model import Shape
-from .results import Column, Comparison, Outcome, number, others, outcome
+from .results import Column, Comparison, Outcome, chosen_of, number, others, outcome
 from .runner import Row, run_interleaved
 
 # 30 M to 1.3 B parameters.
@@ -38,6 +38,7 @@ LARGE = Shape(
 )  # fmt: skip
 QUICK_LARGE = replace(LARGE, layers=4, width=256, heads=4, vocabulary=512, kv_heads=4, inner=688)
 LARGE_HOST = 6 * GIB  # of the 8 GiB that the process may have
+LORA_HOST = 2 * GIB  # of 4 GiB
 QUICK_SHAPES = tuple(
     Shape(layers=layers, width=128, heads=4, vocabulary=512, batch=1, tokens=32)
     for layers in (4, 12)
@@ -153,7 +154,10 @@ def series(quick: bool) -> dict[str, dict[str, Point]]:
     large = QUICK_LARGE if quick else LARGE
     of_large = f"{parameters(large) / 1e9:.2g} B"
     int8 = (("moments", "int8"),)
-    large_host = host if quick else LARGE_HOST
+    large_host, lora_host = (host, host) if quick else (LARGE_HOST, LORA_HOST)
+    adapter = Point(
+        replace(large, lora_rank=16), lora_host, options=(("frozen", "nf4"),), brief=True
+    )
     by_size = {f"{parameters(shape) / 1e6:.0f} M": Point(shape, host) for shape in shapes}
     return {
         f"Step by model size, {tokens} tokens, host budget {host / GIB:.3g} GiB": by_size,
@@ -172,15 +176,24 @@ def series(quick: bool) -> dict[str, dict[str, Point]]:
         f"{large_host / GIB:.3g} GiB": {
             of_large: Point(large, large_host, options=int8, brief=True)
         },
+        f"Step of LoRA, rank 16, over a Llama in nf4, {large.tokens} tokens, host budget "
+        f"{lora_host / GIB:.3g} GiB": {of_large: adapter},
     }
 
 
-def run(*, quick: bool, folder: Path) -> Outcome:
-    """Runs the suite, one point after the other; what stands in several series is run once."""
+def run(*, quick: bool, folder: Path, only: Sequence[int] = ()) -> Outcome:
+    """Runs the suite, one point after the other; what stands in several series is run once.
+    ``only``: series by their number, into a file of their own.
+
+    Raises:
+        ValueError: there is no such series.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    every = list(series(quick).items())
+    suite, chosen = chosen_of("scale", every, only)
     known: dict[Point, Row] = {}
     made: list[Comparison] = []
-    for title, points in series(quick).items():
+    for title, points in chosen:
         rows = []
         for name, point in points.items():
             if point not in known:
@@ -188,6 +201,7 @@ def run(*, quick: bool, folder: Path) -> Outcome:
             rows.append(replace(known[point], name=name))
         settings = {name: asdict(point) for name, point in points.items()}
         made.append(Comparison(title, settings, rows, _columns()))
-        outcome("scale", made, folder).save(folder)
-    _draw(made[0].rows, folder / "scale.png")
-    return outcome("scale", made, folder)
+        outcome(suite, made, folder).save(folder)
+    if not only:
+        _draw(made[0].rows, folder / "scale.png")
+    return outcome(suite, made, folder)

@@ -10,13 +10,14 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.arms import parameters
+from benchmarks.model import build
 from benchmarks.runner import Row, Sample
 
 
 def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
     """Size from 30 M to 1.3 B, sequence, disks, host budget."""
     series = [list(points.values()) for points in scale.series(quick=False).values()]
-    sizes, tokens, kept, hosts, disks, large = series
+    sizes, tokens, kept, hosts, disks, large, adapter = series
     counts = [parameters(point.shape) for point in sizes]
     assert counts[0] < 31e6 and 1.3e9 < counts[-1] < 1.4e9
     assert counts[-1] * scale.PLAIN_BYTES > 16e9
@@ -30,6 +31,20 @@ def test_it_varies_one_thing_at_a_time_and_reaches_1_3_billion() -> None:
     (llama,) = large
     assert 6.7e9 < parameters(llama.shape) < 6.8e9 and llama.shape.tokens == 256
     assert llama.host < 8 * scale.GIB and dict(llama.options) == {"moments": "int8"}
+    (lora,) = adapter
+    assert replace(lora.shape, lora_rank=0) == llama.shape and lora.shape.lora_rank == 16
+    assert lora.host < 4 * scale.GIB and dict(lora.options) == {"frozen": "nf4"}
+
+
+def test_lora_alone_is_trained() -> None:
+    shape = replace(scale.QUICK_LARGE, lora_rank=4)
+    model = build(shape)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all(name.endswith((".down.weight", ".up.weight")) for name in trained)
+    assert all(".base." not in name for name in trained)
+    assert parameters(shape) - parameters(replace(shape, lora_rank=0)) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_a_point_of_several_series_is_measured_once(
@@ -44,7 +59,12 @@ def test_a_point_of_several_series_is_measured_once(
 
     monkeypatch.setattr(scale, "_measured", measured)
     made = scale.run(quick=True, folder=tmp_path)
-    assert len(asked) == len(set(asked)) == 8
-    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2, 2, 1]
+    assert len(asked) == len(set(asked)) == 9
+    assert [len(c.rows) for c in made.comparisons] == [2, 2, 2, 2, 2, 1, 1]
+    made = scale.run(quick=True, folder=tmp_path, only=[6, 5])
+    assert [c.title for c in made.comparisons] == [*scale.series(quick=True)][:-3:-1]
+    assert (tmp_path / "scale-6-5.json").is_file() and len(asked) == 11
+    with pytest.raises(ValueError, match="no table 7; there are 0 to 6"):
+        scale.run(quick=True, folder=tmp_path, only=[7])
     kept = json.loads((tmp_path / "scale.json").read_text())["comparisons"]
-    assert [row["name"] for row in kept[-2]["rows"]] == ["1", "2"]
+    assert [row["name"] for row in kept[-3]["rows"]] == ["1", "2"]
