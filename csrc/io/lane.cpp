@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "checksum.h"
@@ -19,6 +20,13 @@ constexpr std::int64_t kLongestWaitNs = 50'000'000;
 // Enough to keep a disk busy; their memory is beside all budgets.
 constexpr std::uint32_t kMostCopies = 2;
 
+constexpr int kWaiting = 2;  // queue of writes that need a copy, behind those of reads and writes
+
+// It is taken only to be dropped.
+bool ended(const Request* request) {
+  return request->failed || request->state == Request::kCancelled;
+}
+
 bool worth_repeating(std::int64_t result) {
   return result == -EINTR || result == -EAGAIN || result == -EBUSY || result == -ENOBUFS;
 }
@@ -31,14 +39,18 @@ std::size_t latency_step(std::int64_t ns) {
 }  // namespace
 
 Lane::Queue& Lane::queue_of(const Block* block) {
-  return queues_[block->request->urgent ? 1 : 0][static_cast<int>(block->op)];
+  const bool waits = block->changing && !block->copied;
+  return queues_[block->request->urgent ? 1 : 0][waits ? kWaiting : static_cast<int>(block->op)];
 }
 
 void Lane::push(std::vector<Block>& blocks) {
   std::function<void()> waker;
   {
     const std::lock_guard lock(mutex_);
-    for (Block& block : blocks) queue_of(&block).push_back(&block);
+    for (Block& block : blocks) {
+      block.number = next_number_++;
+      queue_of(&block).push_back(&block);
+    }
     stats_.queued += static_cast<std::uint32_t>(blocks.size());
     waker = waker_;
   }
@@ -63,11 +75,11 @@ std::uint32_t Lane::withdraw(const Request* request) {
 
 void Lane::promote(const Request* request) {
   const std::lock_guard lock(mutex_);
-  for (int op = 0; op < 2; ++op) {
-    Queue& from = queues_[0][op];
+  for (std::size_t kind = 0; kind < std::size(queues_[0]); ++kind) {
+    Queue& from = queues_[0][kind];
     const auto theirs = [request](const Block* block) { return block->request != request; };
     const auto mine = std::stable_partition(from.begin(), from.end(), theirs);
-    queues_[1][op].insert(queues_[1][op].end(), mine, from.end());
+    queues_[1][kind].insert(queues_[1][kind].end(), mine, from.end());
     from.erase(mine, from.end());
   }
 }
@@ -125,25 +137,24 @@ void Lane::requeue_due(std::int64_t now) {
   }
 }
 
-bool Lane::may_start(const Block* block) const {
-  return !block->changing || block->copied || copies_ < kMostCopies;
+Lane::Queue* Lane::next_of(int urgent, int op) {
+  Queue& plain = queues_[urgent][op];
+  Queue* found = plain.empty() ? nullptr : &plain;
+  if (op == static_cast<int>(Op::kRead)) return found;
+  Queue& waiting = queues_[urgent][kWaiting];
+  if (waiting.empty()) return found;
+  if (copies_ >= kMostCopies && !ended(waiting.front()->request)) return found;
+  return found != nullptr && plain.front()->number < waiting.front()->number ? found : &waiting;
 }
 
 Block* Lane::pick() {
   for (int urgent = 1; urgent >= 0; --urgent) {
     const int first = write_next_ ? 1 : 0;
     for (const int op : {first, 1 - first}) {
-      Queue& queue = queues_[urgent][op];
-      // Not the first alone: what has a copy may have come to stand behind what waits for one.
-      const auto found = std::find_if(queue.begin(), queue.end(),
-                                      [this](const Block* block) { return may_start(block); });
-      if (found == queue.end()) continue;
-      Block* block = *found;
-      queue.erase(found);
-      if (block->changing && !block->copied) {
-        block->copied = true;
-        ++copies_;
-      }
+      Queue* queue = next_of(urgent, op);
+      if (queue == nullptr) continue;
+      Block* block = queue->front();
+      queue->pop_front();
       write_next_ = op == 0;
       return block;
     }
@@ -173,6 +184,10 @@ std::size_t Lane::take(Block** out, std::size_t room, bool wait) {
         if (queued == Request::kCancelled || request->failed) {
           dropped.push_back(block);
         } else {
+          if (block->changing && !block->copied) {
+            block->copied = true;
+            ++copies_;
+          }
           block->started_ns = now;
           out[taken++] = block;
         }
@@ -202,9 +217,9 @@ std::size_t Lane::take(Block** out, std::size_t room, bool wait) {
       block->summed = true;
     }
   }
-  // Only dropped blocks, or failed ones: come back for more.
+  // Only dropped blocks, or failed ones: once more, since nothing in flight would wake who sleeps.
   const bool none = kept == 0 && (taken > 0 || !dropped.empty());
-  return none && wait ? take(out, room, wait) : kept;
+  return none ? take(out, room, wait) : kept;
 }
 
 bool Lane::copy(Block* block) {

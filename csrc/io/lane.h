@@ -62,10 +62,11 @@ class Lane {
 
   Queue& queue_of(const Block* block);
   void requeue_due(std::int64_t now);
-  bool may_start(const Block* block) const;
+  // The queue whose first block is next of its kind and may start; null without one.
+  Queue* next_of(int urgent, int op);
+  Block* pick();
   // Puts a copy in the place of memory that others may write to; false without memory for it.
   bool copy(Block* block);
-  Block* pick();
   void resume(Block* block, bool at_once);
   void fail(Block* block, Outcome outcome, int error, std::uint32_t expected, std::uint32_t found);
   void end(Block* block);
@@ -77,7 +78,9 @@ class Lane {
 
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable wake_;
-  Queue queues_[2][2];  // [urgent][op]; urgent ones first, reads and writes in turn
+  // [urgent][read, write, write that needs a copy]; urgent ones first, reads and writes in turn.
+  Queue queues_[2][3];
+  std::uint64_t next_number_ = 0;
   std::vector<Block*> delayed_;
   std::uint32_t copies_ = 0;      // of memory that others may write to, taken or about to be
   std::vector<OwnMemory> spare_;  // that no copy is in

@@ -52,6 +52,7 @@ struct Block {
   bool changing = false;  // others may write to its memory: a copy is what goes to disk
   bool copied = false;    // it is one of the lane's copies, or is about to be
   OwnMemory own;
+  std::uint64_t number = 0;     // in the order in which the lane got them
   std::int64_t due_ns = 0;      // not to be tried again before
   std::int64_t started_ns = 0;  // when it was last given to the submitter
 

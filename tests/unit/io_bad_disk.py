@@ -208,12 +208,13 @@ def stuck(directory: Path, backend: str, code: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def limited(directory: Path, backend: str) -> dict[str, Any]:
+def limited(directory: Path, backend: str, changing: str = "") -> dict[str, Any]:
     """The process may no longer write beyond 2 MiB of a file."""
     engine, extents = opened(directory, backend)
     with engine.buffer(MIB) as buffer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MIB, 2 * MIB))
-        writes = ends(engine.write(extent, buffer) for extent in extents)
+        tickets = [engine.write(extent, buffer, changing=bool(changing)) for extent in extents]
+        writes = ends(tickets)
         reads = ends(engine.read(extent, buffer) for extent in extents)
         engine.close()
     try:

@@ -143,10 +143,12 @@ def test_a_ring_that_takes_nothing_more(code: str, tmp_path: Path) -> None:
     assert found["left"] == []
 
 
-def test_a_file_size_limit(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changing", ["", "changing"])
+def test_a_file_size_limit(backend: str, changing: str, tmp_path: Path) -> None:
+    """Sixteen blocks of a write, of which those that are copied go two at a time."""
     place = tmp_path / "place"
     place.mkdir()
-    found, _ = case("limited", place, backend)
+    found, _ = case("limited", place, backend, changing)
     assert found["writes"] == ["done"] * 2 + ["EFBIG"] * 2
     assert found["reads"] == ["done"] * 2 + ["CorruptionError"] * 2
     assert "2097152" in found["opening"] and "ulimit -f" in found["opening"]
