@@ -64,6 +64,9 @@ def _fields_of(
     return fields
 
 
+LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"  # attribute of models that never have all logits
+
+
 def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, machine: Machine | None = None,
@@ -78,7 +81,8 @@ def make_blueprint(
         prefer: this placement instead of the best one.
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
-        logits: whether the loss is computed from all logits at once.
+        logits: whether the loss is computed from all logits at once, unless the model is marked by
+            ``LOSS_IN_CHUNKS``.
         description: of a store that is to be resumed; ``digests``: the units of which its last
             commit has a checksum, where they are read in place.
     """
@@ -115,7 +119,7 @@ def make_blueprint(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Workload(config.tokens, profile, logits)
+    load = Workload(config.tokens, profile, logits and not hasattr(model, LOSS_IN_CHUNKS))
     if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
 

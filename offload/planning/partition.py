@@ -213,6 +213,12 @@ class _Product(NamedTuple):
         return 2 * self.inputs * self.outputs * self.rows
 
 
+_KEPT_MORE = {
+    "NewGELUActivation": 3, "AccurateGELUActivation": 3, "FastGELUActivation": 6,
+    "QuickGELUActivation": 1,
+}  # fmt: skip
+
+
 def _products(found: FoundUnit) -> list[_Product]:
     """The products that a unit takes with its weights."""
     module = found.module
@@ -248,14 +254,17 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
 
     What two of them share counts twice, norms and attention's own not at all; in transformers with
-    fused attention the one makes up for the other.
+    fused attention the one makes up for the other.  Activation functions that are written out keep
+    more tensors of the widest product's size than fused ones (counted in transformers 5).
     """
-    return round(
-        sum(
-            (each.inputs + each.outputs) * each.rows * (dtype or each.p.dtype).itemsize
-            for each in _products(found)
-        )
-    )
+    products = _products(found)
+    if not products:
+        return 0
+    widest = max(products, key=lambda each: each.outputs)
+    more = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
+    kept = [(each, each.inputs + each.outputs) for each in products]
+    kept.append((widest, widest.outputs * more))
+    return round(sum(n * each.rows * (dtype or each.p.dtype).itemsize for each, n in kept))
 
 
 def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:

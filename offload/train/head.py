@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..plans import LOSS_IN_CHUNKS
+
 # Families whose logits are the head's product with the last hidden state, and nothing else.
 PLAIN_HEADS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
@@ -46,6 +48,7 @@ def chunk_loss(model: nn.Module) -> None:
         return _type_of_output()(loss=_loss(hidden, head.weight, labels))
 
     model.__dict__["forward"] = MethodType(forward, model)
+    model.__dict__[LOSS_IN_CHUNKS] = True
 
 
 def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

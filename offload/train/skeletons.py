@@ -69,13 +69,19 @@ def _llama(config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+class NewGELUActivation(nn.Module):
+    """GPT-2's, by whose name a plan knows how much it keeps."""
+
+
 class _Gpt2Layer(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, activation: str) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attn, self.mlp = nn.Module(), nn.Module()
         self.attn.c_attn, self.attn.c_proj = _Matrix(width, 3 * width), _Matrix(width, width)
         self.mlp.c_fc, self.mlp.c_proj = _Matrix(width, inner), _Matrix(inner, width)
+        if activation == "gelu_new":
+            self.mlp.act = NewGELUActivation()
 
 
 def _gpt2(config: Mapping[str, Any]) -> nn.Module:
@@ -85,7 +91,8 @@ def _gpt2(config: Mapping[str, Any]) -> nn.Module:
     model.transformer.wte = _table(vocabulary, width)
     model.transformer.wpe = _table(config["n_positions"], width)
     layers = range(config["n_layer"])
-    model.transformer.h = nn.ModuleList(_Gpt2Layer(width, inner) for _ in layers)
+    activation = config.get("activation_function", "gelu_new")
+    model.transformer.h = nn.ModuleList(_Gpt2Layer(width, inner, activation) for _ in layers)
     model.transformer.ln_f = nn.LayerNorm(width)
     model.lm_head = nn.Linear(width, vocabulary, bias=False)
     if config.get("tie_word_embeddings", True):

@@ -41,6 +41,7 @@ class Adapting:
         self._bursts: dict[tuple[int, int], tuple[Burst, ...]] = {}  # by FLOPs and bytes of a unit
         self._stale = False  # what was chosen was chosen for another load
         self._grown = 1.0  # so much larger is that one, where units are computed again
+        self._supposed = 0  # choices made with sizes of units that nothing has measured
         self._again = 0  # steps until the choice is looked at again, as units of it were measured
         self._looks = 0  # that are left for this load
         self._unwatched = False  # and that one is not known by unit
@@ -62,11 +63,24 @@ class Adapting:
         sizes, grown = self.stash.unit_bytes(), self.recompute.grown
         self._forwards = self.stash.forwards() if self._waits else []
         if self.recompute.watching:
-            self._saved_bytes, self._stale = sizes, True
+            self._saved_bytes, self._stale = self._whole(sizes), True
         elif not self.recompute.units:
             self._unwatched = sum(sizes) > _MORE * sum(self._saved_bytes)
         elif grown > 1.0:
             self._grown, self._stale = grown, True
+
+    def _whole(self, sizes: list[int]) -> list[int]:
+        """What units keep, also those that are computed again: like others of their FLOPs that are
+        not, or as it was planned."""
+        planned, again = self._blueprint.needs.saved_bytes, self.recompute.units
+        if not again or planned is None:
+            return sizes
+        units = self._blueprint.layout.units
+        seen = {u.flops: n for u, n in zip(units, sizes, strict=True) if u.index not in again}
+        return [
+            seen.get(u.flops, planned[u.index]) if u.index in again else n
+            for u, n in zip(units, sizes, strict=True)
+        ]
 
     def stepped(self) -> None:
         """A step has ended: a better choice, if the load is another one."""
@@ -82,7 +96,11 @@ class Adapting:
                 self._saved_bytes = [int(n * self._grown) for n in self._saved_bytes]
                 self.recompute.grow()
                 self._grown = 1.0
+            supposed = bool(self.recompute.units) and self.recompute.watching
             changed = self._choose()
+            if supposed and changed and self._supposed < _MOST_LOOKS:
+                self._supposed += 1
+                self.recompute.watch()  # units that are kept from now on are measured
             self._looks = _MOST_LOOKS if self._stale else self._looks - 1
             self._again = _LATER if self._looks and (changed or self._stale) else 0
             self._stale = False

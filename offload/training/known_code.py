@@ -1,5 +1,5 @@
-"""Which modules are known to compute the same again: torch's and transformers' own, and those whose
-code shows it.
+"""Which modules are known to compute the same again: torch's and transformers' own, peft's LoRA, and
+those whose code shows it.
 
 Code shows it if it reads its module, its arguments and constants, and calls torch, ``math`` and
 code that shows it too.  Whatever else there is (a write to an attribute, a list that grows, an
@@ -25,7 +25,9 @@ from torch.nn.utils import parametrize
 from . import torch_private
 
 _TRANSFORMERS = "transformers."
-LIBRARIES = ("torch.nn.", _TRANSFORMERS)  # whose modules are known
+_PEFT = ("peft.tuners.lora.", "peft.tuners.tuners_utils")
+_OTHERS = (_TRANSFORMERS, *_PEFT)
+LIBRARIES = ("torch.nn.", *_OTHERS)  # whose modules are known
 _APART = ("torch.distributed", "torch.ops")  # what others wait for, and operations of anyone's
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
@@ -72,9 +74,12 @@ def known(module: nn.Module) -> bool:
 
 def _as_usual(module: nn.Module) -> bool:
     """Whether nothing runs around the module's forward, and it has no state that moves with it."""
-    if not torch_private.calls_as_modules_do(module) or "forward" in vars(module):
+    held = type(module) in (nn.ParameterDict, nn.ParameterList)  # nobody can call them
+    if not (held or torch_private.calls_as_modules_do(module)) or "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
+        return False
+    if getattr(module, "lora_variant", None):  # DoRA and others, some of which hooks give more to
         return False
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if any(type(each).__module__.partition(".")[0] not in _OF_TENSORS for each in tensors):
@@ -103,7 +108,7 @@ class _Reader:
             return False
         for each in self._parts.values():
             held = (value for _, value in torch_private.own_attributes(each))
-            if not type(each).__module__.startswith(_TRANSFORMERS) and not self._holds(held):
+            if not type(each).__module__.startswith(_OTHERS) and not self._holds(held):
                 return False
         return self._named("forward") and all(map(self._named, self._overridden()))
 
@@ -248,7 +253,7 @@ def _called_by_python(cls: type) -> bool:
 def _pure(name: str | None) -> bool:
     """Whether functions of a module are known."""
     return name is not None and (
-        name == "math" or _of_torch(name) or name.startswith(_TRANSFORMERS)
+        name == "math" or _of_torch(name) or name.startswith(_OTHERS)
     )  # fmt: skip
 
 

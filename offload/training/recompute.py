@@ -2,8 +2,8 @@
 
 The checkpoint is torch's own, of the kind that is not reentrant, put around a unit by hooks.  What
 changes itself when it runs would change twice: such units are kept, and to know them, the first
-forward of each is only watched.  Nothing is decided anew within a step: what a checkpoint of the
-user's own computes again must be as it was.
+forward of each is only watched, unless its code is known.  Nothing is decided anew within a step:
+what a checkpoint of the user's own computes again must be as it was.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Recompute:
         # Units that do not change when they run, by the mode that they train or are tried in.
         self._steady: set[tuple[int, bool]] = set()
         self._proven: set[tuple[int, bool]] = set()  # from the next step on they are steady
+        self._read = set[tuple[int, bool]]()  # whose code has been looked at
         self._changes = Counter[int]()
 
     def begin(
@@ -92,7 +93,7 @@ class Recompute:
             return None
         leaves, structure = torch_private.tree_flatten((tuple(args), dict(kwargs)))
         small = self._measure(unit, leaves)
-        if (unit, module.training) not in self._steady:
+        if (unit, module.training) not in self._steady and not (wanted and self._shows(unit, module)):
             return _Watched(self, unit, module, leaves)
         if small or not wanted:
             return None
@@ -104,6 +105,17 @@ class Recompute:
         ):
             return None  # torch knows by these whose random numbers to bring back
         return _Checkpointed(self, unit, module, leaves, structure)
+
+    def _shows(self, unit: int, module: nn.Module) -> bool:
+        """Whether its code, looked at once, tells that the unit does not change when it runs."""
+        case = unit, module.training
+        if case in self._read:
+            return False
+        self._read.add(case)
+        if known(module):
+            self._steady.add(case)
+            self._proven.add(case)
+        return case in self._steady
 
     def known(self, units: frozenset[int]) -> frozenset[int]:
         """Those of the units of which it is known that they compute the same again."""

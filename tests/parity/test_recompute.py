@@ -155,7 +155,11 @@ class Caching(nn.Module):
         return torch.tanh(self.inner(x) + self.table)
 
 
-def test_what_fills_a_cache_first_is_computed_again_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fills_a_cache_first_is_computed_again_later(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_code, "LIBRARIES", ("torch.nn.",))
+    monkeypatch.setattr(known_code, "_pure", PURE)  # what it writes to is seen
     torch.manual_seed(0)
     model = Chain([Caching() for _ in range(3)])
     with overspill.wrap(model, adamw(model), device=CPU, activations="recompute") as optimizer:
@@ -404,6 +408,29 @@ def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> N
     assert found[0][0] == found[1][0]
     for name, value in found[0][1].items():
         assert torch.equal(value, found[1][1][name]), name
+
+
+@pytest.mark.parametrize("told", [{"tokens": 256}, {"activations": "recompute"}], ids=str)
+def test_known_units_are_computed_again_from_the_first_step_on(
+    told: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the load is known, not even the first step is over the budgets; and so it stays."""
+    model, alone = chain(), chain()
+    alone_optimizer = adamw(alone)
+    options = {"device": "sim", "device_memory": "700KiB", "host_memory": "2MiB", "rates": RATES}
+    with overspill.wrap(model, adamw(model), **options, **told) as optimizer:
+        again = optimizer.plan.detail.layout.saved.recompute
+        assert again
+        for number in range(4):
+            CALLS.clear()
+            loss = step(model, optimizer, number, batch=32)
+            computed = len(CALLS)
+            assert computed > 8, number
+            plain = step(alone, alone_optimizer, number, batch=32)
+            assert loss == pytest.approx(plain, rel=1e-5)
+        held = optimizer.memory["device"]
+        assert held.peak_bytes <= held.budget_bytes
+    assert not [r for r in caplog.records if "over the budget" in r.getMessage()]
 
 
 def test_a_plan_that_knows_the_load_chooses_too() -> None:
