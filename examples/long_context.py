@@ -36,8 +36,8 @@ model = LlamaForCausalLM(
 optimizer = overspill.wrap(
     model,
     torch.optim.AdamW(model.parameters(), lr=1e-3),
-    device_memory=None if torch.cuda.is_available() else "24MiB",
-    device=None if torch.cuda.is_available() else "sim",
+    device_memory="auto" if torch.cuda.is_available() else "24MiB",
+    device="cuda" if torch.cuda.is_available() else "sim",
     host_memory="64MiB",
     nvme=store,
     durable=False,

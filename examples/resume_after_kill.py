@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,9 +45,13 @@ parser.add_argument("out")
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
 given = parser.parse_args()
+if given.steps < 2:
+    parser.error("a run that is killed in the middle has at least 2 steps")
 store, other = (pathlib.Path(given.out) / name for name in ("store", "other"))
-for folder in (store, other):
-    folder.mkdir(parents=True, exist_ok=True)
+if not given.child:
+    for folder in (store, other):
+        shutil.rmtree(folder, ignore_errors=True)  # of a run of this script before
+        folder.mkdir(parents=True)
 
 if given.child:
     model, inner = model_and_optimizer()
@@ -61,7 +66,7 @@ for line in child.stdout:
     if line.strip() == f"step {given.steps // 2}":
         os.kill(child.pid, signal.SIGKILL)
         break
-child.wait()
+assert child.wait() == -signal.SIGKILL
 print("killed")
 
 model, inner = model_and_optimizer()

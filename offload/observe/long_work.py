@@ -60,23 +60,24 @@ class LongWork:
                 BarColumn,
                 DownloadColumn,
                 Progress,
+                TextColumn,
                 TimeRemainingColumn,
                 TransferSpeedColumn,
             )
 
             columns = (
-                self._what, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+                TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
                 TimeRemainingColumn(),
             )  # fmt: skip
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._total)
+            self._task = self._bar.add_task(self._what, total=self._total)
         self._bar.update(self._task, completed=min(self._done, self._total))
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         now = time.perf_counter()
         if self._bar is not None:
             self._bar.stop()
-        if now - self._began >= AFTER_S:
+        if now - self._began >= AFTER_S and kind is None:
             took = f"{now - self._began:.3g} s"
             log.info("overspill: %s took %s, %s", self._what, took, self._so_far(now))

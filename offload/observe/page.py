@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +20,7 @@ from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps
 
 if TYPE_CHECKING:
-    from ..facts.trace import Trace
+    from ..facts.trace import Level, Span, Trace
 
 RUN, TRACE, PLANNED, PAGE = "run.json", "trace.json", "planned.json", "report.html"
 MORE_TOKENS = "twice the tokens"
@@ -45,7 +45,8 @@ def page_of(folder: Path) -> str:
         ) from error
     except ValueError as error:
         raise OffloadError(f"{folder / RUN} is no JSON ({error})") from error
-    missing = [key for key in ("model", "steps", "memory", "plan", "step_s") if key not in run]
+    keys = ("model", "steps", "memory", "plan", "step_s")
+    missing = [key for key in keys if not isinstance(run, dict) or key not in run]
     if missing:
         raise OffloadError(f"{folder / RUN} is of no run: {missing[0]!r} is missing")
     planned = load_trace(folder / PLANNED) if (folder / PLANNED).exists() else None
@@ -101,10 +102,27 @@ def _lanes(trace: Trace) -> dict[str, Any]:
     return {
         "end": at(end),
         "spans": [[s.lane, s.name, at(s.started_ns), at(s.finished_ns), s.nbytes]
-                  for s in spans[:LONGEST]],
+                  for s in _fewer(spans)],
         "stalls": [[s.lane, s.name, at(s.started_ns), at(s.finished_ns), 0]
-                   for s in stalls[:LONGEST]],
+                   for s in _fewer(stalls)],
         "steps": [[mark.index, at(mark.started_ns), at(mark.finished_ns)] for mark in steps],
         "levels": [[at(x.at_ns), x.device_bytes, x.host_bytes, x.saved_bytes]
-                   for x in levels[:: 1 + len(levels) // LONGEST]],
+                   for x in _highest(levels)],
     }  # fmt: skip
+
+
+def _fewer(spans: Sequence[Span]) -> Sequence[Span]:
+    """The longest of them, where there are more than a page can draw."""
+    if len(spans) <= LONGEST:
+        return spans
+    least = sorted((s.finished_ns - s.started_ns for s in spans), reverse=True)[LONGEST - 1]
+    return [s for s in spans if s.finished_ns - s.started_ns >= least][:LONGEST]
+
+
+def _highest(levels: Sequence[Level]) -> Sequence[Level]:
+    """Of neighbours, where there are more than a page can draw, the one with the most in use."""
+    each = 1 + len(levels) // LONGEST
+    return [
+        max(levels[at : at + each], key=lambda x: x.device_bytes + x.host_bytes)
+        for at in range(0, len(levels), each)
+    ]

@@ -86,7 +86,7 @@ def test_a_terminal_gets_a_bar() -> None:
         "import time\n"
         "from overspill.observe import long_work as module\n"
         "module.AFTER_S = 0.05\n"
-        "with module.LongWork('verifying', 100 << 20) as done:\n"
+        "with module.LongWork('verifying {v}[/x]', 100 << 20) as done:\n"
         "    for _ in range(10):\n"
         "        time.sleep(0.05)\n"
         "        done(10 << 20)\n"
@@ -110,5 +110,5 @@ def test_a_terminal_gets_a_bar() -> None:
     finally:
         os.close(ours)
     text = seen.decode()
-    assert "verifying" in text and "/100.0 MiB" in text and "MB/s" in text
+    assert "verifying {v}[/x]" in text and "/100.0 MiB" in text and "MB/s" in text
     assert "\x1b[2K" in text, "the bar is taken away"

@@ -17,6 +17,7 @@ from overspill.cli.app import app
 from overspill.errors import OffloadError
 from overspill.facts.trace import LANES, StepMark, Trace
 from overspill.observe.export import load_trace, save_trace
+from overspill.observe import page as page_module
 from overspill.observe.page import make_page, page_of, write_page
 from overspill.observe.pictures import LANE_COLOURS
 from overspill.train.job import run
@@ -114,6 +115,7 @@ def test_numbers_that_json_does_not_have_are_none() -> None:
         ({"run.json": "{}"}, "holds no run: trace.json is missing"),
         ({"run.json": "[", "trace.json": ""}, "is no JSON"),
         ({"run.json": '{"model": "m"}', "trace.json": None}, "'steps' is missing"),
+        ({"run.json": "5", "trace.json": None}, "'model' is missing"),
         ({"run.json": "{}", "trace.json": "{}"}, "is no trace of overspill"),
     ],
 )
@@ -128,6 +130,20 @@ def test_what_is_no_run_is_said(tmp_path: Path, files: dict[str, str | None], me
     answer = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert answer.exit_code != 0
     assert not (tmp_path / "report.html").exists(), "nothing is written"
+
+
+def test_more_than_a_browser_draws_is_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest spans of all steps stay, and the highest levels."""
+    monkeypatch.setattr(page_module, "LONGEST", 10)
+    made, trace = by_hand()
+    for k in range(100):
+        trace.add("read", f"r{k}", 50 * k, 50 * k + (40 if k % 10 == 9 else 1))
+        trace.level(50 * k, 0, 10_000 if k == 57 else k, 0)
+    lanes = facts_of(make_page(made, trace, None))["lanes"]["measured"]
+    names = [name for _, name, *_ in lanes["spans"]]
+    assert names == ["head", *(f"r{k}" for k in range(9, 99, 10))] or len(names) == 10
+    assert {"r9", "r89"} <= set(names)
+    assert max(host for _, _, host, _ in lanes["levels"]) == 10_000
 
 
 def test_the_command_writes_it_where_it_is_asked_to(folder: Path, tmp_path: Path) -> None:
@@ -177,6 +193,17 @@ class Texts(HTMLParser):
     def handle_data(self, data: str) -> None:
         for name in filter(None, self._open):
             self.texts[name] = self.texts.get(name, "") + data
+
+
+@needs_browser
+def test_a_run_without_figures_still_has_a_page(folder: Path, tmp_path: Path) -> None:
+    """Of no step, of no loss, with nothing known of what else there is to try."""
+    made = json.loads((folder / "run.json").read_text())
+    made.update(steps=[], loss_first=None, loss_last=None, next={"step_s": None, "with": {}})
+    del made["comparison"]
+    page = tmp_path / "bare.html"
+    page.write_text(make_page(made, by_hand()[1], None))
+    assert 'data-ready="yes"' in browse(page, tmp_path / "profile", "--dump-dom")
 
 
 @pytest.fixture

@@ -20,6 +20,10 @@ function digits(x, count = 3) {
   return Number(x.toPrecision(count)).toLocaleString("en-US", {maximumFractionDigits: 6});
 }
 
+function fixed(x) {
+  return typeof x === "number" ? x.toFixed(4) : "-";
+}
+
 function seconds(s) {
   if (s === null || s === undefined) return "-";
   return s >= 1 ? `${digits(s)} s` : `${digits(s * 1000)} ms`;
@@ -60,10 +64,10 @@ function summary() {
     ...(run.ranks > 1 ? [`${run.ranks} ranks; memory and links are those of the first`] : []),
   ].join(" · ");
   const tiles = [
-    ["loss", `${run.loss_first.toFixed(4)} → ${run.loss_last.toFixed(4)}`, `loss, in ${run.steps.length} steps`],
+    ["loss", `${fixed(run.loss_first)} → ${fixed(run.loss_last)}`, `loss, in ${run.steps.length} steps`],
     ["step", seconds(run.step_s), run.step_over_bound ?
       `a step, ${digits(run.step_over_bound)} times its bound of ${seconds(run.bound_s)}` : "a step"],
-    ["tokens", `${digits(run.tokens_s)} tokens/s`, `${run.steps.at(-1).tokens.toLocaleString("en-US")} a step`],
+    ["tokens", `${digits(run.tokens_s)} tokens/s`, `${digits(run.steps.at(-1)?.tokens, 12)} a step`],
     ["processors", `${digits(run.cpu_s)} core-seconds`, "a step takes, all threads together"],
     ["process", bytes(run.peak_rss_bytes), "of memory the process had at most"],
     ["plain", bytes(run.training_bytes), "weights, gradients and state need without offloading"],
@@ -94,12 +98,16 @@ function loss() {
   if (run.comparison) curves.push(["in memory", run.comparison.steps, "#ffb000", "7 7", 2]);
   const wide = 1100, high = 320, left = 56, below = 28;
   const values = curves.flatMap(([, steps]) => steps.map((step) => step.loss)).filter(Number.isFinite);
+  if (!values.length) {
+    by("loss").append(make("p", {}, "No step has a loss."));
+    return;
+  }
   const low = Math.min(...values), top = Math.max(...values), span = top - low || 1;
   const first = run.steps[0].step, last = run.steps.at(-1).step;
   const x = (step) => left + (wide - left - 12) * (step - first) / Math.max(1, last - first);
   const y = (value) => 10 + (high - below - 20) * (top - value) / span;
   const svg = drawn("svg", {viewBox: `0 0 ${wide} ${high}`, role: "img", tabindex: 0,
-    "aria-label": `Loss from ${run.loss_first.toFixed(4)} to ${run.loss_last.toFixed(4)}`});
+    "aria-label": `Loss from ${fixed(run.loss_first)} to ${fixed(run.loss_last)}`});
   for (const value of ticks(low, top, 5)) {
     svg.append(drawn("line", {class: "axis", x1: left, x2: wide - 12, y1: y(value), y2: y(value)}));
     svg.append(drawn("text", {x: left - 8, y: y(value) + 4, "text-anchor": "end"}, digits(value)));
@@ -344,7 +352,7 @@ function plan() {
 }
 
 function next() {
-  const found = run.next && run.next.with ? Object.entries(run.next.with) : [];
+  const found = run.next && run.next.step_s ? Object.entries(run.next.with) : [];
   if (!found.length) {
     by("next").append(make("p", {}, "Nothing is known of what other choices would take: no rates, or no compute."));
     return;
@@ -356,6 +364,9 @@ function next() {
     return [share, [change, seconds(step_s), cell]];
   });
   rows.sort((one, other) => one[0] - other[0]);
+  if (rows[0][0] > -0.01) {
+    by("next").append(make("p", {}, "None of these makes a token cheaper."));
+  }
   by("next").append(table(["with", "a step would take", "time per token"], rows.map(([, row]) => row)));
   by("next").append(make("p", {class: "hint"},
     `By the simulator, with compute as measured here; for the run as it was it says ${seconds(run.next.step_s)}.`));
