@@ -26,6 +26,7 @@ from .movement.machinery import Machinery
 from .optim.untrained import NoOptimizer
 from .optimizer import OffloadedOptimizer
 from .planning.blueprint import Blueprint
+from .planning.budgets import beyond_this_machine
 from .planning.plan import Plan
 from .plans import calibrated, make_blueprint
 from .state.homes import Homes
@@ -40,6 +41,8 @@ Made = TypeVar("Made")
 def raise_shortfall(plan: Plan) -> None:
     """Raises ``BudgetError`` for a plan that does not fit; of activations that may stay over the
     budget, that is only said."""
+    if plan.detail.budgets is not None and (why := beyond_this_machine(plan.detail.budgets)):
+        log.warning("overspill: %s", why)
     if plan.fits:
         return
     first, layout = plan.shortfalls[0], plan.detail.layout

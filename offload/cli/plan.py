@@ -123,7 +123,7 @@ def plan(
             name or model, options, machine, _micro_batch(tokens, seq, batch), accumulate, as_json
         )
         if find_largest:
-            asked = asked.with_largest()
+            asked = asked.with_largest(lora_rank)
         if every_way:
             found = choices(asked.name, options, machine, asked.tokens)
         else:
@@ -142,16 +142,19 @@ def _refuse_together(given: Mapping[str, Any]) -> None:
     """Raises for options that say different things."""
     if given["recompute"] and given["activations"] not in (None, "recompute"):
         raise ValueError(f"--recompute and --activations {given['activations']} differ; give one")
+    if given["name"] is not None and given["model"] not in (DEFAULT_SHAPE, given["name"]):
+        raise ValueError(f"MODEL is {given['name']} and --model {given['model']}; give one")
     if given["find_largest"] and (given["name"] is not None or given["model"] != DEFAULT_SHAPE):
         raise ValueError("--largest looks for a model; leave MODEL out")
     if given["every_way"]:
         tried = ("lora_rank", "frozen", "moments")
         if any(given[name] is not None for name in tried):
             raise ValueError("--options tries moments, packed bases and LoRA; leave them out")
-        alone = ("trace", "every_unit", "endurance")
+        alone = ("trace", "every_unit", "endurance", "measure")
         if any(given[name] for name in alone):
             raise ValueError(
-                "--options is a table; --trace, --every-unit, --endurance are of one plan"
+                "--options is a table; --trace, --every-unit, --endurance and --measure are of one "
+                "plan"
             )
 
 
@@ -181,12 +184,13 @@ class _Asked:
     def step_tokens(self) -> int:
         return self.tokens * self.accumulate
 
-    def with_largest(self) -> _Asked:
+    def with_largest(self, lora_rank: int | None) -> _Asked:
         """The same for the largest named shape that fits."""
         from ..train.choices import largest
 
-        name, _ = largest(self.options, self.target, self.tokens)
-        typer.echo(f"the largest named shape that fits: {name}", err=self.as_json)
+        name, found = largest(self.options, self.target, self.tokens, lora_rank)
+        what = "the largest named shape that fits" if found.fits else "not even the smallest fits"
+        typer.echo(f"{what}: {name}", err=self.as_json)
         return replace(self, name=name)
 
     def plan(
@@ -197,7 +201,7 @@ class _Asked:
         from ..train.choices import model_for
         from ..train.gains import gains, planner
 
-        make = planner(model_for(self.name, lora_rank), self.options)
+        make = planner(model_for(self.name, lora_rank, self.options.get("frozen")), self.options)
         made = make(self.target, self.tokens, {"measure": measure})
         here = len(self.options.get("nvme", ("",)))
         disks = here if self.target is None else self.target.disks
@@ -221,7 +225,12 @@ def _tell_plan(
     asked: _Asked, made: Plan, more: Mapping[str, float], endurance: str | None, *, every_unit: bool
 ) -> None:
     """Prints a plan; the exit code says whether it fits."""
+    from ..planning.budgets import beyond_this_machine
+
     tokens, machine = asked.step_tokens, asked.target
+    budgets = made.detail.budgets
+    if machine is None and budgets is not None and (why := beyond_this_machine(budgets)):
+        typer.echo(why, err=True)
     if asked.as_json:
         print(json.dumps(plan_json(made, tokens, more, machine, endurance), indent=2))
     else:

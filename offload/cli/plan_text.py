@@ -183,13 +183,14 @@ def _times(plan: Plan, tokens: int, gains: Mapping[str, float], endurance: str |
     ]
     if plan.detail.simulated is not None:
         lanes = plan.detail.simulated.stats.lanes.items()
-        waits = [f"{name} {lane.stall_s:.2g} s" for name, lane in lanes if lane.stall_s > 0]
+        waits = [f"{name} {lane.stall_s:.3g} s" for name, lane in lanes if lane.stall_s > 0]
         lines.append(f"compute waits for: {', '.join(waits) or 'nothing'}")
     lines.extend(_updates(plan))
     for what, step_s in gains.items():
         per_token = 2 if what == MORE_TOKENS else 1
         change = step_s / per_token / plan.step_s - 1 if plan.step_s else 0.0
-        lines.append(f"with {what}: {step_s:.3g} s a step ({change:+.0%} time per token)")
+        told = f"{change:+.0%} time per token" if abs(change) >= 0.005 else "a token takes as long"
+        lines.append(f"with {what}: {step_s:.3g} s a step ({told})")
     written = plan.link_bytes.get("write", 0)
     if written:
         days = endurance_days(plan, endurance)
@@ -261,12 +262,12 @@ def show_choices(choices: Sequence[Choice], tokens: int) -> None:
     table = Table("what is trained", "host budget", "device", "disk", "a step", "tokens/s")
     for each in choices:
         plan = each.plan
-        device, disk = plan.tier_bytes.get(Tier.DEVICE, 0), plan.tier_bytes.get(Tier.NVME, 0)
+        disk, on_device = plan.tier_bytes.get(Tier.NVME, 0), plan.detail.layout
+        there = on_device is not None and on_device.has_device
+        device = plan.tier_bytes.get(Tier.DEVICE, 0) if there else 0
         budget = format_bytes(_host_budget(plan) or 0)
         if not plan.fits:
-            short = plan.shortfalls[0]
-            why = f"needs {format_bytes(short.need_bytes)} of {short.tier.value}"
-            table.add_row(each.recipe.name, budget, "", "", "does not fit", why)
+            table.add_row(each.recipe.name, budget, "-", "-", "no room", "-")
             continue
         speed = _tokens_s(plan, tokens)
         table.add_row(
@@ -276,9 +277,15 @@ def show_choices(choices: Sequence[Choice], tokens: int) -> None:
             "?" if speed is None else f"{speed:,.0f}",
         )  # fmt: skip
     console.print(table)
+    for each in choices:
+        for short in each.plan.shortfalls:
+            told = f"{each.recipe.name}: no room: {short}"
+            console.print(told, highlight=False, soft_wrap=True)
     rows = [each for each in choices if each.recipe.options or each.recipe.lora_rank]
-    told = {each.recipe.name: _flags(each) for each in rows if each.plan.fits}
-    for name, flags in told.items():
+    words = {each.recipe.name: _flags(each) for each in rows if each.plan.fits}
+    if words:
+        console.print("in words of overspill plan (a script has peft's LoRA, and wrap's frozen=):")
+    for name, flags in words.items():
         console.print(f"{name}: {flags}", highlight=False, soft_wrap=True)
 
 

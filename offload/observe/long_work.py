@@ -66,8 +66,8 @@ class LongWork:
             )
 
             columns = (
-                TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-                TimeRemainingColumn(),
+                TextColumn("{task.description}", markup=False), BarColumn(),
+                DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn(),
             )  # fmt: skip
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()

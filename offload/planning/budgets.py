@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from ..config import OffloadConfig, parse_size
+from ..errors import format_bytes
 from ..facts.machine import Machine
 from .plan import Budgets
 
@@ -72,6 +73,15 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
     return Budgets(device, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)
 
 
+def beyond_this_machine(budgets: Budgets) -> str | None:
+    """What to say of a host budget that is more than the machine has."""
+    total = psutil.virtual_memory().total
+    if budgets.host <= total:
+        return None
+    asked, has = format_bytes(budgets.host), format_bytes(total)
+    return f"host_memory is {asked}, which is more than the {has} that this machine has"
+
+
 def _size_of(text: str, name: str) -> int:
     size = parse_size(text, name)
     if size.nbytes is None:
@@ -100,7 +110,9 @@ def resolve_budgets(config: OffloadConfig, device: torch.device | None) -> Budge
             there = asked.resolve(free, int(free * DEVICE_MARGIN))
     elif config.device_memory != "auto":
         raise ValueError(
-            "device_memory: there is no device here, so there is one memory tier; set host_memory"
+            "device_memory: there is no device here, so there is one memory tier: leave it out and "
+            "set host_memory, or pass device='sim'; for a machine that is not here, overspill plan "
+            "has --rates FILE"
         )
     nvme: int | None = None
     if config.nvme is not None:

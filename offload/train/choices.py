@@ -53,12 +53,15 @@ def recipes(lora_rank: int = LORA_RANK) -> list[Recipe]:
     ]
 
 
-def model_for(name: str, lora_rank: int | None) -> nn.Module:
+def model_for(name: str, lora_rank: int | None, frozen: str | None = None) -> nn.Module:
     """The model of that name for a plan, its weights frozen beside LoRA, where a rank is given.
 
     Raises:
-        ValueError, OffloadError: as for ``plan_model``; no place for LoRA in it.
+        ValueError, OffloadError: as for ``plan_model``; no place for LoRA in it; a ``frozen``
+            format where all is trained.
     """
+    if frozen is not None and lora_rank is None:
+        raise ValueError(f"frozen={frozen!r}: nothing is frozen; --lora-rank trains LoRA alone")
     model = plan_model(name)
     if lora_rank is not None:
         add_lora(model, lora_rank)
@@ -106,11 +109,14 @@ def least_budget(
     return None
 
 
-def largest(options: Mapping[str, Any], machine: Machine | None, tokens: int) -> tuple[str, Plan]:
+def largest(
+    options: Mapping[str, Any], machine: Machine | None, tokens: int, lora_rank: int | None = None
+) -> tuple[str, Plan]:
     """The named shape with the most parameters that fits, or the smallest, which does not."""
     name, plan = "", None
     for name in reversed(_by_size()):
-        plan = planner(plan_model(name), options)(machine, tokens, {"every_update": False})
+        make = planner(model_for(name, lora_rank, options.get("frozen")), options)
+        plan = make(machine, tokens, {"every_update": False})
         if plan.fits:
             break
     assert plan is not None

@@ -113,6 +113,9 @@ def add_lora(model: nn.Module, rank: int) -> None:
     matrices = [m for m in model.modules() if isinstance(m, (nn.Linear, _Matrix)) and m is not head]
     if not matrices:
         raise ValueError("LoRA: the model has no matrices that a plan knows as such")
+    most = min(max(m.weight.shape) for m in matrices)
+    if rank > most:
+        raise ValueError(f"the rank of LoRA must be at most {most}, a matrix's size, got {rank}")
     for m in matrices:
         rows, columns = m.weight.shape
         inputs, outputs = (columns, rows) if isinstance(m, nn.Linear) else (rows, columns)

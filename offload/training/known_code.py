@@ -1,5 +1,5 @@
-"""Which modules are known to compute the same again: torch's and transformers' own, peft's LoRA, and
-those whose code shows it.
+"""Which modules are known to compute the same again: torch's and transformers' own, peft's LoRA,
+and those whose code shows it.
 
 Code shows it if it reads its module, its arguments and constants, and calls torch, ``math`` and
 code that shows it too.  Whatever else there is (a write to an attribute, a list that grows, an

@@ -93,7 +93,9 @@ class Recompute:
             return None
         leaves, structure = torch_private.tree_flatten((tuple(args), dict(kwargs)))
         small = self._measure(unit, leaves)
-        if (unit, module.training) not in self._steady and not (wanted and self._shows(unit, module)):
+        if (unit, module.training) not in self._steady and not (
+            wanted and self._shows(unit, module)
+        ):
             return _Watched(self, unit, module, leaves)
         if small or not wanted:
             return None

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.errors import OffloadError
 from overspill.facts.trace import LANES, StepMark, Trace
-from overspill.observe.export import load_trace, save_trace
 from overspill.observe import page as page_module
+from overspill.observe.export import load_trace, save_trace
 from overspill.observe.page import make_page, page_of, write_page
 from overspill.observe.pictures import LANE_COLOURS
 from overspill.train.job import run

@@ -91,6 +91,8 @@ def test_the_largest_model_is_the_largest(machine: Machine) -> None:
     for other in over[:1]:
         make = planner(plan_model(other), {**OPTIONS, "host_memory": "6GiB"})
         assert not make(machine, TOKENS, {"every_update": False}).fits
+    adapters, plan = largest({**OPTIONS, "host_memory": "6GiB"}, machine, TOKENS, lora_rank=8)
+    assert plan.fits and sum(p.numel() for p in plan_model(adapters).parameters()) > size
     none = {"host_memory": "1MiB", "device_memory": "1MiB"}
     small, plan = largest({**OPTIONS, **none}, machine, TOKENS)
     assert small == "gpt2-1m" and not plan.fits
@@ -126,6 +128,10 @@ def test_a_plan_takes_the_words_of_a_training_script() -> None:
         (["--batch", "2"], "say how long they are with --seq"),
         (["--recompute", "--activations", "host"], "differ; give one"),
         (["gpt2-1m", "--largest"], "leave MODEL out"),
+        (["gpt2-1m", "--model", "llama-8b"], "give one"),
+        (["gpt2-1m", "--frozen", "nf4"], "nothing is frozen"),
+        (["gpt2-1m", "--lora-rank", "99999999999"], "at most 128"),
+        (["--options", "--measure"], "are of one plan"),
         (["--options", "--moments", "int8"], "leave them out"),
         (["--options", "--every-unit"], "--options is a table"),
     ],
@@ -133,3 +139,16 @@ def test_a_plan_takes_the_words_of_a_training_script() -> None:
 def test_words_that_contradict_are_refused(words: list[str], message: str) -> None:
     answer = call(*words)
     assert answer.exit_code == 2 and message in answer.output
+
+
+def test_what_has_no_room_is_told_with_what_it_lacks() -> None:
+    answer = call("gpt2-25m", "--device", "cpu", "--host-memory", "8MiB", "--options")
+    assert answer.exit_code == 2
+    assert "no room: " in answer.output and "the budget is 8 MiB" in answer.output
+
+
+def test_a_budget_beyond_this_machine_is_told() -> None:
+    answer = call("gpt2-1m", "--device", "cpu", "--host-memory", "64TiB")
+    assert answer.exit_code == 0 and "more than the" in answer.output
+    answer = call("gpt2-1m", "--rates", str(FILE), "--host-memory", "64TiB")
+    assert "more than the" not in answer.output
