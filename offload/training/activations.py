@@ -109,7 +109,6 @@ class Stash:
         self._behind: deque[tuple[Event, int]] = deque()
         self._since_bytes = 0
         self.resting = Resting()
-        self._at_most = 0  # that autograd had at once in the last step that was looked at
 
     def rest_for(self, t: torch.Tensor) -> Rest | None:
         """What to hold with ``t``, which stays as it is; ``None``: it is to be looked at."""
@@ -279,14 +278,11 @@ class Stash:
         if not self._executor.ended:
             self.tell()
             self._ran(NOWHERE)
-            rests = self.resting.rest is not None
+            beside = self.resting.backward_begins(self._bytes) if backward else 0
             if not backward:
                 moves = self._policy != "auto" or self._store.away_bytes or self._refused_bytes
                 self.resting.step_over(self.room_bytes, quiet=not moves)
-            elif not rests:
-                self._at_most = self._bytes
-            beside = self._at_most if rests else self.resting.aside_bytes
-            self._store.turn(backward, self._room_bytes, beside if backward else 0)
+            self._store.turn(backward, self._room_bytes, beside)
             self._behind.clear()
             self._since_bytes = 0
             if not backward:

@@ -30,6 +30,7 @@ class Resting:
         rest: the present one.
         aside_bytes: of the room, as long as a graph has what was saved in a rest.
         passed_bytes: that were looked at in this step, storages as often as they were saved.
+        share: of such bytes, what autograd had at once in the last step that was looked at.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Resting:
         self.aside_bytes = self.passed_bytes = 0
         self._last: weakref.ref[Rest] | None = None
         self._most = 0  # that was ever set aside
+        self.share = 1.0
 
     def take(self, nbytes: int) -> Rest | None:
         """What to hold with so many bytes that stay as they are; ``None``: they are to be looked
@@ -47,6 +49,15 @@ class Resting:
             if rest.left < 0:
                 rest = self.rest = None
         return rest
+
+    def backward_begins(self, saved_bytes: int) -> int:
+        """Bytes that autograd has of what was not looked at, about as many as there are, or all
+        that was set aside for it where a part was.  ``saved_bytes``: of all that was."""
+        if self.rest is not None:
+            return round(self.share * (self.aside_bytes - self.rest.left))
+        if not self.aside_bytes and self.passed_bytes:
+            self.share = min(1.0, saved_bytes / self.passed_bytes)
+        return self.aside_bytes
 
     def step_over(self, room_bytes: int, *, quiet: bool) -> None:
         """Decides on the next step; ``quiet``: nothing has left in this one.  After one that was

@@ -161,3 +161,20 @@ def test_what_was_asked_to_leave_never_rests(tmp_path: Path, policy: str) -> Non
         step(model, optimizer, seed, 16)
         assert stash_of(optimizer).resting.rest is None
     optimizer.close()
+
+
+def test_memory_tells_what_a_larger_batch_takes_in_a_rest(tmp_path: Path) -> None:
+    """As much as one that is looked at, though the last of these was smaller."""
+
+    def most(folder: Path, *rows: int) -> int:
+        model, optimizer = wrapped(folder)
+        for seed, each in enumerate(rows):
+            step(model, optimizer, seed, each)
+        assert stash_of(optimizer).resting.rest is not None, "the next one is"
+        levels = max(level.saved_bytes for level in optimizer._engine.trace.levels())
+        optimizer.close()
+        return int(levels)
+
+    alone = most(tmp_path / "a", 72)
+    assert most(tmp_path / "b", 60, 72) == pytest.approx(alone, rel=0.05)
+    assert most(tmp_path / "c", 60) < 0.9 * alone
