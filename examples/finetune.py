@@ -1,6 +1,8 @@
 """Fine-tunes a Hugging Face model in an ordinary PyTorch loop, with its state on three tiers.
 
-python examples/finetune.py MODEL_FOLDER notes.txt /scratch
+python examples/finetune.py MODEL_FOLDER notes.txt /scratch/one [--out finetuned]
+
+The folder for NVMe is there and empty: a run is never begun over the store of another.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ def main() -> None:
     parser.add_argument("--host-memory", default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("finetuned"), help="a folder to make")
     args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} is there already; give another --out")
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(args.text.read_text())["input_ids"])
@@ -54,7 +59,7 @@ def main() -> None:
             optimizer.zero_grad()
             print(f"step {step + 1}  loss {loss.item():.4f}  {optimizer.stats.step_s:.2f} s")
         optimizer.trace("trace.json")
-        overspill.unwrap(model).save_pretrained("finetuned")
+        overspill.unwrap(model).save_pretrained(args.out)
 
 
 if __name__ == "__main__":

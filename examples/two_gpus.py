@@ -1,7 +1,8 @@
 """Fine-tunes a Hugging Face model on several GPUs, sharded by FSDP2, in an ordinary loop.
 
-torchrun --nproc-per-node 2 examples/two_gpus.py MODEL_FOLDER notes.txt /scratch
+torchrun --nproc-per-node 2 examples/two_gpus.py MODEL_FOLDER notes.txt /scratch/two [--out finetuned]
 
+The folder for NVMe is there and empty: a run is never begun over the store of another.
 Without a GPU it runs on the CPU: with a tiny model it shows how it goes.
 """
 
@@ -27,7 +28,10 @@ def main() -> None:
     parser.add_argument("--host-memory", default="auto", help="of the machine, for all its ranks")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("finetuned"), help="a folder to make")
     args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} is there already; give another --out")
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -62,7 +66,7 @@ def main() -> None:
             dist.all_reduce(loss)
             if rank == 0:
                 print(f"step {step + 1}  loss {loss.item() / dist.get_world_size():.4f}")
-        optimizer.save("finetuned")
+        optimizer.save(args.out)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,8 @@
 """Speech to text: Whisper in Hugging Face's Seq2SeqTrainer, evaluated by the text that it writes.
 
 python examples/whisper.py OUT
+
+With so few steps from random weights it only begins to learn: what it hears is about chance.
 """
 
 from __future__ import annotations

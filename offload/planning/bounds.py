@@ -128,7 +128,8 @@ def step_bound(
     the forward, save for updates whose gradients there is room to keep until the next one; with
     ``"next_forward"`` the last backward, which begins when all is updated and ends with the norm.
     Without a device, updates and the moves to and from disk take processors from compute, whose
-    threads wait for one another, so that they add up.
+    threads wait for one another, so that they add up: so it was measured where products use all
+    processors.  Where some are idle, a run may be faster than that.
 
     Args:
         links: bytes of a step by lane.
