@@ -2,8 +2,8 @@
 
 python examples/sft_lora.py OUT
 
-The base here has random weights, over which an adapter learns little: the loss hardly falls.  With a
-model of yours in place of ``words.model()`` it does.
+The base here has random weights, over which an adapter learns little: the loss hardly falls.  With
+a model of yours in place of ``words.model()`` it does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fine-tunes a Hugging Face model on several GPUs, sharded by FSDP2, in an ordinary loop.
 
-torchrun --nproc-per-node 2 examples/two_gpus.py MODEL_FOLDER notes.txt /scratch/two [--out finetuned]
+torchrun --nproc-per-node 2 examples/two_gpus.py MODEL_FOLDER notes.txt /scratch/two [--out OUT]
 
 The folder for NVMe is there and empty: a run is never begun over the store of another.
 Without a GPU it runs on the CPU: with a tiny model it shows how it goes.

@@ -17,10 +17,11 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     pixels = torch.randn(16, 3, 64, 64, generator=draw)
     labels = torch.randint(0, 2, (16,), generator=draw)
     for image, label in zip(pixels, labels, strict=True):
-        image[:, 32 * label : 32 * label + 32] += 2.0
+        image[:, 32 * label : 32 * label + 32] += 3.0
     return pixels, labels
 
 
+torch.manual_seed(0)
 model = ViTForImageClassification(
     ViTConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -29,8 +30,8 @@ model = ViTForImageClassification(
 )  # fmt: skip
 inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.LinearLR(inner, 0.1, 1.0, 10)
-with overspill.wrap(model, inner, host_memory="16MiB") as optimizer:
-    for step in range(40):
+with overspill.wrap(model, inner, host_memory="32MiB") as optimizer:
+    for step in range(80):
         pixels, labels = batch(step)
         loss = model(pixel_values=pixels, labels=labels).loss
         loss.backward()

@@ -209,7 +209,7 @@ def _plan_of(
         device_update_share=device_update_share(layout),
         device_update_worth=None if rates is None else device_update_worth(rates),
         preference=needs.prefer,
-        activation_bytes=None if sizes is None else sum(sizes),
+        saved_bytes=None if sizes is None else tuple(sizes),
         activations_short=missing is not None,
         left_bytes=left_bytes(layout, budgets),
         profile=profile,

@@ -122,8 +122,8 @@ class PlanDetail:
         device_update_worth: share worth updating there by DESIGN's formula, where the link has
             nothing else to do; ``None`` without a link.
         preference: which of the legal placements was chosen.
-        activation_bytes: about what autograd would keep of a micro-step until backward, measured
-            where an example was given; ``None`` where the load is not known.
+        saved_bytes: by unit, about what autograd would keep of a micro-step until backward,
+            measured where an example was given; ``None`` where the load is not known.
         activations_short: whether no tier that they may be in has room for them.
         left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
@@ -137,12 +137,17 @@ class PlanDetail:
     device_update_share: float = 0.0
     device_update_worth: float | None = None
     preference: Preference = field(default=Preference(), repr=False)
-    activation_bytes: int | None = None
+    saved_bytes: tuple[int, ...] | None = None
     activations_short: bool = False
     left_bytes: int | None = None
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Those of all units."""
+        return None if self.saved_bytes is None else sum(self.saved_bytes)
 
     @property
     def activations_fit(self) -> bool | None:

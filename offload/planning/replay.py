@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..facts.trace import Trace
 from .coarse import coarsen
-from .costs import Costs, Profile
+from .costs import Costs, Profile, inputs_of
 from .plan import Plan
 from .recompute import with_recompute
 from .steady import Simulated, simulate
@@ -15,7 +15,13 @@ def replay(plan: Plan, trace: Trace) -> Simulated | None:
     without rates or steps.  What it leaves of the measured time, the lanes owe to their rates."""
     if plan.detail.layout is None or plan.detail.rates is None or not trace.steps:
         return None
-    layout = coarsen(with_recompute(plan.detail.layout, frozenset()))  # it was measured too
+    planned = plan.detail.layout
+    layout = coarsen(with_recompute(planned, frozenset()))  # it was measured too
     profile = Profile.from_trace(trace, plan.detail.accumulate)
     costs = Costs.from_profile(layout, plan.detail.rates, profile, shared=False)
+    if (sizes := plan.detail.saved_bytes) is not None:
+        inputs = inputs_of(layout, sizes)
+        again = planned.saved.recompute
+        kept = [inputs[i] if i in again else n for i, n in enumerate(sizes)]
+        costs = costs.keeping(kept, inputs)
     return simulate(layout, costs, micro_steps=plan.detail.accumulate, update=plan.detail.update)
