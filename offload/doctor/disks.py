@@ -26,6 +26,7 @@ SECTOR_BYTES = 4096
 SMART_S = 1.0  # that a tool may take to tell
 GIB = 1 << 30
 LEAST_FREE = 20 * GIB  # state of 1.7 B parameters
+NO_ROOM = 64 << 20  # for any store that is worth one
 
 
 def look(directory: Path, device: str, together: Sequence[Path] = ()) -> Iterator[Finding]:
@@ -126,9 +127,8 @@ def room(directory: Path) -> Finding:
     figures = {"free_bytes": usage.free, "total_bytes": usage.total}
     about, what = f"{directory}: room", "a store takes 12 bytes a parameter, twice that if durable"
     if usage.free < LEAST_FREE:
-        return Finding(
-            about, found, State.NOTE, what, "free some, or name several directories", figures
-        )
+        state = State.BROKEN if usage.free < NO_ROOM else State.NOTE
+        return Finding(about, found, state, what, "free some, or name several directories", figures)
     return Finding(about, found, State.GOOD, what, figures=figures)
 
 
@@ -155,7 +155,9 @@ def rates(directory: Path, device: str, together: Sequence[Path] = ()) -> Findin
 def endurance(directory: Path) -> Finding:
     """How much of the disk's life is used, where a tool is there that may tell."""
     about = f"{directory}: wear"
-    _, _, device = _mount(directory)
+    _, kind, device = _mount(directory)
+    if kind in IN_MEMORY:
+        return Finding(about, "none", State.GOOD, "memory does not wear")
     used = None if not device.startswith("/dev/nvme") else _used_percent(device)
     if used is None:
         tells = f"sudo smartctl -A {device or 'DEVICE'}"

@@ -234,3 +234,15 @@ def test_releases_that_nobody_has_tried_are_noted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packages, "_installed", lambda _: None)
     _mends(packages.cupy(gpu=True), State.SLOW, "overspill[cuda]")
     assert packages.cupy(gpu=False).state is State.NOTE
+
+
+def test_a_full_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, state in ((0, State.BROKEN), (1 << 30, State.NOTE), (1 << 40, State.GOOD)):
+        usage = disks.shutil._ntuple_diskusage(1 << 41, (1 << 41) - free, free)
+        monkeypatch.setattr(disks.shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert disks.room(tmp_path).state is state
+
+
+def test_memory_does_not_wear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "_mount", lambda _: ("/dev/shm", "tmpfs", "tmpfs"))
+    assert disks.endurance(tmp_path).state is State.GOOD
