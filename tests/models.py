@@ -80,9 +80,10 @@ def train(
 ) -> list[float]:  # fmt: skip
     """A plain loop; returns the loss of every step's last micro-step."""
     losses = []
+    there = next(model.parameters()).device  # which wrap may have changed
     for step in range(steps):
         for micro in range(micro_steps):
-            loss = model(*batch(step * micro_steps + micro))
+            loss = model(*(each.to(there) for each in batch(step * micro_steps + micro)))
             loss.backward()
         if between is not None:
             between()

@@ -410,6 +410,7 @@ def test_bits_are_those_of_keep_while_it_adapts(place: str, tmp_path: Path) -> N
         assert torch.equal(value, found[1][1][name]), name
 
 
+@about_sim
 @pytest.mark.parametrize("told", [{"tokens": 256}, {"activations": "recompute"}], ids=str)
 def test_known_units_are_computed_again_from_the_first_step_on(
     told: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -15,7 +15,7 @@ from torch import nn
 import overspill
 from overspill.facts.tier import Tier
 from overspill.training import activations
-from tests.devices import CPU, normal
+from tests.devices import CPU, about_cpu, normal
 from tests.models import adamw, weights
 
 WIDTH = 64
@@ -65,6 +65,7 @@ def moved(optimizer: Any) -> int:
 ROWS = [16, 16, 16, 16, 3000, 16, 16, 16, 2000, 2000, 16, 16]
 
 
+@about_cpu  # whose room is that of host memory
 def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None:
     found = []
     for policy in ("keep", "auto"):
@@ -88,6 +89,7 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
         assert torch.equal(value, found[1][1][name]), name
 
 
+@about_cpu
 def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     for seed, rows in enumerate([150, 150, 150, 1500, 150, 1500, 1500]):

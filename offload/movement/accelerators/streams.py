@@ -28,8 +28,6 @@ from .vendors import VENDORS, Vendor
 
 log = logging.getLogger("overspill")
 
-PIECE_BYTES = 1 << 30  # page-locked at a time: larger registrations fail on some systems
-
 
 class _StreamEvent:
     """A point of a stream."""
@@ -180,18 +178,17 @@ class StreamsAccelerator:
         if self._vendor.register is None:
             _tell_unlocked(self.device.type)
             return
-        for start in range(address, address + nbytes, PIECE_BYTES):
-            length = min(PIECE_BYTES, address + nbytes - start)
-            try:
-                self._vendor.register(start, length, self.device)
-            except RuntimeError as error:
-                raise OffloadError(
-                    f"could not page-lock {format_bytes(length)} of host memory at {start:#x} for "
-                    f"{self.device} ({error}); "
-                    f"{format_bytes(sum(n for _, n in self._locked))} of {format_bytes(nbytes)} "
-                    "are locked; lower host_memory, or raise the memory limit of this container"
-                ) from error
-            self._locked.append((start, length))
+        # As a whole: CUDA refuses any copy, a user's too, from one registered piece to the next.
+        try:
+            self._vendor.register(address, nbytes, self.device)
+        except RuntimeError as error:
+            locked = format_bytes(sum(n for _, n in self._locked))
+            raise OffloadError(
+                f"could not page-lock {format_bytes(nbytes)} of host memory at {address:#x} for "
+                f"{self.device} ({error}); {locked} are locked before; lower host_memory, or raise "
+                "the memory limit of this container"
+            ) from error
+        self._locked.append((address, nbytes))
 
     def _pieces(
         self, host: torch.Tensor, device: torch.Tensor
