@@ -12,7 +12,6 @@ from torch import nn
 
 import overspill
 from overspill.facts.tier import Tier
-from overspill.movement.accelerators import streams
 from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 
@@ -30,12 +29,8 @@ def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("piece", [1 << 30, 100 << 12])  # registered at a time
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
-def test_a_step_copies_no_pageable_memory(
-    native: ModuleType, update: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "PIECE_BYTES", piece)
+def test_a_step_copies_no_pageable_memory(native: ModuleType, update: str, tmp_path: Path) -> None:
     model = TinyLM()
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, **STREAMED
