@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(STREAMS, "copy.finished.synchronize()"),
     Mutant(STREAMS, "self.synchronize()"),
     Mutant(STREAMS, "self.synchronize()", nth=1),
-    Mutant(STREAMS, "self._vendor.register(start, length, self.device)"),
+    Mutant(STREAMS, "self._vendor.register(address, nbytes, self.device)"),
     Mutant(STREAMS, "edges = [0, *sorted(cuts), host.numel()]", "edges = [0, host.numel()]"),
     Mutant(STREAMS, "self._make.current().wait_event(_event_of(event))"),
     Mutant(STREAMS, "event.event.record(self._make.current())"),
