@@ -71,7 +71,7 @@ def make_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, machine: Machine | None = None,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = False, numel: int | None = None, logits: bool = True,
+    every_update: bool = False, numel: int | None = None,
     description: Mapping[str, Any] | None = None, digests: Container[int] = (),
 ) -> Blueprint:  # fmt: skip
     """All that can be said before anything is allocated.
@@ -81,8 +81,6 @@ def make_blueprint(
         prefer: this placement instead of the best one.
         every_update: also plan_layout the other ways to update.
         numel: elements of a record of state, where a store has set it.
-        logits: whether the loss is computed from all logits at once, unless the model is marked by
-            ``LOSS_IN_CHUNKS``.
         description: of a store that is to be resumed; ``digests``: the units of which its last
             commit has a checksum, where they are read in place.
     """
@@ -119,7 +117,7 @@ def make_blueprint(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Workload(config.tokens, profile, logits and not hasattr(model, LOSS_IN_CHUNKS))
+    load = Workload(config.tokens, profile, logits=not hasattr(model, LOSS_IN_CHUNKS))
     if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
 
@@ -234,7 +232,7 @@ def make_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any], *,
     machine: Machine | None = None, measure: bool = False,
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
-    every_update: bool = True, logits: bool = True,
+    every_update: bool = True,
 ) -> Plan:  # fmt: skip
     """What ``plan`` does; see there, and ``make_blueprint`` for the last three."""
     if machine is not None:
@@ -250,15 +248,7 @@ def make_plan(
     try:
         config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
         made = make_blueprint(
-            model,
-            optimizer,
-            config,
-            accelerator,
-            machine,
-            example,
-            prefer,
-            every_update,
-            logits=logits,
+            model, optimizer, config, accelerator, machine, example, prefer, every_update
         ).plan
         if machine is not None:
             _refuse_unknown_rates(made, machine, computes=config.tokens > 0)

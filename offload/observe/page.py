@@ -9,6 +9,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from heapq import nlargest
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -113,10 +114,8 @@ def _lanes(trace: Trace) -> dict[str, Any]:
 
 def _fewer(spans: Sequence[Span]) -> Sequence[Span]:
     """The longest of them, where there are more than a page can draw."""
-    if len(spans) <= LONGEST:
-        return spans
-    least = sorted((s.finished_ns - s.started_ns for s in spans), reverse=True)[LONGEST - 1]
-    return [s for s in spans if s.finished_ns - s.started_ns >= least][:LONGEST]
+    longest = nlargest(LONGEST, spans, key=lambda s: s.finished_ns - s.started_ns)
+    return sorted(longest, key=lambda s: s.started_ns)
 
 
 def _highest(levels: Sequence[Level]) -> Sequence[Level]:

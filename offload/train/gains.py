@@ -15,7 +15,7 @@ from ..observe.page import MORE_TOKENS
 from ..planning.bounds import step_flops
 from ..planning.costs import Profile
 from ..planning.plan import Plan
-from ..plans import make_plan
+from ..plans import LOSS_IN_CHUNKS, make_plan
 from .head import has_chunked_loss
 from .skeletons import skeleton_adamw
 
@@ -26,20 +26,20 @@ Make = Callable[[Machine | None, int, dict[str, Any]], Plan]
 
 
 def planner(model: nn.Module, options: Mapping[str, Any]) -> Make:
-    """What plans a model without weights, trained with AdamW, by a machine (``None``: this one),
-    tokens of a micro-step, and other options or ways to plan.
+    """What plans a model without weights, trained with AdamW as ``overspill train`` does, by a
+    machine (``None``: this one), tokens of a micro-step, and other options or ways to plan.
 
     Raises:
         ValueError, BudgetError: as ``plan`` does.
     """
     optimizer = skeleton_adamw(model)
+    if has_chunked_loss():
+        model.__dict__[LOSS_IN_CHUNKS] = True
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, "tokens": tokens, **more}
         how = {name: given.pop(name) for name in HOW if name in given}
-        return make_plan(
-            model, optimizer, given, machine=machine, logits=not has_chunked_loss(), **how,
-        )  # fmt: skip
+        return make_plan(model, optimizer, given, machine=machine, **how)
 
     return make
 

@@ -76,7 +76,7 @@ class Adapting:
         if not again or planned is None:
             return sizes
         units = self._blueprint.layout.units
-        seen = {u.flops: n for u, n in zip(units, sizes, strict=True) if u.index not in again}
+        seen = {u.flops: n for u, n in zip(units, sizes, strict=True) if n and u.index not in again}
         return [
             seen.get(u.flops, planned[u.index]) if u.index in again else n
             for u, n in zip(units, sizes, strict=True)

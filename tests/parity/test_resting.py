@@ -15,7 +15,7 @@ from torch import nn
 import overspill
 from overspill.facts.tier import Tier
 from overspill.training import activations
-from tests.devices import CPU, about_cpu, normal
+from tests.devices import CPU, NAME, normal
 from tests.models import adamw, weights
 
 WIDTH = 64
@@ -36,11 +36,15 @@ class Block(nn.Module):
         return y
 
 
-def wrapped(folder: Path, **options: Any) -> tuple[nn.Sequential, Any]:
+ROOM = Tier.DEVICE if NAME else Tier.HOST  # that activations are in
+
+
+def wrapped(folder: Path, room: str = "10MiB", **options: Any) -> tuple[nn.Sequential, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(4)))
     folder.mkdir(exist_ok=True)
-    options = {"host_memory": "10MiB", "device": CPU, "durable": False, **options}
+    budgets = {"host_memory": "10MiB", f"{ROOM.value}_memory": room}
+    options = {**budgets, "device": CPU, "durable": False, **options}
     return model, overspill.wrap(model, adamw(model), nvme=folder, **options)
 
 
@@ -65,18 +69,17 @@ def moved(optimizer: Any) -> int:
 ROWS = [16, 16, 16, 16, 3000, 16, 16, 16, 2000, 2000, 16, 16]
 
 
-@about_cpu  # whose room is that of host memory
 def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None:
     found = []
     for policy in ("keep", "auto"):
-        host = {"keep": "200MiB", "auto": "10MiB"}[policy]
-        model, optimizer = wrapped(tmp_path / policy, activations=policy, host_memory=host)
+        room = {"keep": "200MiB", "auto": "10MiB"}[policy]
+        model, optimizer = wrapped(tmp_path / policy, room, activations=policy)
         losses, rests = [], []
         for seed, rows in enumerate(ROWS):
             losses.append(step(model, optimizer, seed, rows))
             if policy == "auto":
                 rests.append(stash_of(optimizer).resting.rest is not None)
-                assert optimizer.memory[Tier.HOST].peak_bytes <= 10 << 20
+                assert optimizer.memory[ROOM].peak_bytes <= 10 << 20
                 if rows == 16 and not any(r > 16 for r in ROWS[:seed]):
                     assert moved(optimizer) == 0
         if policy == "auto":
@@ -89,13 +92,12 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
         assert torch.equal(value, found[1][1][name]), name
 
 
-@about_cpu
 def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     for seed, rows in enumerate([150, 150, 150, 1500, 150, 1500, 1500]):
         assert (stash_of(optimizer).resting.aside_bytes > 1 << 20) == (seed in (1, 2, 3, 5))
         step(model, optimizer, seed, rows)
-        assert optimizer.memory[Tier.HOST].peak_bytes <= 10 << 20
+        assert optimizer.memory[ROOM].peak_bytes <= 10 << 20
     assert moved(optimizer) > 0
     levels = [level.saved_bytes for level in optimizer._engine.trace.levels()]
     assert max(levels) <= stash_of(optimizer).room_bytes, "of compute, beside what has left"
