@@ -7,33 +7,26 @@ last bit) and every chunk on a 4096-byte one (direct I/O).
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
-from .sections import Section
+from .found import FoundUnit, find_units, unit_parameters
+from .products import (
+    activation_bytes,
+    backward_flops,
+    forward_flops,
+    input_bytes,
+    logits_bytes,
+)
 
-LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
-ROOT = "(root)"  # the name of the unit of the model's own parameters
 FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
 
 _Members = list[tuple[int, str, nn.Parameter]]  # of a unit: index, name, parameter
-
-
-@dataclass(frozen=True)
-class FoundUnit:
-    """A unit as found in the module tree, before it has a layout."""
-
-    name: str
-    module: nn.Module
-    direct_only: bool  # just the module's own parameters: its children are units of their own
 
 
 @dataclass(frozen=True)
@@ -71,215 +64,6 @@ class Partition:
         return frozenset(
             unit for unit, found in self.running if unit != last and not found.direct_only
         )
-
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_BAGS = (nn.ParameterList, nn.ParameterDict)
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
-def _direct(module: nn.Module) -> bool:
-    """Whether the module's own forward reads parameters that it (or a bag in it) holds."""
-    if any(True for _ in module.parameters(recurse=False)):
-        return True
-    return any(isinstance(c, _BAGS) and _nbytes(c) > 0 for c in module.children())
-
-
-def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the module holds itself, or in a bag: its own forward may read them."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if isinstance(child, _BAGS):
-            yield from direct_parameters(child)
-
-
-def _like_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a container that share their class with another one and hold parameters."""
-    members = [(n, m) for n, m in container.named_children() if _nbytes(m) > 0]
-    kinds = Counter(type(m) for _, m in members)
-    return [(n, m) for n, m in members if kinds[type(m)] > 1]
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    return any(isinstance(m, _CONTAINERS) and _like_members(m) for m in module.modules())
-
-
-class _Finder:
-    """Walks the module tree once; ``named`` modules are units whatever their kind."""
-
-    def __init__(self, model: nn.Module, named: Mapping[nn.Module, str]) -> None:
-        self.model, self.named = model, named
-        self.limit = _nbytes(model) * LARGE_SHARE
-        self.found: list[FoundUnit] = []
-        self.seen: set[nn.Module] = set()
-
-    def visit(self, name: str, module: nn.Module) -> None:
-        if module in self.seen or _nbytes(module) == 0 or isinstance(module, _BAGS):
-            return
-        self.seen.add(module)
-        inner_named = any(m in self.named for m in module.modules() if m is not module)
-        if module in self.named and not inner_named:
-            self._add(name, module, False)
-        elif inner_named or module is self.model or self._cut_further(module):
-            if _direct(module):
-                self._add(name, module, True)
-            for child_name, child in module.named_children():
-                self.visit(f"{name}.{child_name}" if name else child_name, child)
-        else:
-            self._add(name, module, False)
-
-    def _cut_further(self, module: nn.Module) -> bool:
-        if isinstance(module, _CONTAINERS):
-            return True
-        large = _nbytes(module) > self.limit
-        if _has_blocks(module):
-            return large or not self._is_block(module)
-        heavy = [c for c in module.children() if _nbytes(c) > 0]
-        return large and not _direct(module) and len(heavy) > 1 and not self._is_block(module)
-
-    def _is_block(self, module: nn.Module) -> bool:
-        return module in self._blocks
-
-    @property
-    def _blocks(self) -> set[nn.Module]:
-        if not hasattr(self, "_block_set"):
-            self._block_set = {
-                member
-                for m in self.model.modules()
-                if isinstance(m, _CONTAINERS)
-                for _, member in _like_members(m)
-            }
-        return self._block_set
-
-    def _add(self, name: str, module: nn.Module, direct_only: bool) -> None:
-        self.found.append(FoundUnit(name or ROOT, module, direct_only))
-
-
-def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
-    """The units of ``model`` in the order of registration.
-
-    Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units
-    (the outermost such, unless one is a quarter of the model and has like blocks inside); what is
-    left becomes units of its own.  ``names`` are modules that form units whatever their kind, and
-    so are sections of experts.
-
-    Raises:
-        ValueError: a name that is no module of the model, or a module without parameters.
-    """
-    modules = dict(model.named_modules())
-    named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
-    for name in names or ():
-        if name not in modules:
-            raise ValueError(f"units: the model has no module {name!r}")
-        if _nbytes(modules[name]) == 0:
-            raise ValueError(f"units: module {name!r} holds no parameters")
-        named[modules[name]] = name
-    finder = _Finder(model, named)
-    finder.visit("", model)
-    return finder.found
-
-
-def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters that the unit's forward reads, its own tied ones included."""
-    module = found.module
-    prefix = "" if found.name == ROOT else f"{found.name}."
-    if not found.direct_only:
-        for name, p in module.named_parameters(remove_duplicate=False):
-            yield prefix + name, p
-        return
-    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-        yield prefix + name, p
-    for child_name, child in module.named_children():
-        if isinstance(child, _BAGS):
-            for name, p in child.named_parameters(remove_duplicate=False):
-                yield f"{prefix}{child_name}.{name}", p
-
-
-class _Product(NamedTuple):
-    """What a unit multiplies by: a matrix of ``inputs`` and ``outputs``, or several alike, of which
-    a token comes to so many as ``rows`` says, about."""
-
-    p: nn.Parameter
-    inputs: int
-    outputs: int
-    rows: float = 1.0
-
-    @property
-    def flops(self) -> float:
-        """Per token."""
-        return 2 * self.inputs * self.outputs * self.rows
-
-
-_KEPT_MORE = {
-    "NewGELUActivation": 3, "AccurateGELUActivation": 3, "FastGELUActivation": 6,
-    "QuickGELUActivation": 1,
-}  # fmt: skip
-
-
-def _products(found: FoundUnit) -> list[_Product]:
-    """The products that a unit takes with its weights."""
-    module = found.module
-    if found.direct_only:
-        return []
-    if isinstance(module, Section):
-        p = module.section
-        return [_Product(p, p.shape[2], p.shape[1], module.rows_per_token)]
-    return [
-        _Product(p, math.prod(p.shape[1:]), p.shape[0])
-        for inner in module.modules()
-        if not isinstance(inner, (nn.Embedding, nn.EmbeddingBag))
-        for p in inner.parameters(recurse=False)
-        if p.dim() > 1
-    ]
-
-
-def forward_flops(found: FoundUnit) -> int:
-    """FLOPs of the unit's forward per token: two per element of each matrix it multiplies by.
-
-    What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
-    """
-    return round(sum(each.flops for each in _products(found)))
-
-
-def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
-    """FLOPs of its backward, per token: a product like forward's for the gradient of each matrix
-    that is trained, and one to hand on the gradient, where it ``flows`` to what is before."""
-    return round(sum(each.flops * (flows + (each.p in trained)) for each in _products(found)))
-
-
-def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
-
-    What two of them share counts twice, norms and attention's own not at all; in transformers with
-    fused attention the one makes up for the other.  Activation functions that are written out keep
-    more tensors of the widest product's size than fused ones (counted in transformers 5).
-    """
-    products = _products(found)
-    if not products:
-        return 0
-    widest = max(products, key=lambda each: each.outputs)
-    more = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
-    kept = [(each, each.inputs + each.outputs) for each in products]
-    kept.append((widest, widest.outputs * more))
-    return round(sum(n * each.rows * (dtype or each.p.dtype).itemsize for each, n in kept))
-
-
-def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token of what a head gives out, and of the loss over it: its fp32 logarithms."""
-    head = found.module
-    if not isinstance(head, nn.Linear) or head.out_features <= head.in_features:
-        return 0
-    return head.out_features * ((dtype or head.weight.dtype).itemsize + torch.float32.itemsize)
-
-
-def input_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token that go into the unit, about: what its first matrix takes."""
-    for each in _products(found):
-        return round(each.inputs * each.rows * (dtype or each.p.dtype).itemsize)
-    return 0
 
 
 def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:

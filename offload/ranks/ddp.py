@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
-from ..planning.partition import ROOT, find_units, unit_parameters
+from ..planning.found import ROOT, find_units, unit_parameters
 from ..training import torch_private
 from .parts import rows_in, rows_of_rank
 

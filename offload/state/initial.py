@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..planning.partition import FoundUnit, Partition
+from ..planning.found import FoundUnit
+from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
 from ..schedule.units import ParamSpec
 from ..training import torch_private

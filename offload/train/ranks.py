@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..planning.partition import FoundUnit, find_units, partition
+from ..planning.found import FoundUnit, find_units
+from ..planning.partition import partition
 from ..ranks.filling import give_memory, memory_of
 from ..ranks.parts import rows_of_rank
 from ..state.importing import open_weights

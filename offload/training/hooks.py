@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..facts.trace import Trace
-from ..planning.partition import direct_parameters
+from ..planning.found import direct_parameters
 from . import torch_private
 from .activations import NOWHERE, Stash
 from .backward import Backward

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.planning.partition import find_units, partition
+from overspill.planning.found import find_units
+from overspill.planning.partition import partition
 from tests.models import Block, TinyLM
 
 

@@ -1,0 +1,148 @@
+"""Finds the units of a model in its module tree: blocks that are alike, and what is large."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .sections import Section
+
+LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
+ROOT = "(root)"  # the name of the unit of the model's own parameters
+
+
+@dataclass(frozen=True)
+class FoundUnit:
+    """A unit as found in the module tree, before it has a layout."""
+
+    name: str
+    module: nn.Module
+    direct_only: bool  # just the module's own parameters: its children are units of their own
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_BAGS = (nn.ParameterList, nn.ParameterDict)
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _direct(module: nn.Module) -> bool:
+    """Whether the module's own forward reads parameters that it (or a bag in it) holds."""
+    if any(True for _ in module.parameters(recurse=False)):
+        return True
+    return any(isinstance(c, _BAGS) and _nbytes(c) > 0 for c in module.children())
+
+
+def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that the module holds itself, or in a bag: its own forward may read them."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, _BAGS):
+            yield from direct_parameters(child)
+
+
+def _like_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The members of a container that share their class with another one and hold parameters."""
+    members = [(n, m) for n, m in container.named_children() if _nbytes(m) > 0]
+    kinds = Counter(type(m) for _, m in members)
+    return [(n, m) for n, m in members if kinds[type(m)] > 1]
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(isinstance(m, _CONTAINERS) and _like_members(m) for m in module.modules())
+
+
+class _Finder:
+    """Walks the module tree once; ``named`` modules are units whatever their kind."""
+
+    def __init__(self, model: nn.Module, named: Mapping[nn.Module, str]) -> None:
+        self.model, self.named = model, named
+        self.limit = _nbytes(model) * LARGE_SHARE
+        self.found: list[FoundUnit] = []
+        self.seen: set[nn.Module] = set()
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        if module in self.seen or _nbytes(module) == 0 or isinstance(module, _BAGS):
+            return
+        self.seen.add(module)
+        inner_named = any(m in self.named for m in module.modules() if m is not module)
+        if module in self.named and not inner_named:
+            self._add(name, module, False)
+        elif inner_named or module is self.model or self._cut_further(module):
+            if _direct(module):
+                self._add(name, module, True)
+            for child_name, child in module.named_children():
+                self.visit(f"{name}.{child_name}" if name else child_name, child)
+        else:
+            self._add(name, module, False)
+
+    def _cut_further(self, module: nn.Module) -> bool:
+        if isinstance(module, _CONTAINERS):
+            return True
+        large = _nbytes(module) > self.limit
+        if _has_blocks(module):
+            return large or not self._is_block(module)
+        heavy = [c for c in module.children() if _nbytes(c) > 0]
+        return large and not _direct(module) and len(heavy) > 1 and not self._is_block(module)
+
+    def _is_block(self, module: nn.Module) -> bool:
+        return module in self._blocks
+
+    @property
+    def _blocks(self) -> set[nn.Module]:
+        if not hasattr(self, "_block_set"):
+            self._block_set = {
+                member
+                for m in self.model.modules()
+                if isinstance(m, _CONTAINERS)
+                for _, member in _like_members(m)
+            }
+        return self._block_set
+
+    def _add(self, name: str, module: nn.Module, direct_only: bool) -> None:
+        self.found.append(FoundUnit(name or ROOT, module, direct_only))
+
+
+def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
+    """The units of ``model`` in the order of registration.
+
+    Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units
+    (the outermost such, unless one is a quarter of the model and has like blocks inside); what is
+    left becomes units of its own.  ``names`` are modules that form units whatever their kind, and
+    so are sections of experts.
+
+    Raises:
+        ValueError: a name that is no module of the model, or a module without parameters.
+    """
+    modules = dict(model.named_modules())
+    named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
+    for name in names or ():
+        if name not in modules:
+            raise ValueError(f"units: the model has no module {name!r}")
+        if _nbytes(modules[name]) == 0:
+            raise ValueError(f"units: module {name!r} holds no parameters")
+        named[modules[name]] = name
+    finder = _Finder(model, named)
+    finder.visit("", model)
+    return finder.found
+
+
+def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that the unit's forward reads, its own tied ones included."""
+    module = found.module
+    prefix = "" if found.name == ROOT else f"{found.name}."
+    if not found.direct_only:
+        for name, p in module.named_parameters(remove_duplicate=False):
+            yield prefix + name, p
+        return
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield prefix + name, p
+    for child_name, child in module.named_children():
+        if isinstance(child, _BAGS):
+            for name, p in child.named_parameters(remove_duplicate=False):
+                yield f"{prefix}{child_name}.{name}", p
