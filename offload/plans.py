@@ -64,7 +64,8 @@ def _fields_of(
     return fields
 
 
-LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"  # attribute of models that never have all logits
+# Attribute of a model: from so many tokens on its loss is computed without all logits at once.
+LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"
 
 
 def make_blueprint(
@@ -117,7 +118,9 @@ def make_blueprint(
             "precision='bf16' or leave master out"
         )
     profile = None if example is None else profile_step(model, parts, example)
-    load = Workload(config.tokens, profile, logits=not hasattr(model, LOSS_IN_CHUNKS))
+    chunked_from = getattr(model, LOSS_IN_CHUNKS, None)
+    logits = chunked_from is None or config.tokens < chunked_from
+    load = Workload(config.tokens, profile, logits)
     if rules and (sizes := load.saved_bytes(parts.units)) is not None:
         needs = replace(needs, saved_bytes=tuple(sizes))
 

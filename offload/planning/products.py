@@ -73,13 +73,13 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
     more tensors of the widest product's size than fused ones (counted in transformers 5).
     """
     products = _products(found)
-    if not products:
-        return 0
-    widest = max(products, key=lambda each: each.outputs)
-    more = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
-    kept = [(each, each.inputs + each.outputs) for each in products]
-    kept.append((widest, widest.outputs * more))
-    return round(sum(n * each.rows * (dtype or each.p.dtype).itemsize for each, n in kept))
+
+    def nbytes(each: _Product, width: int) -> float:
+        return width * each.rows * (dtype or each.p.dtype).itemsize
+
+    written_out = sum(_KEPT_MORE.get(type(inner).__name__, 0) for inner in found.module.modules())
+    more = written_out * max((nbytes(each, each.outputs) for each in products), default=0)
+    return round(sum(nbytes(each, each.inputs + each.outputs) for each in products) + more)
 
 
 def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:

@@ -15,8 +15,8 @@ from ..observe.page import MORE_TOKENS
 from ..planning.bounds import step_flops
 from ..planning.costs import Profile
 from ..planning.plan import Plan
-from ..plans import LOSS_IN_CHUNKS, make_plan
-from .head import has_chunked_loss
+from ..plans import make_plan
+from .head import mark_chunked
 from .skeletons import skeleton_adamw
 
 GIB = 1 << 30
@@ -33,8 +33,7 @@ def planner(model: nn.Module, options: Mapping[str, Any]) -> Make:
         ValueError, BudgetError: as ``plan`` does.
     """
     optimizer = skeleton_adamw(model)
-    if has_chunked_loss():
-        model.__dict__[LOSS_IN_CHUNKS] = True
+    mark_chunked(model)
 
     def make(machine: Machine | None, tokens: int, more: dict[str, Any]) -> Plan:
         given = {**options, "tokens": tokens, **more}

@@ -28,13 +28,8 @@ def chunk_loss(model: nn.Module) -> None:
     fewer tokens than the model is wide, where chunks do not pay.  Where the op is missing, nothing
     changes.
     """
-    config: Any = getattr(model, "config", None)
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if not has_chunked_loss() or getattr(config, "model_type", None) not in PLAIN_HEADS:
-        return
-    if type(head) is not nn.Linear or head.bias is not None:
-        return
-    if head.out_features <= head.in_features:
+    head = mark_chunked(model)
+    if head is None:
         return
     plain = model.forward
 
@@ -48,7 +43,21 @@ def chunk_loss(model: nn.Module) -> None:
         return _type_of_output()(loss=_loss(hidden, head.weight, labels))
 
     model.__dict__["forward"] = MethodType(forward, model)
-    model.__dict__[LOSS_IN_CHUNKS] = True
+
+
+def mark_chunked(model: nn.Module) -> nn.Linear | None:
+    """Says of a model that ``chunk_loss`` changes, or of what stands for one in a plan, that its
+    loss is computed in chunks; its head.  ``None``: not of this one."""
+    config: Any = getattr(model, "config", None)
+    if not has_chunked_loss() or getattr(config, "model_type", "gpt2") not in PLAIN_HEADS:
+        return None
+    head: Any = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return None
+    if head.out_features <= head.in_features:
+        return None
+    model.__dict__[LOSS_IN_CHUNKS] = head.in_features
+    return head
 
 
 def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

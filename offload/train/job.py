@@ -289,7 +289,7 @@ def _train_offloaded(
             planned_s, trace = _write_files(job, source, model, optimizer, tokenizer)
             if not ranks.several:
                 given = {**job.offload, "accumulate": job.accumulate}
-                given.setdefault("nvme", job.resume or None)
+                given["nvme"] = given.get("nvme") or job.resume or None
                 skeleton, tokens = plan_model(job.model), job.batch * job.seq
                 others = after_a_run(skeleton, given, optimizer.plan, trace, tokens)
         else:
@@ -317,7 +317,8 @@ def _offloaded(
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
     options = {**job.offload, "accumulate": job.accumulate}
     if options.get("activations") in (None, "auto"):
-        options["tokens"] = job.batch * job.seq  # so that the first step has room for what it keeps
+        # So that not even the first step is over the budgets.
+        options.setdefault("tokens", job.batch * job.seq)
     weights = source.folder
     if ranks.several:
         options.update(precision=None, device=ranks.device(options.get("device")))

@@ -70,16 +70,20 @@ class Adapting:
             self._grown, self._stale = grown, True
 
     def _whole(self, sizes: list[int]) -> list[int]:
-        """What units keep, also those that are computed again: like others of their FLOPs that are
-        not, or as it was planned."""
+        """What units keep, also those that are computed again: as the largest that is like them and
+        is not, or as it was planned; what they kept all the same is the least."""
         planned, again = self._blueprint.needs.saved_bytes, self.recompute.units
         if not again or planned is None:
             return sizes
-        units = self._blueprint.layout.units
-        seen = {u.flops: n for u, n in zip(units, sizes, strict=True) if n and u.index not in again}
+        seen: dict[tuple[int, int], int] = {}
+        pairs = list(zip(self._blueprint.layout.units, sizes, strict=True))
+        for u, n in pairs:
+            if n and u.index not in again:
+                like = u.flops, u.input_bytes
+                seen[like] = max(n, seen.get(like, 0))
         return [
-            seen.get(u.flops, planned[u.index]) if u.index in again else n
-            for u, n in zip(units, sizes, strict=True)
+            max(n, seen.get((u.flops, u.input_bytes), planned[u.index])) if u.index in again else n
+            for u, n in pairs
         ]
 
     def stepped(self) -> None:

@@ -24,9 +24,7 @@ from torch.nn.utils import parametrize
 
 from . import torch_private
 
-_TRANSFORMERS = "transformers."
-_PEFT = ("peft.tuners.lora.", "peft.tuners.tuners_utils")
-_OTHERS = (_TRANSFORMERS, *_PEFT)
+_OTHERS = ("transformers.", "peft.tuners.lora.", "peft.tuners.tuners_utils")
 LIBRARIES = ("torch.nn.", *_OTHERS)  # whose modules are known
 _APART = ("torch.distributed", "torch.ops")  # what others wait for, and operations of anyone's
 _PLAIN = (
@@ -134,7 +132,7 @@ class _Reader:
             return self._holds(value) and self._holds(value.values())
         if type(value) in (torch.Tensor, nn.Parameter):
             return True
-        if type(value).__module__.startswith(_TRANSFORMERS):
+        if type(value).__module__.startswith(_OTHERS):
             return not callable(value)
         return self._value(value) or (_without_methods(value) and self._holds(vars(value).values()))
 

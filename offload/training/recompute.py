@@ -114,10 +114,11 @@ class Recompute:
         if case in self._read:
             return False
         self._read.add(case)
-        if known(module):
+        shows = known(module)
+        if shows:
             self._steady.add(case)
             self._proven.add(case)
-        return case in self._steady
+        return shows
 
     def known(self, units: frozenset[int]) -> frozenset[int]:
         """Those of the units of which it is known that they compute the same again."""
@@ -212,15 +213,18 @@ class _Checkpointed:
             for i, number in places:
                 given[i] = inputs[number]
             args, kwargs = torch_private.tree_unflatten(given, structure)
-            now = [(each, each.training) for each, _ in modes]
+            now, drawn_now = [(each, each.training) for each, _ in modes], _drawn()
             try:
                 _set_modes(modes)
+                _draw_from(drawn)
                 recompute.compute(unit, partial(module, *args, **kwargs))
             finally:
                 _set_modes(now)
+                _draw_from(drawn_now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
-        self._before, self._drawn, self._after = _state_of(module), _drawn(), after
+        drawn = _drawn()
+        self._before, self._drawn, self._after = _state_of(module), drawn, after
         self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
         next(self._checkpoint)
 
@@ -254,6 +258,7 @@ class _Watched:
             self._recompute.watched(self._unit, changed, training=self._training)
 
 
+_PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"
 # By name: a buffer or an attribute, held so that no other takes its place, and what tells whether
 # it is as it was.
 _State = dict[str, tuple[object, object]]
@@ -273,9 +278,19 @@ def _state_of(module: nn.Module) -> _State:
 def _drawn() -> _State:
     """Where random numbers come from that a checkpoint does not bring back, as torch's own."""
     return {
-        "Python's random numbers": (None, random.getstate()),
-        "NumPy's random numbers": (None, pickle.dumps(np.random.get_state(legacy=False))),
+        _PYTHON: (None, random.getstate()),
+        _NUMPY: (None, pickle.dumps(np.random.get_state(legacy=False))),
     }
+
+
+def _draw_from(drawn: _State) -> None:
+    """Has these come as they did then."""
+    now: Any = _drawn()
+    then: Any = drawn
+    if now[_PYTHON] != then[_PYTHON]:
+        random.setstate(then[_PYTHON][1])
+    if now[_NUMPY] != then[_NUMPY]:
+        np.random.set_state(pickle.loads(then[_NUMPY][1]))
 
 
 def _inside(value: Any, depth: int = 0) -> object:
@@ -331,6 +346,13 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
+    """Another object is the same where it is plain, or a container of as much, to its whole depth
+    (``peft`` names the active adapters in a new list)."""
     if was[0] is found[0]:
         return was[1] == found[1]
-    return type(was[0]) is type(found[0]) and isinstance(was[0], _VALUES) and was[0] == found[0]
+    if type(was[0]) is not type(found[0]):
+        return False
+    if isinstance(was[0], _VALUES):
+        return was[0] == found[0]
+    whole = type(was[0]) in (list, tuple) and len(was[0]) <= _LONG  # type: ignore[arg-type]
+    return whole and was[1] == found[1]

@@ -141,6 +141,33 @@ def test_what_changes_itself_is_kept(kind: str, caplog: pytest.LogCaptureFixture
     assert len(told) == 3
 
 
+class Noisy(nn.Module):
+    """Draws where no checkpoint looks, and is taken for known code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) * (1 + random.random()) + float(np.random.randn()))
+
+
+def test_what_draws_unseen_draws_the_same_again(caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for policy in ("keep", "recompute"):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model = Chain([Noisy() for _ in range(3)])
+        with overspill.wrap(model, adamw(model), device=CPU, activations=policy) as optimizer:
+            losses = [step(model, optimizer, seed) for seed in range(3)]
+            found.append((losses, weights(model)))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+    assert "random numbers" in caplog.text
+
+
 class Caching(nn.Module):
     """Fills a table when it first runs, and once more when it is told to."""
 
@@ -444,3 +471,34 @@ def test_a_plan_that_knows_the_load_chooses_too() -> None:
     few = overspill.plan(model, adamw(model), **options, tokens=8)
     assert few.detail.layout is not None
     assert not few.detail.layout.saved.recompute
+
+
+@pytest.mark.parametrize("told", [{"activations": "recompute"}, {"tokens": 256}], ids=str)
+def test_adapters_named_again_before_backward(told: dict[str, Any]) -> None:
+    """As after a forward of a reference adapter: a new list of the same names is no change."""
+    peft = pytest.importorskip("peft")
+    losses = []
+    for policy in ({"activations": "keep"}, told):
+        model = peft.get_peft_model(
+            chain(4).cpu(), peft.LoraConfig(r=2, target_modules=["inner", "out"])
+        )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        inner = torch.optim.AdamW(trained, lr=1e-2)
+        room = {"device_memory": "16MiB" if "activations" in policy else "500KiB"}
+        with overspill.wrap(
+            model, inner, device=SIM, host_memory="4MiB", rates=RATES, **room, **policy
+        ) as optimizer:
+            found = []
+            for seed in range(3):
+                x = normal(seed, 32, 8, 32).to(next(model.parameters()).device)
+                loss = model(x)
+                with torch.no_grad():
+                    model.set_adapter("default")
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(float(loss))
+            losses.append(found)
+            if policy is told:
+                assert optimizer.plan.detail.layout.saved.recompute
+    assert losses[1] == losses[0]

@@ -182,11 +182,10 @@ class StreamsAccelerator:
         try:
             self._vendor.register(address, nbytes, self.device)
         except RuntimeError as error:
-            locked = format_bytes(sum(n for _, n in self._locked))
             raise OffloadError(
                 f"could not page-lock {format_bytes(nbytes)} of host memory at {address:#x} for "
-                f"{self.device} ({error}); {locked} are locked before; lower host_memory, or raise "
-                "the memory limit of this container"
+                f"{self.device} ({error}); lower host_memory, or raise the memory limit of this "
+                "container"
             ) from error
         self._locked.append((address, nbytes))
 
