@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import overspill
+from overspill import io_engine, optim
 from tests.devices import NAME, SIM, plainly
 from tests.models import TinyLM, adamw, batch, train
 
@@ -48,6 +49,9 @@ STREAMED = {"device_memory": "700KiB", "host_memory": "1500KiB"}
 RESIDENT = {"resident": ["blocks"], "device_memory": "4MiB", "host_memory": "4MiB"}
 
 
+PACKAGES = (overspill, optim, io_engine)
+
+
 @pytest.mark.parametrize("options", [STREAMED, RESIDENT], ids=["streamed", "resident"])
 @pytest.mark.parametrize(
     ("compiled", "update"),
@@ -67,7 +71,7 @@ def test_compiled_models_train_the_same(
 
     torch.manual_seed(0)
     plain = TinyLM()
-    theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
+    theirs = plainly(optim.AdamW, adamw(plain).param_groups)
     expected = train(plain, theirs, 3)
     torch.manual_seed(0)
     model = TinyLM()
@@ -79,7 +83,7 @@ def test_compiled_models_train_the_same(
         assert train(compiled(model), optimizer, 3) == expected
     seen = {(str(m.co_filename), m.co_name) for m in get_compilation_metrics()}
     assert any(name.endswith("models.py") for name, _ in seen) or compiled is parts_of_blocks
-    ours = [Path(str(each.__file__)).parent for each in (overspill, overspill.optim)]
+    ours = [Path(str(each.__file__)).parent for each in PACKAGES]
     assert not {name for name, _ in seen if any(Path(name).is_relative_to(at) for at in ours)}
 
 
