@@ -1,7 +1,7 @@
 """The GPU kernels: compiled at run time through CuPy, launched on torch's current stream.
 
-Here, AdamW and Adam over flat buffers, with the arithmetic of the CPU kernels.  They are compiled
-in CI and their arithmetic is tested on the host; no GPU has run them yet.  Without CuPy, or for
+Here, AdamW and Adam over flat buffers, with the arithmetic of the CPU kernels.  CI compiles them,
+and tests their arithmetic on the host; tests/gpu compares both on a GPU.  Without CuPy, or for
 other rules, plain torch updates device tensors (``reference.py``).
 """
 

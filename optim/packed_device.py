@@ -1,6 +1,6 @@
 """``packed.unpack`` on a GPU: csrc/cuda/unpack.cu, compiled at run time through CuPy.
 
-It is compiled in CI and its arithmetic is tested on the host; no GPU has run it yet.  Without CuPy
+CI compiles it and tests its arithmetic on the host; tests/gpu compares it on a GPU.  Without CuPy
 plain torch unpacks, in more passes.
 """
 

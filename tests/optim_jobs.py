@@ -113,10 +113,11 @@ def make_job(
 
 
 def gradients(numel: int, dtype: torch.dtype, steps: int, seed: int = 1) -> Iterator[Tensor]:
-    """Gradients over seven decades."""
+    """Gradients over seven decades; the square of every fifth is denormal."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         decade = torch.empty(numel).uniform_(-6, 1, generator=generator)
+        decade[::5] -= 15
         yield (torch.randn(numel, generator=generator) * 10**decade).to(dtype)
 
 

@@ -60,12 +60,12 @@ __device__ __forceinline__ float read_moment(const AdamJob& job, int k, u64 i) {
 __device__ __forceinline__ void step(const AdamJob& job, float g, float& w, float& mean,
                                      float& square) {
   g = mul(g, job.grad_scale);
-  if (job.l2 != 0.0f) g = add(g, mul(w, job.l2));
+  if (bits(job.l2) != 0u) g = add(g, mul(w, job.l2));
   w = mul(w, job.decay);
   mean = add(mean, mul(sub(g, mean), job.take1));
   square = add(mul(square, job.keep2), mul(mul(g, job.take2), g));
-  const float denominator = add(mul(__fsqrt_rn(square), job.root_scale), job.eps);
-  w = sub(w, __fdiv_rn(mul(mean, job.step_size), denominator));
+  const float denominator = add(mul(root(square), job.root_scale), job.eps);
+  w = sub(w, div(mul(mean, job.step_size), denominator));
 }
 
 __device__ __forceinline__ u32 warp_highest(u32 value) {
@@ -103,11 +103,11 @@ __device__ __forceinline__ void write_moment(const AdamJob& job, int k, u64 i, f
 __device__ __forceinline__ void encode(const AdamJob& job, int k, u64 begin, u32 lane,
                                        const float* staged, u32 highest) {
   const u32 most = warp_highest(highest);
-  const float ideal = __fdiv_rn(floats(most), k == 0 ? kSignedTop : kUnsignedTop);
-  const float kept = ideal < kSmallestScale ? kSmallestScale : ideal;  // NaN stays
+  const float ideal = div(floats(most), k == 0 ? kSignedTop : kUnsignedTop);
+  const float kept = bits(ideal) < bits(kSmallestScale) ? kSmallestScale : ideal;  // NaN stays
   // Every thread has read the old scale: the shuffles above come after that.
   if (lane == 0) job.scale[k][begin / kBlock] = kept;
-  const float inverse = __fdiv_rn(1.0f, kept);
+  const float inverse = div(1.0f, kept);
   const u32 start = noise_start(job.position + begin, k, job.noise_key);
   for (u32 nth = lane; nth < kBlock && begin + nth < job.numel; nth += kWarp) {
     const u32 noise = noise_at<kCodeBits>(start, nth);

@@ -1,6 +1,8 @@
 // Number formats of the optimizer on the GPU: the same arithmetic as csrc/cpu (halves.h,
-// moments.h), bit for bit. Rounding intrinsics, so that no compiler flag can contract a product and
-// a sum. No standard headers: this also compiles at run time (NVRTC).
+// moments.h), bit for bit. Arithmetic is written as instructions that say how they round: no
+// compiler flag can contract a product and a sum, or take what is denormal for zero, as CuPy asks of
+// every kernel (-ftz=true, after what its caller asks). Other numbers are compared by their bits.
+// No standard headers: this also compiles at run time (NVRTC).
 #pragma once
 
 namespace overspill {
@@ -23,9 +25,40 @@ constexpr u32 kF16Limit = 0x477ff000u;
 __device__ __forceinline__ u32 bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float floats(u32 value) { return __uint_as_float(value); }
 __device__ __forceinline__ u32 magnitude(u32 raw) { return raw & 0x7fffffffu; }
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float add(float a, float b) {
+  float sum;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+  return sum;
+}
+__device__ __forceinline__ float sub(float a, float b) {
+  float difference;
+  asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+  return difference;
+}
+__device__ __forceinline__ float mul(float a, float b) {
+  float product;
+  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+__device__ __forceinline__ float div(float a, float b) {
+  float quotient;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+__device__ __forceinline__ float root(float a) {
+  float result;
+  asm("sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(a));
+  return result;
+}
+#else  // on the host, for tests, and where HIP stands in for CUDA
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ float sub(float a, float b) { return __fadd_rn(a, -b); }
 __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float div(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float root(float a) { return __fsqrt_rn(a); }
+#endif
 
 __device__ __forceinline__ float from_f16(u32 half) {
   const u32 sign = (half & 0x8000u) << 16;

@@ -44,14 +44,17 @@ def adam_job(job: Job, grad: torch.Tensor, step: int, grad_scale: float = 1.0) -
     return device.adam_job(grad, job.weight, job.state, scalars.coefficients, scalars.noise_key, 0)
 
 
-def test_nvcc_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["adam.cu", "unpack.cu"])
+def test_what_is_denormal_stays(source: str, tmp_path: Path) -> None:
+    """CuPy compiles with -ftz=true whatever it is told; no instruction may heed that."""
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
-    flags = ["-std=c++17", "-arch=sm_80", "-fmad=false", "-ptx", "-Werror=all-warnings"]
-    subprocess.run(
-        ["nvcc", *flags, str(SOURCES / "adam.cu"), "-o", str(tmp_path / "out.ptx")],
-        check=True,
-    )
+    flags = ["-std=c++17", "-arch=sm_80", "-fmad=false", "-ftz=true", "-Werror=all-warnings"]
+    out = tmp_path / "out.ptx"
+    subprocess.run(["nvcc", *flags, "-ptx", str(SOURCES / source), "-o", str(out)], check=True)
+    code = out.read_text()
+    assert "mul.rn.f32" in code
+    assert ".ftz" not in code
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
