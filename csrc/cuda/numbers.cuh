@@ -1,8 +1,8 @@
 // Number formats of the optimizer on the GPU: the same arithmetic as csrc/cpu (halves.h,
 // moments.h), bit for bit. Arithmetic is written as instructions that say how they round: no
-// compiler flag can contract a product and a sum, or take what is denormal for zero, as CuPy asks of
-// every kernel (-ftz=true, after what its caller asks). Other numbers are compared by their bits.
-// No standard headers: this also compiles at run time (NVRTC).
+// compiler flag can contract a product and a sum, or take what is denormal for zero, as CuPy asks
+// of every kernel (-ftz=true, after what its caller asks). Other numbers are compared by their
+// bits. No standard headers: this also compiles at run time (NVRTC).
 #pragma once
 
 namespace overspill {
