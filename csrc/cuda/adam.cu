@@ -60,7 +60,7 @@ __device__ __forceinline__ float read_moment(const AdamJob& job, int k, u64 i) {
 __device__ __forceinline__ void step(const AdamJob& job, float g, float& w, float& mean,
                                      float& square) {
   g = mul(g, job.grad_scale);
-  if (bits(job.l2) != 0u) g = add(g, mul(w, job.l2));
+  if (magnitude(bits(job.l2)) != 0u) g = add(g, mul(w, job.l2));
   w = mul(w, job.decay);
   mean = add(mean, mul(sub(g, mean), job.take1));
   square = add(mul(square, job.keep2), mul(mul(g, job.take2), g));

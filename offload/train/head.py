@@ -28,7 +28,7 @@ def chunk_loss(model: nn.Module) -> None:
     fewer tokens than the model is wide, where chunks do not pay.  Where the op is missing, nothing
     changes.
     """
-    head = mark_chunked(model)
+    head = mark_chunked(model) if hasattr(model, "config") else None
     if head is None:
         return
     plain = model.forward
@@ -46,17 +46,25 @@ def chunk_loss(model: nn.Module) -> None:
 
 
 def mark_chunked(model: nn.Module) -> nn.Linear | None:
-    """Says of a model that ``chunk_loss`` changes, or of what stands for one in a plan, that its
-    loss is computed in chunks; its head.  ``None``: not of this one."""
-    config: Any = getattr(model, "config", None)
-    if not has_chunked_loss() or getattr(config, "model_type", "gpt2") not in PLAIN_HEADS:
-        return None
-    head: Any = getattr(model, "get_output_embeddings", lambda: getattr(model, "lm_head", None))()
+    """Says of a model that ``chunk_loss`` changes, or of its skeleton in a plan, that its loss is
+    computed in chunks; its head.  ``None``: not of this one."""
+    head = _plain_head(model) if has_chunked_loss() else None
     if type(head) is not nn.Linear or head.bias is not None:
         return None
     if head.out_features <= head.in_features:
         return None
     model.__dict__[LOSS_IN_CHUNKS] = head.in_features
+    return head
+
+
+def _plain_head(model: Any) -> nn.Module | None:
+    """What gives out the logits of a model of transformers, or of a skeleton, which has no
+    configuration and stands for one whose head is plain."""
+    if not hasattr(model, "config"):
+        return getattr(model, "lm_head", None)
+    if getattr(model.config, "model_type", None) not in PLAIN_HEADS:
+        return None
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     return head
 
 

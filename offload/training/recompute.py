@@ -36,6 +36,7 @@ _PLAIN = (
     torch.memory_format,
 )  # fmt: skip
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+_NAMES = (bool, int, str, type(None))
 _DEEP, _LONG = 3, 256  # how far what a module has is looked into, and how many members of it
 _GROWN = 1.1  # inputs so much larger are another load
 _CHANCES = 3  # forwards that may change their module, as the first does that fills a cache
@@ -142,13 +143,13 @@ class Recompute:
         if self._changes[unit] >= _CHANCES:
             self._keep(unit, f"changes {changed} when it runs")
 
-    def surprised(self, unit: int, changed: str) -> None:
-        """The unit, which will be computed again, has ``changed`` this, as it did not before."""
+    def surprised(self, unit: int, changed: str, again: str) -> None:
+        """The unit, which will be computed again, has ``changed`` this, as it did not before;
+        ``again``: what that does then."""
         log.warning(
             "overspill: unit %s has changed %s when it ran, as it did not before; backward "
-            "computes it once more, and may change that again; pass activations='host' if it must "
-            "not",
-            self._found[unit].name, changed,
+            "computes it once more, and %s; pass activations='host' if it must not",
+            self._found[unit].name, changed, again,
         )  # fmt: skip
         self._proven = {each for each in self._proven if each[0] != unit}
 
@@ -213,7 +214,8 @@ class _Checkpointed:
             for i, number in places:
                 given[i] = inputs[number]
             args, kwargs = torch_private.tree_unflatten(given, structure)
-            now, drawn_now = [(each, each.training) for each, _ in modes], _drawn()
+            now = [(each, each.training) for each, _ in modes]
+            drawn_now = [_drawn() for _ in drawn]
             try:
                 _set_modes(modes)
                 _draw_from(drawn)
@@ -223,7 +225,7 @@ class _Checkpointed:
                 _draw_from(drawn_now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
-        drawn = _drawn()
+        drawn = [_drawn()]  # empty, where the forward has drawn nothing: other threads may
         self._before, self._drawn, self._after = _state_of(module), drawn, after
         self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
         next(self._checkpoint)
@@ -234,9 +236,12 @@ class _Checkpointed:
             return
         next(self._checkpoint, None)
         self._after.append(_state_of(self._module))
-        changed = _changed(self._before, self._after[0]) or _changed(self._drawn, _drawn())
-        if changed is not None:
-            self._recompute.surprised(self._unit, changed)
+        if (changed := _changed(self._before, self._after[0])) is not None:
+            self._recompute.surprised(self._unit, changed, "may change that again")
+        if (changed := _changed(self._drawn[0], _drawn())) is None:
+            self._drawn.clear()
+        else:
+            self._recompute.surprised(self._unit, changed, "draws the same again")
 
 
 class _Watched:
@@ -283,14 +288,13 @@ def _drawn() -> _State:
     }
 
 
-def _draw_from(drawn: _State) -> None:
-    """Has these come as they did then."""
-    now: Any = _drawn()
-    then: Any = drawn
-    if now[_PYTHON] != then[_PYTHON]:
-        random.setstate(then[_PYTHON][1])
-    if now[_NUMPY] != then[_NUMPY]:
-        np.random.set_state(pickle.loads(then[_NUMPY][1]))
+def _draw_from(drawn: Sequence[_State]) -> None:
+    """Has random numbers come as they did then, if ever."""
+    for each in drawn:
+        python: Any = each[_PYTHON][1]
+        numpy: Any = each[_NUMPY][1]
+        random.setstate(python)
+        np.random.set_state(pickle.loads(numpy))
 
 
 def _inside(value: Any, depth: int = 0) -> object:
@@ -346,7 +350,7 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
-    """Another object is the same where it is plain, or a container of as much, to its whole depth
+    """Another object is the same where it is plain, or a list of as many names or whole numbers
     (``peft`` names the active adapters in a new list)."""
     if was[0] is found[0]:
         return was[1] == found[1]
@@ -354,5 +358,15 @@ def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
         return False
     if isinstance(was[0], _VALUES):
         return was[0] == found[0]
-    whole = type(was[0]) in (list, tuple) and len(was[0]) <= _LONG  # type: ignore[arg-type]
-    return whole and was[1] == found[1]
+    return _plain(found[0]) and _kinds(was[1]) == _kinds(found[1]) and was[1] == found[1]
+
+
+def _plain(value: object) -> bool:
+    """Whether ``_inside`` has all that such a list or tuple is."""
+    short = type(value) in (list, tuple) and len(value) <= _LONG  # type: ignore[arg-type]
+    return short and all(type(each) in _NAMES for each in value)  # type: ignore[attr-defined]
+
+
+def _kinds(inside: Any) -> list[type]:
+    """Of the members of a list, as ``_inside`` has it: 1 equals True."""
+    return [type(each) for each in inside[1]]

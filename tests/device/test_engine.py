@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.facts.tier import Tier
+from overspill.movement.accelerators.vendors import VENDORS
 from tests.devices import plainly
 from tests.models import TinyLM, adamw, batch, train
 
@@ -123,6 +125,26 @@ def test_a_broken_device_is_closed_all_the_same(
     native.break_down("")
     native.take_races()  # what was under way when the device broke was waited for by nobody
     assert torch.accelerator.memory_allocated() <= held + 8192
+
+
+def test_an_interrupt_while_host_memory_is_locked(
+    native: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Locking takes seconds; a signal that came meanwhile is raised when it is through."""
+    plain = VENDORS["testdev"]
+    assert plain.register is not None
+
+    def interrupted(address: int, nbytes: int, device: torch.device) -> None:
+        assert plain.register is not None
+        plain.register(address, nbytes, device)
+        raise KeyboardInterrupt
+
+    locked = native.registered_bytes()
+    monkeypatch.setitem(VENDORS, "testdev", replace(plain, register=interrupted))
+    model = TinyLM().cpu()
+    with pytest.raises(KeyboardInterrupt):
+        overspill.wrap(model, adamw(model), nvme=tmp_path, rates=RATES, **STREAMED)
+    assert native.registered_bytes() == locked
 
 
 def test_host_memory_that_cannot_be_locked(native: ModuleType, tmp_path: Path) -> None:

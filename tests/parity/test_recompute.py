@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -121,6 +121,77 @@ def test_what_draws_unseen_draws_the_same_again(caplog: pytest.LogCaptureFixture
     for name, value in found[0][1].items():
         assert torch.equal(value, found[1][1][name]), name
     assert "random numbers" in caplog.text
+
+
+class Swaps(nn.Module):
+    """Puts another table in the place of its own, once it is known, and computes with it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(32, 32), kind
+        self.table: Any = [[0.0] * 300] if kind == "long within" else [(1,)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "long within":
+            table = [list(self.table[0])]
+            table[0][299] += 0.5
+            x = x + table[0][299]
+        elif self.kind == "another kind within":
+            table = [[1]] if isinstance(self.table[0], tuple) else [(1,)]
+            x = x * (2 if isinstance(table[0], tuple) else 3)
+        else:
+            table = [1] if self.table[0] is True else [True]
+            x = x * (2 if table[0] is True else 3)
+        self.table = table
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", ["long within", "another kind within", "equal, of another kind"])
+def test_another_table_is_a_change(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_code, "LIBRARIES", ("torch.nn.",))
+    monkeypatch.setattr(known_code, "_pure", PURE)  # what it writes to is seen
+    found = []
+    for policy in ("keep", "recompute"):
+        torch.manual_seed(0)
+        model = Chain([Swaps(kind) for _ in range(3)])
+        with overspill.wrap(model, adamw(model), device=CPU, activations=policy) as optimizer:
+            losses = [step(model, optimizer, seed) for seed in range(6)]
+            found.append((losses, [block.table for block in model.blocks]))
+    assert found[0] == found[1]
+    assert "changes table" in caplog.text
+
+
+class Looks(nn.Module):
+    """Draws nothing, and notes where Python's random numbers are."""
+
+    seen: ClassVar[list[object]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Looks.seen.append(random.getstate())
+        return torch.tanh(self.inner(x))
+
+
+def test_what_draws_nothing_leaves_what_others_draw_alone() -> None:
+    """Another thread may draw while backward computes again: not the same once more."""
+    torch.manual_seed(0)
+    model = Chain([Looks() for _ in range(3)])
+    with overspill.wrap(model, adamw(model), device=CPU, activations="recompute") as optimizer:
+        step(model, optimizer, 0)
+        step(model, optimizer, 1)
+        loss = model(normal(2, 16, 8, 32))
+        random.random()
+        now = random.getstate()
+        Looks.seen.clear()
+        loss.backward()
+        assert Looks.seen == [now] * 3
+        assert random.getstate() == now
+        optimizer.step()
 
 
 class Caching(nn.Module):

@@ -179,15 +179,17 @@ class StreamsAccelerator:
             _tell_unlocked(self.device.type)
             return
         # As a whole: CUDA refuses any copy, a user's too, from one registered piece to the next.
+        # Noted before: a signal that came meanwhile is raised once the driver is through.
+        self._locked.append((address, nbytes))
         try:
             self._vendor.register(address, nbytes, self.device)
         except RuntimeError as error:
+            self._locked.remove((address, nbytes))
             raise OffloadError(
                 f"could not page-lock {format_bytes(nbytes)} of host memory at {address:#x} for "
                 f"{self.device} ({error}); lower host_memory, or raise the memory limit of this "
                 "container"
             ) from error
-        self._locked.append((address, nbytes))
 
     def _pieces(
         self, host: torch.Tensor, device: torch.Tensor
