@@ -61,7 +61,7 @@ from .moves import Mover, Transfer
 from .pools import Arenas
 from .refusals import refusal
 from .saved import End, SavedStore
-from .update_lane import UpdateLane, UpdateWork
+from .update_lane import UpdateLane, UpdateWork, is_on_device
 from .visits import RecordParts, Visits
 from .waiters import LANES, Waiter
 
@@ -131,13 +131,16 @@ class Executor:
         self._mover = Mover(
             layout, arenas, accelerator, disk, extents, self._events, trace, self.saved, self._moved
         )
-        self._worker = UpdateLane(
-            layout, arenas, accelerator, self._events, trace, work_on,
+        make_lane = partial(
+            UpdateLane, layout, arenas, accelerator, self._events, trace, work_on,
             lambda unit: self._queue.put(Judged(unit, finite=False)), self._worked,
         )  # fmt: skip
+        self._here = self._there = make_lane("update")
+        if accelerator.device.type != "cpu" or accelerator.limits.device_update_params_s:
+            self._there = make_lane("update-there")  # not one after the other
         self._visits = Visits(
             arenas, accelerator, self._events, trace, visit,
-            lambda update: layout.units[update.unit].name, self._worker.put, self._finished,
+            lambda update: layout.units[update.unit].name, self._there.put, self._finished,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
         self._thread.start()
@@ -413,7 +416,7 @@ class Executor:
         if isinstance(work, Update) and work.visit is not None:
             self._visits.start(work)
         elif isinstance(work, (Clear, Accumulate, Update)):
-            self._worker.put(work)
+            (self._there if is_on_device(work) else self._here).put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
             self._commits.put(work, lambda error: self._finished(work, error))
@@ -421,7 +424,7 @@ class Executor:
             self._mover.start(work)
 
     def _worked(self, task: UpdateWork, error: BaseException | None) -> None:
-        """The update worker is through with a task."""
+        """An update lane is through with a task."""
         try:
             if error is None and isinstance(task, Update) and task.visit is not None:
                 self._visits.back(task)
@@ -487,7 +490,8 @@ class Executor:
         self._queue.put(Once())  # so that the pump looks, if nothing else comes
         drained.wait(timeout=60)
         self._closed = True
-        self._worker.close()
+        for lane in {self._here, self._there}:
+            lane.close()
         self._queue.put(None)
         self._thread.join(timeout=60)
         for waiter in [*self._waiters.values(), *self._asked.values()]:

@@ -123,8 +123,9 @@ class Arenas:
 
     def typed(self, place: Place, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
-        memory = self.bytes_of(place).narrow(0, offset, numel * dtype.itemsize)
-        return memory.view(dtype)
+        nbytes = numel * dtype.itemsize
+        assert offset + nbytes <= place.nbytes, f"{offset} + {nbytes} bytes of {place}"
+        return self.bytes_of(Place(place.tier, place.offset + offset, nbytes)).view(dtype)
 
 
 class MemoryWatch(Protocol):

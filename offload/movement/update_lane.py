@@ -1,4 +1,4 @@
-"""The thread that updates, clears and merges: what the machine wants done with memory itself."""
+"""Threads that update, clear and merge: what the machine wants done with memory itself."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from .pools import Arenas
 UpdateWork = Clear | Accumulate | Update
 
 
+def is_on_device(task: UpdateWork) -> bool:
+    """Whether the device does it, and not the processors."""
+    return task.on_device if isinstance(task, Update) else task.place.tier is Tier.DEVICE
+
+
 class UpdateLane:
     """Does one task after the other, and reports its end to ``finished``.
 
     Args:
         work_on: does a task; says whether what it gave is finite.
         spoiled: told of a unit whose values are not finite, before ``finished``.
+        name: of its thread.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class UpdateLane:
         work_on: Callable[[UpdateWork], bool],
         spoiled: Callable[[int], None],
         finished: Callable[[UpdateWork, BaseException | None], None],
+        name: str,
     ) -> None:
         self._arenas, self._accelerator, self._events = arenas, accelerator, events
         self._trace, self._work_on = trace, work_on
@@ -50,7 +57,7 @@ class UpdateLane:
         self._unit_of = [s.unit for s in subgroups]
         self._params = [s.count for s in subgroups]
         self._tasks: queue.SimpleQueue[tuple[UpdateWork, int] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="overspill-update", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"overspill-{name}", daemon=True)
         self._thread.start()
 
     def put(self, task: UpdateWork) -> None:

@@ -1,4 +1,4 @@
-"""What the update worker does: run the rule on a subgroup, and merge gradients that arrive.
+"""What the update lanes do: run the rule on a subgroup, and merge gradients that arrive.
 
 Parameters without a gradient in this step keep their weights, state and step count, so a subgroup
 is updated in runs of neighbours that have a gradient and share their count.
@@ -70,7 +70,7 @@ class GradLayout:
 
 
 class Updater:
-    """Owned by the engine.  The update worker runs its tasks; hooks hand it facts under a lock, and
+    """Owned by the engine.  The update lanes run its tasks; hooks hand it facts under a lock, and
     let it measure gradients that are gathered where they are kept."""
 
     def __init__(
@@ -116,15 +116,14 @@ class Updater:
     # -- work -----------------------------------------------------------------------------------
 
     def work_on(self, task: Clear | Accumulate | Update) -> bool:
-        """Runs one task; called on the update worker.  False: an update's values are not finite."""
-        before = len(self.ledger.nonfinite)
+        """Runs one task; called on an update lane.  False: an update's values are not finite."""
+        if isinstance(task, Update):
+            return self._update(task)
         if isinstance(task, Clear):
             self.arenas.bytes_of(task.place).zero_()
-        elif isinstance(task, Accumulate):
-            self._accumulate(task)
         else:
-            self._update(task)
-        return len(self.ledger.nonfinite) == before
+            self._accumulate(task)
+        return True
 
     def _accumulate(self, task: Accumulate) -> None:
         unit = self.layout.units[task.unit]
@@ -197,7 +196,7 @@ class Updater:
         )
         return parts, RecordParts(*there)
 
-    def _update(self, task: Update) -> None:
+    def _update(self, task: Update) -> bool:
         subgroup = self._subgroups[task.subgroup]
         chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
         parts = self._parts(task) if task.visit is None else self.visit(task)[1]
@@ -209,17 +208,20 @@ class Updater:
             for f in subgroup.fields
         }
         assert chunk.group is not None
+        finite = True
         for run in self._runs(task.unit, chunk, subgroup):
-            inside = (run.start - subgroup.start, run.stop - subgroup.start)
-            finite = self.rules[chunk.group].update(
+            inside = run.start - subgroup.start, run.stop - subgroup.start
+            whole = run.stop - run.start == subgroup.count
+            tensors = (grads, weights, state) if whole else (
                 grads[slice(*inside)],
                 weights[slice(*inside)],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
-                self._scalars_for(chunk.group, run.step, run.scale),
-                run.position,
-            )
-            if not finite:
-                self.ledger.nonfinite.append(task.unit)
+            )  # fmt: skip
+            scalars = self._scalars_for(chunk.group, run.step, run.scale)
+            finite &= self.rules[chunk.group].update(*tensors, scalars, run.position)
+        if not finite:
+            self.ledger.nonfinite.append(task.unit)
+        return finite
 
     def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
         """The runs of a subgroup; borders between parameters belong to the one before.

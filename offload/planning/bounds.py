@@ -61,13 +61,13 @@ def trained_params(layout: Layout) -> int:
 
 
 def update_work(layout: Layout, rates: Rates) -> float:
-    """Parameters that the CPU would update in the time that CPU and device need for all of a
-    step's, one after the other."""
+    """Parameters that the CPU would update in the time that CPU and device, side by side, need for
+    all of a step's."""
     total = trained_params(layout)
     if not rates.update_params_s or not rates.device_update_params_s:
         return total
     there = total * device_update_share(layout)
-    return total - there + there * rates.update_params_s / rates.device_update_params_s
+    return max(total - there, there * rates.update_params_s / rates.device_update_params_s)
 
 
 def device_update_share(layout: Layout) -> float:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..facts.rates import Rates
 from ..facts.tier import Tier
@@ -52,55 +49,15 @@ from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
 from .bursts import INPUTS
 from .costs import Costs
+from .lanes import LEGS, Compute, Lane, Leg, Part
 
 LANE_OF: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out", Commit: "write",
 }  # fmt: skip
 LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
-LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
 LEG_COPIES = {"copy_in": 3, "copy_out": 2}
 LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
-
-
-class _Part(NamedTuple):
-    """Of a unit's compute: what of that saved it needs first, how long it takes, what it saves."""
-
-    seconds: float
-    needed: SavedBytes | None = None
-    saved: SavedBytes | None = None
-
-
-@dataclass(frozen=True)
-class _Compute:
-    """What the compute lane does: one unit's forward or backward."""
-
-    unit: int
-
-
-@dataclass(frozen=True)
-class _Leg:
-    """What an update of a record that visits the device does in one lane, of ``LEGS`` in turn."""
-
-    update: Update
-    lane: str
-
-
-class _Lane:
-    """Work in line, and the piece that is being done."""
-
-    __slots__ = (
-        "current", "left_s", "line", "name", "seen_s", "speed", "started_s", "turn", "urgent",
-    )  # fmt: skip
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.line: deque[Work | _Leg] = deque()
-        self.urgent: deque[Work | _Leg] = deque()
-        self.current: Work | _Leg | _Compute | None = None
-        self.started_s = 0.0
-        self.left_s = self.seen_s = 0.0  # of the piece, at full speed, when last looked at
-        self.speed, self.turn = 1.0, 0  # an end foreseen in an earlier turn does not come
 
 
 class Simulation:
@@ -113,8 +70,8 @@ class Simulation:
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
         self.moved = dict.fromkeys(LINKS, 0)  # bytes until now
-        self._lanes = {name: _Lane(name) for name in (*LINKS, "update", "compute")}
-        self._ends: list[tuple[float, int, int, _Lane]] = []
+        self._lanes = {name: Lane(name) for name in (*LINKS, "update", "there", "compute")}
+        self._ends: list[tuple[float, int, int, Lane]] = []
         self._numbers = itertools.count()
         self._grants: dict[int, Grant] = {}
         self._arriving: set[Place] = set()  # on the device
@@ -146,6 +103,8 @@ class Simulation:
             s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
         ]
         rates = costs.rates
+        # Who does what the device updates: the processors, as far as anybody knows.
+        self._there = "there" if rates.device_update_params_s else "update"
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
             "write": _inverse(rates.disk_write_bytes_s),
@@ -185,23 +144,25 @@ class Simulation:
             elif isinstance(instruction, Forget):
                 self._away.pop(instruction.item.number, None)
             elif isinstance(instruction, Update) and instruction.visit is not None:
-                self._queue(_Leg(instruction, "copy_in"), "copy_in")
+                self._queue(Leg(instruction, "copy_in"), "copy_in")
             elif not isinstance(instruction, AtHome):
                 if isinstance(instruction, CopyIn):
                     self._arriving.add(instruction.place)
                     if instruction.item.kind is Kind.SAVED:
                         self._away[instruction.item.number] = instruction.place
                 urgent = isinstance(instruction, Read) and instruction.urgent
-                self._queue(instruction, LANE_OF.get(type(instruction), "update"), urgent)
+                there = isinstance(instruction, Update) and instruction.on_device
+                name = LANE_OF.get(type(instruction), self._there if there else "update")
+                self._queue(instruction, name, urgent)
         self._note_peaks()
 
-    def _queue(self, work: Work | _Leg, name: str, urgent: bool = False) -> None:
+    def _queue(self, work: Work | Leg, name: str, urgent: bool = False) -> None:
         lane = self._lanes[name]
         (lane.urgent if urgent else lane.line).append(work)
         if lane.current is None:
             self._start(lane)
 
-    def _start(self, lane: _Lane) -> None:
+    def _start(self, lane: Lane) -> None:
         line = lane.urgent or lane.line
         if line:
             lane.current = work = line.popleft()
@@ -210,7 +171,7 @@ class Simulation:
             self._foresee(lane)
             self._changed(lane)
 
-    def _foresee(self, lane: _Lane) -> None:
+    def _foresee(self, lane: Lane) -> None:
         """Says when the lane's piece will end, if nothing changes."""
         lane.turn += 1
         lane.speed = self._speed(lane.name)
@@ -231,7 +192,7 @@ class Simulation:
         halved = self._busy("compute") and self._busy("update")
         return max(LEAST_SPEED, free / (2 if halved else 1))
 
-    def _changed(self, lane: _Lane) -> None:
+    def _changed(self, lane: Lane) -> None:
         """The lane began or ended a piece of work: its rivals are slower or faster now."""
         for name in self._rivals[lane.name]:
             other = self._lanes[name]
@@ -240,9 +201,9 @@ class Simulation:
                 other.seen_s = self.now_s
                 self._foresee(other)
 
-    def _seconds(self, lane: _Lane, work: Work | _Leg) -> float:
+    def _seconds(self, lane: Lane, work: Work | Leg) -> float:
         rates = self.costs.rates
-        if lane.name == "update" and isinstance(work, (Update, _Leg)):
+        if lane.told == "update" and isinstance(work, (Update, Leg)):
             update = work if isinstance(work, Update) else work.update
             there = rates.device_update_params_s if update.on_device else None
             return self._params[update.subgroup] * _inverse(there or rates.update_params_s)
@@ -255,12 +216,12 @@ class Simulation:
             return moved * _inverse(rates.dram_bytes_s)
         if isinstance(work, (CopyIn, CopyOut)):
             return seconds + (rates.link_latency_s or 0.0)
-        if isinstance(work, _Leg):
+        if isinstance(work, Leg):
             return seconds + LEG_COPIES[lane.name] * (rates.link_latency_s or 0.0)
         return seconds
 
-    def _nbytes(self, work: Work | _Leg) -> int:
-        if isinstance(work, _Leg):
+    def _nbytes(self, work: Work | Leg) -> int:
+        if isinstance(work, Leg):
             visit = self._visits[work.update.subgroup]
             moved = {"copy_in": visit.in_bytes, "update": visit.state, "copy_out": visit.out_bytes}
             return moved[work.lane]
@@ -277,8 +238,8 @@ class Simulation:
             return work.source.nbytes
         return work.state.nbytes if isinstance(work, Update) else 0
 
-    def _name(self, work: Work | _Leg) -> str:
-        if isinstance(work, _Leg):
+    def _name(self, work: Work | Leg) -> str:
+        if isinstance(work, Leg):
             return self.layout.units[work.update.unit].name
         if not isinstance(work, (Accumulate, Update, Clear, Commit)) and (
             work.item.kind is Kind.SAVED
@@ -300,13 +261,13 @@ class Simulation:
         self.now_s = end_s
         assert work is not None
         lane.current = None
-        if isinstance(work, _Compute):
+        if isinstance(work, Compute):
             self._changed(lane)
             return
-        self._lane = "update" if isinstance(work, _Leg) else lane.name
+        self._lane = "update" if isinstance(work, (Update, Leg)) else lane.name
         if not isinstance(work, (Accumulate, Clear)):
             began, ended, nbytes = _ns(lane.started_s), _ns(self.now_s), self._nbytes(work)
-            self.trace.add(lane.name, self._name(work), began, ended, nbytes)
+            self.trace.add(lane.told, self._name(work), began, ended, nbytes)
             if lane.name in self.moved and (self.layout.has_device or lane.name in DISK):
                 self.moved[lane.name] += nbytes
         self._start(lane)
@@ -314,10 +275,11 @@ class Simulation:
             self._changed(lane)
         if isinstance(work, CopyIn):
             self._arriving.discard(work.place)
-        if not isinstance(work, _Leg):
+        if not isinstance(work, Leg):
             self._send(Done(work))
         elif (following := LEGS.get(work.lane)) is not None:
-            self._queue(_Leg(work.update, following), following)
+            name = self._there if following == "update" else following
+            self._queue(Leg(work.update, following), name)
         else:
             self._send(Done(work.update))
 
@@ -353,7 +315,7 @@ class Simulation:
         if self.now_s > started_s and self._computing:
             self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
-    def _compute(self, unit: int, parts: Sequence[_Part]) -> None:
+    def _compute(self, unit: int, parts: Sequence[Part]) -> None:
         """Compute runs one unit's forward or backward, once its weights are there."""
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
         self._computing = name
@@ -377,7 +339,7 @@ class Simulation:
     def _run(self, unit: int, seconds: float) -> None:
         started_s, lane = self.now_s, self._lanes["compute"]
         if seconds:
-            lane.current, lane.left_s, lane.seen_s = _Compute(unit), seconds, started_s
+            lane.current, lane.left_s, lane.seen_s = Compute(unit), seconds, started_s
             self._foresee(lane)
             self._changed(lane)
             while lane.current is not None:
@@ -450,9 +412,9 @@ class Simulation:
                 self._send(Saved((), unit=index))
             seconds, done, parts = self.costs.forward_s[index], 0.0, []
             for share, piece in pieces:
-                parts.append(_Part((share - done) * seconds, saved=piece))
+                parts.append(Part((share - done) * seconds, saved=piece))
                 done = share
-            self._compute(index, [*parts, _Part((1 - done) * seconds)])
+            self._compute(index, [*parts, Part((1 - done) * seconds)])
 
     def _backward(self, *, merge: bool, update: bool) -> None:
         self._send(Turn(backward=True))
@@ -461,9 +423,9 @@ class Simulation:
             # What an operation saved it needs for what it computed after that.
             seconds, left, parts = self._backward_s[index], 1.0, []
             for share, piece in reversed(pieces):
-                parts.append(_Part((left - share) * seconds, needed=piece))
+                parts.append(Part((left - share) * seconds, needed=piece))
                 left = share
-            self._compute(index, [*parts, _Part(left * seconds)])
+            self._compute(index, [*parts, Part(left * seconds)])
             if self.layout.units[index].trainable:
                 if update:
                     self._protocol.land()

@@ -57,10 +57,10 @@ class _Maker:
     def __init__(self, device: torch.device, vendor: Vendor) -> None:
         self.device = device
         self.module: Any = torch.get_device_module(device)
-        self._options = dict(vendor.event_options)
+        self._options, self._urgent = dict(vendor.event_options), dict(vendor.urgent)
 
-    def stream(self) -> Any:
-        return self.module.Stream(device=self.device)
+    def stream(self, *, urgent: bool = False) -> Any:
+        return self.module.Stream(device=self.device, **(self._urgent if urgent else {}))
 
     def event(self, *, timing: bool) -> _StreamEvent:
         return _StreamEvent(self.module.Event(enable_timing=timing, **self._options))
@@ -159,7 +159,7 @@ class StreamsAccelerator:
         self._clock = StreamClock(base)
         self._in = _CopyStream("copy_in", self._make, self._clock)
         self._out = _CopyStream("copy_out", self._make, self._clock)
-        self._update, self._gather = self._make.stream(), self._make.stream()
+        self._update, self._gather = self._make.stream(urgent=True), self._make.stream()
 
     # -- memory ---------------------------------------------------------------------------------
 

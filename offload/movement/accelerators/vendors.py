@@ -23,12 +23,14 @@ class Vendor:
             pageable memory, right and slow.
         unregister: undoes it, by address.
         event_options: for the events of the device's module, beside ``enable_timing``.
+        urgent: for a stream whose short kernels go before compute's that have not begun.
         built: why torch knows no such device although it may be there, or ``None``.
     """
 
     register: Callable[[int, int, torch.device], None] | None = None
     unregister: Callable[[int], None] | None = None
     event_options: Mapping[str, Any] = field(default_factory=dict)
+    urgent: Mapping[str, Any] = field(default_factory=dict)
     built: Callable[[], str | None] = lambda: None
 
 
@@ -55,6 +57,7 @@ VENDORS: dict[str, Vendor] = {
         register=_register_cuda,
         unregister=_unregister_cuda,
         event_options={"blocking": True},  # whoever waits sleeps, and does not spin
+        urgent={"priority": -1},
         built=_cuda_built,
     )
 }
