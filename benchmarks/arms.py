@@ -114,6 +114,10 @@ class Worker:
         """Writes the lanes of the last steps: JSON, or a picture.  Of overspill only."""
         self._ask({"trace": str(path)})
 
+    def about(self) -> Mapping[str, Any]:
+        """``plan``, in words, and the ``rates`` that it counts on.  Of overspill only."""
+        return self._ask({"about": True})
+
     def bound(self, compute_s: float) -> Mapping[str, Any]:
         """``plan_bound_s``: that of the plan, with so much compute.  Of overspill only."""
         return self._ask({"compute_s": compute_s})

@@ -67,7 +67,7 @@ def alone(
     """A row for each batch size; the arm has the device to itself.
 
     It is ended at ``until`` of the monotonic clock, or after ``limit_s``.  ``pictures``: the
-    files for the lanes of its last steps, without suffix.
+    files for its plan and the lanes of its last steps with each batch, without what follows that.
     """
     left = until - time.monotonic()
     if left <= 0:
@@ -81,10 +81,10 @@ def alone(
             failed = rows[-1].error if rows else None
             if failed:
                 rows.append(Row(worker.name, {}, (), error=failed))
-            else:
-                rows += run_interleaved([_At(worker, batch)], rounds)
-        if pictures is not None and not rows[-1].error:
-            lanes(worker, pictures)
+                continue
+            rows += run_interleaved([_At(worker, batch)], rounds)
+            if pictures is not None and not rows[-1].error:
+                lanes(worker, pictures.with_name(f"{pictures.name}-{batch}"))
     finally:
         worker.close()
         timer.cancel()
@@ -92,8 +92,12 @@ def alone(
 
 
 def lanes(worker: Worker, base: Path) -> None:
-    """The lanes of the arm's last steps, as a trace and, with matplotlib, as a picture."""
+    """What explains the arm's time: its plan, the rates that it counts on, and the lanes of its
+    last steps, as a trace and, with matplotlib, as a picture."""
     try:
+        about = worker.about()
+        rates = "\n".join(f"{name}: {rate}" for name, rate in about["rates"].items())
+        base.with_suffix(".txt").write_text(f"{about['plan']}\n\n{rates}\n", encoding="utf-8")
         worker.trace(base.with_suffix(".json"))
         worker.trace(base.with_suffix(".png"))
     except RuntimeError as error:
@@ -172,8 +176,8 @@ def run_steps(
         print(f"{case.model}: {case.name}", flush=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="store-") as store:
             worker = scale.worker(case, plan, Path(store))
-            about = f"gpu-lanes-{case.model}-{case.engine}-{case.update}".replace(" ", "")
-            pictures = folder / about if case.update else None
+            about = f"gpu-lanes-{case.model}-{case.engine}-{case.update}-{case.activations}"
+            pictures = folder / about.replace(" ", "") if case.update else None
             found = alone(worker, case.batches, ROUNDS, until, case.limit_s, pictures)
         for batch, row in zip(case.batches, found, strict=True):
             rows.setdefault((case.model, batch), []).append(row)

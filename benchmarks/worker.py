@@ -1,13 +1,14 @@
 """One arm of the step suite, in a process of its own: trains some steps whenever it is told to.
 
 The first order says what to train, every other one ``{"steps": n}`` or
-``{"trace": path}`` or ``{"compute_s": seconds}``.
+``{"trace": path}`` or ``{"about": true}`` or ``{"compute_s": seconds}``.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -77,6 +78,7 @@ class Training:
         for _ in range(lead_in):
             self.step(batch)
         read, written = kernel_bytes()
+        threads = thread_seconds()
         cpu, started = time.process_time(), time.perf_counter()
         optimizer_s = self.trainee.optimizer_s
         with OtherWork() as others:
@@ -93,20 +95,29 @@ class Training:
             "written_bytes": (after[1] - written) // steps,
             "peak_rss_bytes": peak_rss_bytes(),
             "after_forward_bytes": self._after_forward,
+            "threads_s": {
+                name: (total - threads.get(name, 0.0)) / steps
+                for name, total in thread_seconds().items()
+                if total > threads.get(name, 0.0)
+            },
         }
         stats = getattr(self.trainee.optimizer, "stats", None)
         if stats is not None:
             seen["bound_s"] = stats.bound_s
+            seen["lanes"] = {name: asdict(lane) for name, lane in stats.lanes.items()}
         if torch.cuda.is_available():
             seen["peak_device_bytes"] = torch.cuda.max_memory_allocated()
         return seen
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """What an order asks for: some steps, the lanes of the last ones in a file, or the bound of
-        the plan with so much compute."""
+        """What an order asks for: some steps, the lanes of the last ones in a file, what the plan
+        is and counts on, or its bound with so much compute."""
         if "trace" in order:
             self.trainee.optimizer.trace(order["trace"])
             return {}
+        if "about" in order:
+            plan = self.trainee.optimizer.plan
+            return {"plan": str(plan), "rates": asdict(plan.detail.rates)}
         if "compute_s" in order:
             return {"plan_bound_s": _bound_s(self.trainee.optimizer.plan, order["compute_s"])}
         return self.timed(**order)
@@ -143,6 +154,19 @@ def kernel_bytes() -> tuple[int, int]:
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     values = dict(line.split(": ") for line in lines)
     return int(values["read_bytes"]), int(values["write_bytes"])
+
+
+def thread_seconds() -> dict[str, float]:
+    """Seconds of the processors that each Python thread has had, those of one name together."""
+    ticks, had = os.sysconf("SC_CLK_TCK"), dict[str, float]()
+    for thread in threading.enumerate():
+        try:
+            about = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8")
+        except OSError:  # it has ended
+            continue
+        user, system = about.rpartition(")")[2].split()[11:13]
+        had[thread.name] = had.get(thread.name, 0.0) + (int(user) + int(system)) / ticks
+    return had
 
 
 def peak_rss_bytes() -> int:

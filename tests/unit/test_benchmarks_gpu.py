@@ -43,7 +43,13 @@ def test_it_comes_to_its_end_on_sim(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plain, ours = small["rows"][0], small["rows"][2]
     losses = [row["samples"][-1]["seen"]["loss"] for row in (plain, ours)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert (tmp_path / "gpu-lanes-1B-NVMe-backward.json").exists()
+    for batch in (8, 32):  # what explains a time
+        about = tmp_path / f"gpu-lanes-1B-NVMe-backward-keep-{batch}"
+        assert json.loads(about.with_suffix(".json").read_text())["traceEvents"]
+        assert "bound" in about.with_suffix(".txt").read_text()
+        assert "update_params_s: " in about.with_suffix(".txt").read_text()
+    seen = small["rows"][2]["samples"][-1]["seen"]
+    assert seen["lanes"]["update"]["busy_s"] > 0 and seen["threads_s"]["MainThread"] >= 0
     assert not list(tmp_path.glob("store-*"))
 
 
