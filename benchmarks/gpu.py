@@ -37,6 +37,7 @@ ROUNDS = 2
 TESTS_S, KERNELS_S, COPY_S = 150.0, 30.0, 40.0
 SUITES = ("@tests/device/moves.txt", "tests/parity")  # what names a defect goes first
 MOST_WORKERS = 8
+TELL_S = 10.0  # that a suite has to tell what failed when its time is up
 
 
 @dataclass
@@ -214,14 +215,20 @@ def run_tests(device: str, suites: Sequence[str], log: Path, limit_s: float) -> 
         words += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     environment = {**os.environ, "OVERSPILL_TEST_DEVICE": device}
     with log.open("w", encoding="utf-8") as file:
+        running = subprocess.Popen(
+            [sys.executable, *words, *suites], cwd=ROOT, env=environment,
+            stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
-            ended = subprocess.run(
-                [sys.executable, *words, *suites], cwd=ROOT, env=environment, timeout=limit_s,
-                check=False, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            passed = ended.returncode == 0
+            passed = running.wait(limit_s) == 0
         except subprocess.TimeoutExpired:
             passed = False
+            running.send_signal(signal.SIGINT)  # pytest tells then what failed so far
+            try:
+                running.wait(TELL_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
             file.write(f"\nended after {limit_s:.0f} s\n")
     told = log.read_text(encoding="utf-8").splitlines()
     print("\n".join([f"{log.name}:", *told[-30:]]), flush=True)

@@ -247,12 +247,13 @@ def _cost(
     alone, beside, single, shares = [], [], [], []
     for taken in range(rounds + 1):
         set_threads(count)
+        update.run()  # starts the threads, which takes longer than an update by many of them
         sweep = _read_modify_write(values)
         seconds = update.run()
         with traffic.running():
             loaded = update.run()
         if taken == 0:
-            continue  # the first touches pages and wakes threads
+            continue  # the first touches pages
         sweeps.append(sweep)
         alone.append(seconds)
         beside.append(loaded)

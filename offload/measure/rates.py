@@ -10,10 +10,13 @@ import torch
 
 from ..facts.rates import Rates, UpdateRate
 from ..optim.bench import Case, device_update_rate, update_costs
+from ..optim.kernels import threads
 from . import probes
 
 MEASURE_S = 2.0  # all probes together take about this long
-UPDATE_PARAMS, UPDATE_ROUNDS = 6_000_000, 3
+UPDATE_ROUNDS = 3
+# So many for each thread that updates, within limits: more than its share of the caches.
+THREAD_PARAMS, LEAST_PARAMS, MOST_PARAMS = 3_000_000, 6_000_000, 48_000_000
 
 
 def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.device) -> Rates:
@@ -50,10 +53,11 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
 def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
     """Measures one rule with its formats, for less than a second; also on a GPU, if that is
     the device."""
-    cost = update_costs(cases=[case], numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS).of(case)
+    numel = min(MOST_PARAMS, max(LEAST_PARAMS, threads() * THREAD_PARAMS))
+    cost = update_costs(cases=[case], numel=numel, rounds=UPDATE_ROUNDS).of(case)
     compute, there = compute_device(device), None
     if compute.type != "cpu":
-        there = device_update_rate(case, compute, numel=UPDATE_PARAMS, rounds=UPDATE_ROUNDS)
+        there = device_update_rate(case, compute, numel=numel, rounds=UPDATE_ROUNDS)
     return UpdateRate(cost.all_threads, cost.beside_traffic, there)
 
 

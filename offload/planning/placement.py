@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from ..facts.tier import Tier
 from ..schedule.units import Unit, align
+from ..schedule.visits import SLOTS as VISIT_SLOTS
 from .partition import Partition
 from .plan import Budgets, Needs, Shortfall, host_grad_bytes
 from .spread import spread
-from .subgroups import bytes_per_element, choose_numel, cut_subgroups
+from .subgroups import LARGEST_IN_MEMORY, bytes_per_element, choose_numel, cut_subgroups
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
+VISITS_SHARE = 0.125  # of the device's budget, at most, to the slots of visits
 DEFAULT_DEPTH = 3
 
 
@@ -41,9 +43,7 @@ class Placement:
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
         self.lower = Tier.NVME if budgets.nvme is not None else Tier.HOST
-        element = bytes_per_element(self.units, needs.fields_of)
-        room = budgets.host // 4 if budgets.nvme is not None else budgets.host
-        numel = needs.numel or choose_numel(element, room, STATE_SLOTS)
+        numel = needs.numel or self._record_numel()
         self.subgroups = cut_subgroups(self.units, needs.fields_of, numel)
         self.state_bytes = [sum(s.nbytes for s in group) for group in self.subgroups]
         self.largest_state = [max((s.nbytes for s in g), default=0) for g in self.subgroups]
@@ -60,6 +60,19 @@ class Placement:
         self.cached: set[int] = set()  # of these, what host memory has room to keep
         self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
         self.state = [[self.lower] * len(group) for group in self.subgroups]
+
+    def _record_numel(self) -> int:
+        """Elements of a record of state."""
+        element = bytes_per_element(self.units, self.needs.fields_of)
+        if self.budgets.nvme is not None:
+            return choose_numel(element, self.budgets.host // 4, STATE_SLOTS)
+        usual = choose_numel(element, self.budgets.host, STATE_SLOTS)
+        if self.budgets.device is None:
+            return usual
+        # Visits find room there: a record with its gradients and weights in each slot.
+        beside = max(4 + u.chunks[0].dtype.itemsize for u in self.units if u.chunks)
+        room = min(self.budgets.host, int(self.budgets.device * VISITS_SHARE))
+        return max(usual, choose_numel(element + beside, room, VISIT_SLOTS, LARGEST_IN_MEMORY))
 
     def _alone(self, unit: Unit) -> bool:
         return all(self.units[i].runs for i in unit.shares)

@@ -10,6 +10,8 @@ import torch
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, FieldPlace, Subgroup, Unit, align
 
 LARGEST_NUMEL = 4 * 2**20
+# Where nothing goes to disk and a device computes: its queue runs dry while Python sees to records.
+LARGEST_IN_MEMORY = 16 * 2**20
 SMALLEST_NUMEL = 64 * 2**10
 
 
@@ -85,9 +87,11 @@ def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
     return worst
 
 
-def choose_numel(record_bytes: float, room_bytes: int, slots: int) -> int:
+def choose_numel(
+    record_bytes: float, room_bytes: int, slots: int, largest: int | None = None
+) -> int:
     """The largest subgroup of which ``slots`` records fit in ``room_bytes``, within its limits."""
-    numel = LARGEST_NUMEL
+    numel = largest or LARGEST_NUMEL
     while numel > SMALLEST_NUMEL and numel * record_bytes * slots > room_bytes:
         numel //= 2
     return numel

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from overspill.cli.app import app
-from overspill.optim import kernels
+from overspill.optim import bench, kernels
 from overspill.optim.bench import CASES, Case, MeasuredUpdate, update_costs
 
 ADAMW = {case.moments: case for case in CASES if case.rule == "adamw" and case.master == "split"}
@@ -41,6 +41,26 @@ def test_every_case_is_measured_and_threads_are_set_back() -> None:
         costs.of(Case("sgd", torch.float16, None, "fp32"))
     with pytest.raises(ValueError, match="at least 1, not 4096 and 0"):
         update_costs(numel=4096, rounds=0)
+
+
+def test_the_start_of_threads_is_no_part_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sixteen threads it took five times as long as what they did."""
+    to_start = 0
+
+    def set_threads(count: int) -> None:
+        nonlocal to_start
+        to_start = count - 1
+
+    def run(update: MeasuredUpdate) -> float:
+        nonlocal to_start
+        seconds, to_start = 1.0 + 99 * bool(to_start), 0
+        return seconds
+
+    monkeypatch.setattr(bench, "threads", lambda: 16)
+    monkeypatch.setattr(bench, "set_threads", set_threads)
+    monkeypatch.setattr(MeasuredUpdate, "run", run)
+    (cost,) = update_costs(cases=CASES[:1], numel=4096, rounds=3).costs
+    assert (cost.one_thread, cost.all_threads, cost.beside_traffic) == (4096, 4096, 4096)
 
 
 def test_command(tmp_path: Path) -> None:

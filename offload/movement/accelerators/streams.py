@@ -198,6 +198,8 @@ class StreamsAccelerator:
         start = host.data_ptr()
         stop = start + host.numel()
         cuts = [address - start for address, _ in self._locked if start < address < stop]
+        if not cuts:
+            return [(host, device)]
         edges = [0, *sorted(cuts), host.numel()]
         return [(host[a:b], device[a:b]) for a, b in itertools.pairwise(edges)]
 
