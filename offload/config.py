@@ -118,7 +118,8 @@ class OffloadConfig:
             ``torch.distributed.checkpoint``, to stream in.
         init: for a meta model: called on each module of a unit to initialise its parameters.
         prefetch_depth: units fetched ahead of use; ``None`` lets the plan choose.
-        threads: CPU threads of the optimizer update; ``None`` takes the physical cores.
+        threads: CPU threads of the optimizer update; ``None`` takes the physical cores, beside a
+            GPU all but two of them, or of few a quarter.
         checksum: verify every byte that comes back from disk.
         rates: the machine's rates; ``None`` measures them once.
         durable, commit_every, extra, on_nonfinite: see the chapter on checkpoints.

@@ -204,26 +204,31 @@ def device_update_rate(
 
 
 def update_costs(
-    *, cases: Sequence[Case] = CASES, numel: int = 6_000_000, rounds: int = 5
+    *,
+    cases: Sequence[Case] = CASES,
+    numel: int = 6_000_000,
+    rounds: int = 5,
+    count: int | None = None,
 ) -> UpdateCosts:
     """Measures ``cases`` one by one; about a third of a second each with the defaults on two cores.
 
-    Takes up to 18 bytes of memory per parameter.  The number of threads is changed meanwhile and
-    set back.
+    ``count``: of all threads; ``None``: as many as are set.  Takes up to 18 bytes of memory per
+    parameter.  The number of threads is changed meanwhile and set back.
 
     Raises:
         ValueError: no rounds or no parameters, or formats that do not fit.
     """
     if numel < 1 or rounds < 1:
         raise ValueError(f"numel and rounds must be at least 1, not {numel} and {rounds}")
-    count = threads()
+    before = threads()
+    count = count or before
     values = torch.ones(2 * numel, device="cpu")
     traffic = Traffic()
     sweeps: list[float] = []
     try:
         costs = tuple(_cost(case, numel, rounds, count, values, traffic, sweeps) for case in cases)
     finally:
-        set_threads(count)
+        set_threads(before)
     return UpdateCosts(
         isa=native_isa(),
         threads=count,

@@ -121,9 +121,11 @@ def launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like
             _module(source).get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
 
 
-def _uploaded(structure: ctypes.Structure, like: Tensor) -> Tensor:
-    """The bytes of a kernel's argument in the memory of a device, in order with its stream."""
-    return torch.frombuffer(bytearray(structure), dtype=torch.uint8).to(like.device)
+def _by_value(structure: ctypes.Structure) -> Any:
+    """A kernel's argument as CuPy passes one by value: an array of one element of its bytes."""
+    numpy = importlib.import_module("numpy")
+    one = numpy.dtype((numpy.void, ctypes.sizeof(structure)))
+    return numpy.frombuffer(bytearray(structure), dtype=one)
 
 
 def _address(tensor: Tensor) -> Any:
@@ -148,10 +150,17 @@ def update(
     if kernel != "adam" or tuple(moments) != MOMENTS:
         raise ValueError(f"there is no GPU kernel for {kernel!r}")
     job = adam_job(grad, weight, state, coefficients, noise_key, position)
-    flag = torch.zeros(1, dtype=torch.int32, device=weight.device)
     name = KERNELS[MOMENT_FORMATS[state[MOMENTS[0]].dtype]]
     blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
-    if blocks:
-        given = _uploaded(job, weight)
-        launch("adam.cu", name, blocks, (_address(given), _address(flag)), weight)
+    if not blocks:
+        return True
+    # The kernel itself writes its verdict to the host. A copy of it, or of the job, would wait for
+    # all that was given to the link before: records of state, on their way.
+    on_gpu = weight.device.type == "cuda"
+    flag = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+    launch("adam.cu", name, blocks, (_by_value(job), _address(flag)), weight)
+    if on_gpu:
+        done = torch.cuda.Event(blocking=True)  # who waits sleeps, and does not spin
+        done.record(torch.cuda.current_stream(weight.device))
+        done.synchronize()
     return int(flag) == 0

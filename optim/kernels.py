@@ -49,6 +49,7 @@ def _load_native() -> ModuleType | None:
     return native
 
 
+LEFT_TO_DEVICE = 2  # training's own thread or autograd's, and the pump
 NATIVE = _load_native()
 # The kernels of csrc/cpu/rules.h, by name.
 RULES = {name: n for n, name in enumerate(NATIVE.rules())} if NATIVE is not None else {}
@@ -75,6 +76,15 @@ def set_threads(count: int) -> None:
 def threads() -> int:
     """How many threads run an update."""
     return NATIVE.threads() if NATIVE is not None else torch.get_num_threads()
+
+
+def threads_beside(device: torch.device) -> int:
+    """How many threads had best update while ``device`` computes: those that are set; of the usual
+    number, beside a GPU, all but a few, which are left to the threads that hand out its work."""
+    count = threads()
+    if device.type == "cpu" or count != default_threads():
+        return count
+    return count - min(LEFT_TO_DEVICE, count // 4)
 
 
 def serves(kernel: str, tensor: Tensor) -> bool:

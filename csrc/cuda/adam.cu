@@ -117,8 +117,7 @@ __device__ __forceinline__ void encode(const AdamJob& job, int k, u64 begin, u32
 }
 
 template <int kFormat>
-__device__ __forceinline__ void adam(const AdamJob& given, int* not_finite, Staged* staged) {
-  const AdamJob job = given;  // from device memory, once
+__device__ __forceinline__ void adam(const AdamJob& job, int* not_finite, Staged* staged) {
   const u32 lane = threadIdx.x % kWarp;
   const u32 warp = threadIdx.x / kWarp;
   const u64 warps = u64(gridDim.x) * kWarpsPerBlock;
@@ -152,15 +151,17 @@ __device__ __forceinline__ void adam(const AdamJob& given, int* not_finite, Stag
 
 }  // namespace overspill
 
+// ``not_finite`` is in page-locked host memory: whatever else goes over the link, copies that wait for
+// a turn of it among them, no update waits for it.
 extern "C" {
-__global__ void adam_fp32(const overspill::AdamJob* job, int* not_finite) {
-  overspill::adam<overspill::kF32Moments>(*job, not_finite, nullptr);
+__global__ void adam_fp32(overspill::AdamJob job, int* not_finite) {
+  overspill::adam<overspill::kF32Moments>(job, not_finite, nullptr);
 }
-__global__ void adam_bf16(const overspill::AdamJob* job, int* not_finite) {
-  overspill::adam<overspill::kBf16Moments>(*job, not_finite, nullptr);
+__global__ void adam_bf16(overspill::AdamJob job, int* not_finite) {
+  overspill::adam<overspill::kBf16Moments>(job, not_finite, nullptr);
 }
-__global__ void adam_int8(const overspill::AdamJob* job, int* not_finite) {
+__global__ void adam_int8(overspill::AdamJob job, int* not_finite) {
   __shared__ overspill::Staged staged;
-  overspill::adam<overspill::kInt8Moments>(*job, not_finite, &staged);
+  overspill::adam<overspill::kInt8Moments>(job, not_finite, &staged);
 }
 }

@@ -10,7 +10,7 @@ import torch
 
 from ..facts.rates import Rates, UpdateRate
 from ..optim.bench import Case, device_update_rate, update_costs
-from ..optim.kernels import threads
+from ..optim.kernels import threads_beside
 from . import probes
 
 MEASURE_S = 2.0  # all probes together take about this long
@@ -53,9 +53,10 @@ def measure(directories: Sequence[str | os.PathLike[str]], device: str | torch.d
 def measure_update(case: Case, device: str | torch.device) -> UpdateRate:
     """Measures one rule with its formats, for less than a second; also on a GPU, if that is
     the device."""
-    numel = min(MOST_PARAMS, max(LEAST_PARAMS, threads() * THREAD_PARAMS))
-    cost = update_costs(cases=[case], numel=numel, rounds=UPDATE_ROUNDS).of(case)
     compute, there = compute_device(device), None
+    count = threads_beside(compute)
+    numel = min(MOST_PARAMS, max(LEAST_PARAMS, count * THREAD_PARAMS))
+    cost = update_costs(cases=[case], numel=numel, rounds=UPDATE_ROUNDS, count=count).of(case)
     if compute.type != "cpu":
         there = device_update_rate(case, compute, numel=numel, rounds=UPDATE_ROUNDS)
     return UpdateRate(cost.all_threads, cost.beside_traffic, there)

@@ -10,7 +10,7 @@ from typing import Any
 from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
 from ..io_engine.ranges import held_bytes, threads_for
-from ..optim import set_threads
+from ..optim.kernels import set_threads, threads, threads_beside
 from ..planning.blueprint import Blueprint
 from ..planning.sources import describe_sources
 from ..schedule.ledger import Ledger
@@ -68,8 +68,9 @@ class Machinery:
         self.memory = Memory(self.blueprint.budgets, layout, self.accelerator)
         self.store = self._open_store()
         self.trace.tiers = self.memory.for_trace()
-        if config.threads is not None:
-            set_threads(config.threads)
+        count = config.threads or threads_beside(self.accelerator.device)
+        if count != threads():
+            set_threads(count)
         arenas = self.memory.arenas
         self.updater = Updater(layout, arenas, self.blueprint.rules, self.ledger, config.accumulate)
         self.store.begin(self._facts, self.trace)

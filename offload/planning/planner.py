@@ -126,7 +126,7 @@ class _Planner(Placement):
 
     def _move_to_device(self, spend: _Spend) -> None:
         """As many units as fit live there as a whole; weights that are resident are paid for."""
-        if self.needs.update_in_backward or self.needs.durable:
+        if self.needs.durable:
             return  # commits are written from host memory
         for unit in self.order:
             if unit.index in self.pages_there:

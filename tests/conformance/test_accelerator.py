@@ -101,7 +101,8 @@ def test_a_recorded_event_passes(any_accelerator: Accelerator) -> None:
 
 def test_an_instant_is_when_compute_came_to_it(any_accelerator: Accelerator) -> None:
     """By the host's clock, however far ahead of the device the host is."""
-    large = torch.ones(500, 500, device=any_accelerator.device)
+    size = 4000 if any_accelerator.device.type == "cuda" else 500  # so that it takes a while
+    large = torch.ones(size, size, device=any_accelerator.device)
 
     def products() -> None:
         for _ in range(20):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,13 +99,14 @@ def test_rules_use_the_kernels_on_a_gpu(
     launched = []
 
     def launch(
-        source: str, kernel: str, blocks: int, arguments: tuple[int, int], like: torch.Tensor
+        source: str, kernel: str, blocks: int, arguments: tuple[Any, int], like: torch.Tensor
     ) -> None:
         assert source == "adam.cu"
         launched.append((kernel, blocks))
-        job, flag = (int(address) for address in arguments)
-        found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job))
-        ctypes.c_int32.from_address(flag).value = found
+        job, flag = arguments
+        assert (job.size, job.itemsize) == (1, ctypes.sizeof(AdamJob)), "CuPy passes it by value"
+        found = host.run_adam(device.KERNELS.index(kernel), ctypes.c_void_p(job.ctypes.data))
+        ctypes.c_int32.from_address(int(flag)).value = found
 
     monkeypatch.setattr(kernels, "serves", lambda kernel, _: False)
     monkeypatch.setattr(device, "serves", lambda kernel, _: kernel == "adam")

@@ -60,6 +60,7 @@ def test_suites_leave_a_log_and_their_verdict(
     suite.write_text(
         "import os, time\n"
         "def test_where(): assert os.environ['OVERSPILL_TEST_DEVICE'] == 'cuda'\n"
+        "def test_first(): assert 'told' == 'at once'\n"
         "def test_wrong():\n    found = 41\n    assert found == 42\n"
         "def test_slow(): time.sleep(60)\n"
     )
@@ -68,8 +69,8 @@ def test_suites_leave_a_log_and_their_verdict(
     assert gpu.run_tests("cuda", [passes], log, 60)
     assert not gpu.run_tests("cuda", [passes, fails], log, 60)
     assert "found      = 41" in log.read_text() and "1 failed, 1 passed" in capsys.readouterr().out
-    assert not gpu.run_tests("cuda", [f"{suite}::test_slow"], log, 5)
-    assert "ended after 5 s" in log.read_text()
+    assert not gpu.run_tests("cuda", [f"{suite}::test_first", f"{suite}::test_slow"], log, 10)
+    assert "ended after 10 s" in log.read_text() and "'told' == 'at once'" in log.read_text()
 
 
 def test_an_arm_without_time_left_is_a_row_that_says_so() -> None:

@@ -101,6 +101,18 @@ def test_thread_counts() -> None:
             set_threads(count)
 
 
+def test_some_are_left_to_whoever_hands_out_a_device_s_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    for usual, beside in ((1, 1), (2, 2), (4, 3), (8, 6), (64, 62)):
+        monkeypatch.setattr(kernels, "default_threads", lambda usual=usual: usual)
+        monkeypatch.setattr(kernels, "threads", lambda usual=usual: usual)
+        assert (kernels.threads_beside(cpu), kernels.threads_beside(gpu)) == (usual, beside)
+    monkeypatch.setattr(kernels, "threads", lambda: 16)
+    assert kernels.threads_beside(gpu) == 16, "somebody has asked for so many"
+
+
 @native
 def test_concurrent_callers() -> None:
     """Callers that find the pool busy do their own work; results are the same."""
