@@ -157,7 +157,7 @@ def update(
     # The kernel itself writes its verdict to the host. A copy of it, or of the job, would wait for
     # all that was given to the link before: records of state, on their way.
     on_gpu = weight.device.type == "cuda"
-    flag = torch.zeros(1, dtype=torch.int32, pin_memory=on_gpu)
+    flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
     launch("adam.cu", name, blocks, (_by_value(job), _address(flag)), weight)
     if on_gpu:
         done = torch.cuda.Event(blocking=True)  # who waits sleeps, and does not spin
