@@ -252,8 +252,10 @@ def _cost(
     alone, beside, single, shares = [], [], [], []
     for taken in range(rounds + 1):
         set_threads(count)
-        update.run()  # starts the threads, which takes longer than an update by many of them
         sweep = _read_modify_write(values)
+        # Starts the threads, which takes longer than an update by many of them; and torch's own,
+        # awake since the sweep, are asleep after it.
+        update.run()
         seconds = update.run()
         with traffic.running():
             loaded = update.run()

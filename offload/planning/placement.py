@@ -70,7 +70,8 @@ class Placement:
         if self.budgets.device is None:
             return usual
         # Visits find room there: a record with its gradients and weights in each slot.
-        beside = max(4 + u.chunks[0].dtype.itemsize for u in self.units if u.chunks)
+        sizes = [4 + c.dtype.itemsize for u in self.units for c in u.chunks]
+        beside = max(sizes, default=0)
         room = min(self.budgets.host, int(self.budgets.device * VISITS_SHARE))
         return max(usual, choose_numel(element + beside, room, VISIT_SLOTS, LARGEST_IN_MEMORY))
 

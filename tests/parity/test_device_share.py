@@ -13,6 +13,7 @@ import torch
 
 import overspill
 from overspill.facts.tier import Tier
+from overspill.planning import choose
 from overspill.planning.bounds import device_update_share
 from overspill.planning.choose import choose_layout
 from overspill.planning.plan import Budgets, Preference
@@ -154,6 +155,23 @@ def test_the_plan_sends_state_there_where_that_pays() -> None:
     assert chosen.step_s < 0.7 * without.step_s
     link = replace(RATES, h2d_bytes_s=1e6, d2h_bytes_s=1e6, update_params_s=1e9)
     assert choose_layout(parts, budgets, needs, None, link).needs.prefer.visiting == 0
+
+
+@pytest.mark.searches
+@pytest.mark.parametrize("gain", [0.1, 0.2])
+def test_visits_must_save_more_than_the_simulator_can_know(
+    gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured, a tenth less by the simulator was a tenth more."""
+    monkeypatch.setattr(
+        choose, "balanced_s", lambda layout, *_: 1 - gain if layout.visiting else 1.0
+    )
+    parts, _, needs = draw(0)
+    most = max(unit.grad_bytes for unit in parts.units)
+    budgets = Budgets(int(1.3 * parts.weight_bytes) + most, 10**9, None)
+    fast = replace(RATES, h2d_bytes_s=1e8, update_params_s=1e6, device_update_params_s=1e9)
+    chosen = choose_layout(parts, budgets, replace(needs, update="step"), None, fast)
+    assert (chosen.needs.prefer.visiting > 0) == (gain == 0.2)
 
 
 @about_sim

@@ -34,6 +34,12 @@ def test_visits_find_room_for_them(device_memory: str) -> None:
     assert (found > LARGEST_NUMEL) == (device_memory == "4GiB")
 
 
+def test_parameters_that_no_module_runs_have_a_plan() -> None:
+    alone = nn.ParameterList([nn.Parameter(torch.zeros(64))])
+    plan = overspill.plan(alone, torch.optim.AdamW(alone.parameters()), device="sim")
+    assert plan.fits
+
+
 def test_small_ones_go_to_disk(tmp_path: object) -> None:
     room = {"device": "sim", "host_memory": "8GiB", "device_memory": "8GiB"}
     assert largest(**room, nvme=str(tmp_path)) == LARGEST_NUMEL
