@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
 import re
+import threading
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from overspill.io_engine import IoEngine, OffloadError, allocate_host
+from overspill.io_engine import IoEngine, OffloadError, allocate_host, buffers
 from overspill.io_engine.backend import choose
 from overspill.io_engine.native import NATIVE, crc32
 from tests.patience import WAIT_S
@@ -89,6 +91,26 @@ def test_memory_not_populated_is_not_taken() -> None:
     before = resident_kib()
     with allocate_host(64 * MIB, populate=False):
         assert resident_kib() - before < 4 << 10
+
+
+def test_parts_are_taken_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, the rest at the end too; and one that is refused is told."""
+    monkeypatch.setattr(buffers, "POPULATED_BYTES", 4 * MIB)
+    before = resident_kib()
+    with allocate_host(66 * MIB):
+        assert resident_kib() - before >= 66 << 10
+    taken, populate = set(), buffers._Mapping._populate
+
+    def refused(mapping: buffers._Mapping, start: int) -> int:
+        taken.add(threading.get_ident())
+        return errno.ENOMEM if start == 16 * MIB else populate(mapping, start)
+
+    monkeypatch.setattr(buffers._Mapping, "_populate", refused)
+    with pytest.raises(OffloadError, match="not that much is free"):
+        allocate_host(66 * MIB)
+    assert threading.get_ident() not in taken
+    gc.collect()
+    assert resident_kib() - before <= 4 << 10, "what was taken is given back"
 
 
 def test_a_dropped_lease_lives_as_long_as_its_views() -> None:
