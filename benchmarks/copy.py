@@ -1,4 +1,7 @@
-"""The link between host and device memory: the engine's copies beside PyTorch's own."""
+"""The link between host and device memory: the engine's copies beside PyTorch's own.
+
+Copies wait in line, as in training: one alone tells its latency.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,11 @@ from .results import Column, Comparison, Outcome, number, others, outcome, sprea
 from .runner import Arm, Call, run_interleaved
 
 MIB = 1 << 20
+IN_LINE_BYTES = 128 * MIB  # of all copies of one sample together, if one is not more
+
+
+def _in_line(nbytes: int) -> int:
+    return max(1, IN_LINE_BYTES // nbytes)
 
 
 def _ignore(copy: CopyDone) -> None:
@@ -26,12 +34,13 @@ def _ours(accelerator: Accelerator, host: torch.Tensor, device: torch.Tensor) ->
         started = time.perf_counter()
         events = []
         half = host.numel() // 2
-        if into:
-            dst, src = device[:half], host[:half]
-            events.append(accelerator.copy_in(dst, src, after=[], on_done=_ignore))
-        if out:
-            dst, src = host[half:], device[half:]
-            events.append(accelerator.copy_out(dst, src, after=[], on_done=_ignore))
+        for _ in range(_in_line(half)):
+            if into:
+                dst, src = device[:half], host[:half]
+                events.append(accelerator.copy_in(dst, src, after=[], on_done=_ignore))
+            if out:
+                dst, src = host[half:], device[half:]
+                events.append(accelerator.copy_out(dst, src, after=[], on_done=_ignore))
         for event in events:
             event.synchronize()
         return time.perf_counter() - started
@@ -50,7 +59,8 @@ def _torch(accelerator: Accelerator, nbytes: int) -> Call:
     def copied() -> float:
         accelerator.synchronize()
         started = time.perf_counter()
-        there.copy_(locked, non_blocking=True)
+        for _ in range(_in_line(nbytes)):
+            there.copy_(locked, non_blocking=True)
         accelerator.synchronize()
         return time.perf_counter() - started
 
@@ -72,12 +82,13 @@ def _compare(accelerator: Accelerator, nbytes: int, rounds: int) -> Comparison:
     finally:
         accelerator.close()
         lease.release()
+    moved = nbytes * _in_line(nbytes)
     columns: list[Column] = [
-        ("each way", lambda row: number(row.median_s and nbytes / row.median_s / 1e9, " GB/s")),
+        ("each way", lambda row: number(row.median_s and moved / row.median_s / 1e9, " GB/s")),
         ("time over torch", spread),
         ("others", others),
     ]
-    title = f"Copies of {nbytes // MIB} MiB, device '{accelerator.name}'"
+    title = f"{_in_line(nbytes)} copies of {nbytes // MIB} MiB in line, device '{accelerator.name}'"
     return Comparison(title, {"nbytes": nbytes, "rounds": rounds}, rows, columns)
 
 
