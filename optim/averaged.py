@@ -120,3 +120,11 @@ def check_kept(rule: Rule, group: Mapping[str, Any]) -> None:
 def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
     """The rule of a param group, with an average where the group asks for one."""
     return AveragedRule(rule) if DECAY in group else rule
+
+
+def is_reentrant(rule: Rule) -> bool:
+    """Whether two threads may call it at once: what works element by element keeps nothing in
+    itself; of others' rules nobody knows."""
+    while isinstance(rule, AveragedRule):
+        rule = rule.inner
+    return isinstance(rule, ElementwiseRule)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..optim import Rule, StepScalars
-from ..optim.averaged import check_kept
+from ..optim.averaged import check_kept, is_reentrant
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
 from ..planning.plan import host_grad_dtype
@@ -82,6 +83,12 @@ class Updater:
         self.grads = GradLayout(layout.units, accumulated)
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         self._lock = threading.Lock()
+        # The lanes call rules side by side, those of others one after the other: they may keep
+        # what they work with in themselves.
+        others = threading.Lock()
+        self._calls: list[AbstractContextManager[object]] = [
+            nullcontext() if is_reentrant(rule) else others for rule in rules
+        ]
         self._arrived: dict[int, list[Arrived]] = {}
         self._scalars: dict[tuple[int, int, float], StepScalars] = {}
         self._snapshot: list[dict[str, Any]] | None = None
@@ -218,7 +225,8 @@ class Updater:
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
             )  # fmt: skip
             scalars = self._scalars_for(chunk.group, run.step, run.scale)
-            finite &= self.rules[chunk.group].update(*tensors, scalars, run.position)
+            with self._calls[chunk.group]:
+                finite &= self.rules[chunk.group].update(*tensors, scalars, run.position)
         if not finite:
             self.ledger.nonfinite.append(task.unit)
         return finite

@@ -100,8 +100,8 @@ class Ledger:
 
     def begin_early(self, unit: int, parameters: Collection[int]) -> None:
         """Backward updates a unit before the step is taken."""
-        self.early.add(unit)
         self._announce(unit, parameters, 1.0)
+        self.early.add(unit)  # last: who finds it here finds the turns of its parameters too
 
     def _announce(self, unit: int, parameters: Collection[int], scale: float) -> None:
         self.versions[unit] += 1

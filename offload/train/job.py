@@ -316,7 +316,7 @@ def _offloaded(
     """The model wrapped anew, or as the last commit of a store has it."""
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
     options = {**job.offload, "accumulate": job.accumulate}
-    if options.get("activations") in (None, "auto"):
+    if options.get("activations") in (None, "auto") and not ranks.several:
         # So that not even the first step is over the budgets.
         options.setdefault("tokens", job.batch * job.seq)
     weights = source.folder

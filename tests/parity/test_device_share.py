@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import overspill
 from overspill.facts.tier import Tier
+from overspill.optim import Field, StepScalars, registry
 from overspill.planning import choose
 from overspill.planning.bounds import device_update_share
 from overspill.planning.choose import choose_layout
@@ -24,12 +26,16 @@ from tests.models import TinyLM, adamw, train, weights
 from tests.patience import in_the_end
 from tests.sim.test_choice import RATES, draw
 
+# A simulated device updates on a thread of its own where it has a rate of its own.
+TWO_LANES = {"rates": overspill.Rates(update_params_s=1e9, device_update_params_s=1e9)}
+
 
 def run(
     prefer: Preference, update: str, options: dict[str, Any], device: str = SIM
 ) -> tuple[float, Any, Any]:
     torch.manual_seed(0)
     model = TinyLM(depth=16)
+    options = {**(TWO_LANES if device == "sim" else {}), **options}
     with (
         mock.patch("overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)),
         overspill.wrap(model, adamw(model), device=device, update=update, **options) as optimizer,
@@ -102,6 +108,56 @@ def test_state_that_goes_there_for_its_update(
     assert seen[0][0] < 0.01 and seen[2][0] == 1, [share for share, _, _ in seen]
     assert 0.2 < seen[1][0] < 0.6
     same_bits(seen)
+
+
+class Scratch(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+
+class ScratchRule:
+    """Somebody's rule, which works with memory that it keeps in itself."""
+
+    name, moments, inside = "scratch", (), 0
+
+    def state_fields(self, *_: Any) -> tuple[Field, ...]:
+        return (Field("unused", torch.float32),)
+
+    def scalars(self, group: Any, step: int, grad_scale: float = 1.0) -> StepScalars:
+        return StepScalars(step, (group["lr"] * grad_scale,), 0)
+
+    def steps_taken(self, state: Any) -> int:
+        return int(state.get("step", 0))
+
+    def initial(self, group: Any) -> dict[str, float]:
+        return {}
+
+    def update(self, grad: Any, weight: Any, state: Any, scalars: Any, position: int = 0) -> bool:
+        self.inside += 1
+        assert self.inside == 1, "two threads at once"
+        weight.sub_(grad.to(weight.dtype) * scalars.coefficients[0])
+        time.sleep(0.002)
+        self.inside -= 1
+        return True
+
+
+def test_rules_of_others_are_called_by_one_thread_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule = ScratchRule()
+    monkeypatch.setitem(registry.MAKERS, Scratch, lambda _: rule)
+    torch.manual_seed(0)
+    model = TinyLM(depth=8)
+    prefer = Preference(visiting=0.5)
+    with (
+        mock.patch("overspill.wrapping.make_blueprint", partial(make_blueprint, prefer=prefer)),
+        overspill.wrap(
+            model, Scratch(model.parameters()), device=SIM, update="step", host_memory="64MiB",
+            activations="keep", device_memory="2300KiB", **(TWO_LANES if SIM == "sim" else {}),
+        ) as optimizer,
+    ):  # fmt: skip
+        assert 0.2 < optimizer.plan.detail.device_update_share < 0.8
+        train(model, optimizer, 2)
 
 
 @pytest.mark.searches

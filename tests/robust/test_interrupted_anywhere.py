@@ -7,6 +7,7 @@ the package; the lines are counted in a run before.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import sys
 import threading
@@ -21,7 +22,9 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from overspill.schedule.ledger import Ledger
 from tests.devices import CPU, SIM, normal
+from tests.models import TinyLM, adamw, batch, train
 
 WIDTH, STEPS, FROM = 48, 6, 3
 PACKAGE = str(Path(overspill.__file__).parent)
@@ -283,3 +286,29 @@ def test_every_line(tmp_path: Path, number: int) -> None:
     play_resume(tmp_path / "resume", number, 10**9)
     play_on(tmp_path / "on", number, 10**9)
     play_reads(tmp_path / "reads", number, 10**9)
+
+
+def test_between_two_lines_of_an_early_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backward was about to update is refused or taken, and training goes on."""
+    torch.manual_seed(0)
+    model = TinyLM(depth=8)
+    announce, calls = Ledger._announce, itertools.count(1)
+
+    def interrupted(ledger: Ledger, *args: Any) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        announce(ledger, *args)
+
+    with overspill.wrap(
+        model, adamw(model), device=CPU, update="backward", host_memory="64MiB"
+    ) as optimizer:
+        monkeypatch.setattr(Ledger, "_announce", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch(0)).backward()
+        monkeypatch.undo()
+        for _ in range(2):  # the torn gradient, and what was updated and then dropped
+            with pytest.raises(OffloadError):
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.step()
+        train(model, optimizer, 2)
