@@ -151,8 +151,8 @@ __device__ __forceinline__ void adam(const AdamJob& job, int* not_finite, Staged
 
 }  // namespace overspill
 
-// ``not_finite`` is in page-locked host memory: whatever else goes over the link, copies that wait for
-// a turn of it among them, no update waits for it.
+// ``not_finite`` is in page-locked host memory: whatever else goes over the link, copies that wait
+// for a turn of it among them, no update waits for it.
 extern "C" {
 __global__ void adam_fp32(overspill::AdamJob job, int* not_finite) {
   overspill::adam<overspill::kF32Moments>(job, not_finite, nullptr);
