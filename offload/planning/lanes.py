@@ -11,7 +11,7 @@ from ..schedule.messages import SavedBytes, Update, Work
 LEGS = {"copy_in": "update", "update": "copy_out"}  # of a visit, each with the next
 
 
-class Part(NamedTuple):
+class ComputePart(NamedTuple):
     """Of a unit's compute: what of that saved it needs first, how long it takes, what it saves."""
 
     seconds: float

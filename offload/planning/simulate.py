@@ -49,7 +49,7 @@ from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
 from .bursts import INPUTS
 from .costs import Costs
-from .lanes import LEGS, Compute, Lane, Leg, Part
+from .lanes import LEGS, Compute, ComputePart, Lane, Leg
 
 LANE_OF: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out", Commit: "write",
@@ -315,7 +315,7 @@ class Simulation:
         if self.now_s > started_s and self._computing:
             self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
-    def _compute(self, unit: int, parts: Sequence[Part]) -> None:
+    def _compute(self, unit: int, parts: Sequence[ComputePart]) -> None:
         """Compute runs one unit's forward or backward, once its weights are there."""
         name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
         self._computing = name
@@ -412,9 +412,9 @@ class Simulation:
                 self._send(Saved((), unit=index))
             seconds, done, parts = self.costs.forward_s[index], 0.0, []
             for share, piece in pieces:
-                parts.append(Part((share - done) * seconds, saved=piece))
+                parts.append(ComputePart((share - done) * seconds, saved=piece))
                 done = share
-            self._compute(index, [*parts, Part((1 - done) * seconds)])
+            self._compute(index, [*parts, ComputePart((1 - done) * seconds)])
 
     def _backward(self, *, merge: bool, update: bool) -> None:
         self._send(Turn(backward=True))
@@ -423,9 +423,9 @@ class Simulation:
             # What an operation saved it needs for what it computed after that.
             seconds, left, parts = self._backward_s[index], 1.0, []
             for share, piece in reversed(pieces):
-                parts.append(Part((left - share) * seconds, needed=piece))
+                parts.append(ComputePart((left - share) * seconds, needed=piece))
                 left = share
-            self._compute(index, [*parts, Part(left * seconds)])
+            self._compute(index, [*parts, ComputePart(left * seconds)])
             if self.layout.units[index].trainable:
                 if update:
                     self._protocol.land()
