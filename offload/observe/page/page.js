@@ -174,6 +174,7 @@ function timeline(title, data, view) {
     pen.scale(ratio, ratio);
     pen.font = "13px system-ui, sans-serif";
     pen.textBaseline = "middle";
+    const edge = (time) => Math.round(place(time) * ratio) / ratio;  // else what is thin is pale
     const ink = style.color, faint = style.getPropertyValue("--faint"), line = style.getPropertyValue("--line");
     pen.save();
     pen.beginPath();
@@ -183,8 +184,8 @@ function timeline(title, data, view) {
       for (const span of spans) {
         if (span[3] < view.from || span[2] > view.to) continue;
         pen.fillStyle = lanes.colours[span[0]];
-        const began = place(span[2]);
-        pen.fillRect(began, HEAD + ROW * row_of(span) + 4, Math.max(1, place(span[3]) - began), ROW - 8);
+        const began = edge(span[2]);
+        pen.fillRect(began, HEAD + ROW * row_of(span) + 4, Math.max(1, edge(span[3]) - began), ROW - 8);
       }
     }
     pen.fillStyle = faint;
