@@ -129,11 +129,11 @@ class _Mapping:
             code = self._populate(0)
         else:
             workers = min(len(starts), len(os.sched_getaffinity(0)), MOST_WORKERS)
-            with ThreadPoolExecutor(workers, "overspill-populate") as pool:
-                try:
-                    code = next(filter(None, pool.map(self._populate, starts)), 0)
-                finally:
-                    pool.shutdown(cancel_futures=True)
+            pool = ThreadPoolExecutor(workers, "overspill-populate")
+            try:
+                code = next(filter(None, pool.map(self._populate, starts)), 0)
+            finally:  # nobody takes pages of what an interrupt gives back
+                pool.shutdown(cancel_futures=True)
         if code == 0:
             return
         if code == 22:  # EINVAL: a kernel before 5.14

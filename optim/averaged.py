@@ -123,8 +123,8 @@ def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
 
 
 def is_reentrant(rule: Rule) -> bool:
-    """Whether two threads may call it at once: what works element by element keeps nothing in
-    itself; of others' rules nobody knows."""
+    """Whether two threads may update by it at once: what works element by element keeps nothing in
+    itself; of an update of somebody's own nobody knows."""
     while isinstance(rule, AveragedRule):
         rule = rule.inner
-    return isinstance(rule, ElementwiseRule)
+    return isinstance(rule, ElementwiseRule) and type(rule).update is ElementwiseRule.update

@@ -196,7 +196,6 @@ class GradientCollector:
         if index in self.zeroed:
             self.replace(index, grad)
             return
-        self._ledger.squares.pop(index, None)
         unit = self.parts.unit_of[index]
         self._early.refuse_updated(unit)
         pending = self._pending_of(unit)
@@ -206,6 +205,7 @@ class GradientCollector:
             pending.added[index] = pending.added[index] + grad
         else:
             pending.added[index] = grad.detach().clone()
+        self._ledger.squares.pop(index, None)  # last: what has come is measured when it is gathered
 
     def awaits(self, index: int) -> bool:
         """Whether a gradient of this backward has appeared and is not gathered yet."""

@@ -23,6 +23,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.schedule.ledger import Ledger
+from overspill.training.gradients import GradientCollector
 from tests.devices import CPU, SIM, normal
 from tests.models import TinyLM, adamw, batch, train
 
@@ -312,3 +313,26 @@ def test_between_two_lines_of_an_early_update(monkeypatch: pytest.MonkeyPatch) -
             optimizer.zero_grad()
         optimizer.step()
         train(model, optimizer, 2)
+
+
+def test_before_a_gradient_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had come before is a gradient still, with its norm."""
+    torch.manual_seed(0)
+    model = TinyLM(depth=8)
+    pending = GradientCollector._pending_of
+    with overspill.wrap(
+        model, adamw(model), device=SIM, accumulate=2, host_memory="64MiB",
+        device_memory="900KiB", activations="keep",
+    ) as optimizer:  # fmt: skip
+        model(*batch(0)).backward()
+
+        def interrupted(collector: GradientCollector, unit: int) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(GradientCollector, "_pending_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(*batch(1)).backward()
+        monkeypatch.setattr(GradientCollector, "_pending_of", pending)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 2, micro_steps=2)
