@@ -218,8 +218,18 @@ class Bridge:
                 self._shards[number].hold(p.grad)
             elif p.grad is None:  # the engine has gone back, and dropped them all
                 self._shards[number].param.grad = None
-            if self._driven.at_once:
+        if self._driven.at_once:
+            self._renew_copies()
+
+    def _renew_copies(self) -> None:
+        """Shards that are copies get their weights: not before these have come to the device."""
+        numbers = [number for number, shard in enumerate(self._shards) if not shard.even]
+
+        def renew() -> None:
+            for number in numbers:
                 self._renew(number)
+
+        self._driven.copied(set(map(self._unit_of, numbers)), renew)
 
     def before_rollback(self) -> None:
         """Gradients and edits are about to be dropped."""

@@ -73,8 +73,8 @@ class Driven:
         return self._residences.weight(index)
 
     def copied(self, units: Collection[int], copy: Callable[[], None]) -> None:
-        """Has ``copy`` read the weights of units once the last step has updated them, on a thread
-        that does not train; the next updates come after that."""
+        """Has ``copy`` read the weights of units once the last step has updated them and they have
+        come to the device; the next updates come after that.  Any thread may call it."""
         places = []
         for unit in units:
             self._executor.await_update(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_losses_are_those_of_fsdp2(size: int, more: bool, tmp_path: Path) -> Non
     """Uneven and empty shards among them; weights within what one rank's are of plain torch's."""
     found = spawn(size, same_losses, tmp_path, more)
     assert found == [len(CASES) * (1 + more)] * size
+
+
+def slow_losses(rank: int, size: int, folder: Path) -> None:
+    """Shards that are copies, as uneven ones are, wait for weights that are on their way."""
+    model = sharded()
+    expected = train(model, adamw(model), rank)
+    for slow in ({"disk_write_bytes_s": 1e7}, {"h2d_bytes_s": 1e6}, {"d2h_bytes_s": 1e6}):
+        model = sharded()
+        with overspill.wrap(
+            model, adamw(model), device="sim", rates=replace(RATES, **slow), host_memory="1GiB",
+            update="step", nvme=folder_of(folder / next(iter(slow))),
+        ) as optimizer:  # fmt: skip
+            assert train(model, optimizer, rank) == pytest.approx(expected, rel=2e-6), slow
+
+
+def test_a_step_waits_for_copies_of_its_weights(tmp_path: Path) -> None:
+    spawn(2, slow_losses, tmp_path)
 
 
 def bf16_losses(rank: int, size: int, folder: Path) -> None:
