@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -74,9 +75,9 @@ def install(name: str, wheels: Path | None = None) -> Path:
     python = there / "bin" / "python"
     if not python.exists():
         there.parent.mkdir(parents=True, exist_ok=True)
-        shared = [] if wheels is None else ["--system-site-packages"]
-        subprocess.run([sys.executable, "-m", "venv", *shared, str(there)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
     if wheels is not None:
+        _share_packages(there)
         words = ["--no-index", "--find-links", str(wheels), "--no-deps"]
         _pip(python, "install", *words, *_pinned(name))
         return there
@@ -86,6 +87,19 @@ def install(name: str, wheels: Path | None = None) -> Path:
         python, "install", "--no-build-isolation", "-c", str(BASE), "-r", str(HERE / f"{name}.txt")
     )
     return there
+
+
+def _share_packages(there: Path) -> None:
+    """Has an environment find what this interpreter finds, after its own packages.
+
+    ``--system-site-packages`` would not do: where this interpreter's is itself an environment, it
+    gives those of the interpreter behind it.
+    """
+    places = {"base": str(there), "platbase": str(there)}
+    own = Path(sysconfig.get_path("purelib", "posix_prefix", places))
+    own.mkdir(parents=True, exist_ok=True)
+    found = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (own / "shared.pth").write_text("\n".join([*found, ""]), encoding="utf-8")
 
 
 def carry(name: str, wheels: Path, version: str) -> None:

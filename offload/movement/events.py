@@ -21,15 +21,22 @@ class RangeEvents:
     def over(self, place: Place) -> list[Event]:
         """Events of all ranges that overlap ``place``."""
         with self._lock:
-            return [event for used, event in self._events if used.overlaps(place)]
+            return self._overlapping(place)
 
     def set(self, place: Place, event: Event) -> None:
         """``place`` was last used up to ``event``, which came after whatever overlaps it."""
-        begin, end = place.offset, place.offset + place.nbytes
         with self._lock:
-            self._events = [
-                (used, last)
-                for used, last in self._events
-                if not (begin <= used.offset and used.offset + used.nbytes <= end)
-            ]
-            self._events.append((place, event))
+            self._events = [*self._beyond(place), (place, event)]
+
+    # Not inside the blocks above: see tests/tidy/test_locks.py.
+
+    def _overlapping(self, place: Place) -> list[Event]:
+        return [event for used, event in self._events if used.overlaps(place)]
+
+    def _beyond(self, place: Place) -> list[tuple[Place, Event]]:
+        begin, end = place.offset, place.offset + place.nbytes
+        return [
+            (used, last)
+            for used, last in self._events
+            if not (begin <= used.offset and used.offset + used.nbytes <= end)
+        ]

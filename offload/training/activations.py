@@ -63,6 +63,12 @@ class SharedStorage:
         return watch.expired
 
 
+def _living(
+    known: dict[int, weakref.ref[SharedStorage]],
+) -> dict[int, weakref.ref[SharedStorage]]:
+    return {key: each for key, each in known.items() if each() is not None}
+
+
 class SavedHandle:
     """One saved tensor: where it lies in its storage, and the version that it must still have."""
 
@@ -290,7 +296,7 @@ class Stash:
                     self._unit_bytes = [0] * len(self._unit_bytes)
                 self._forwards.clear()
                 with self._lock:
-                    self._known = {k: each for k, each in self._known.items() if each() is not None}
+                    self._known = _living(self._known)
                     self._bytes = self._store.counted_bytes  # interrupts may have lost some
 
     def unit_bytes(self) -> list[int]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import peers
 
@@ -44,16 +45,21 @@ def test_an_unknown_peer_is_refused() -> None:
 
 
 def test_what_is_carried_is_all_but_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Peers' wheels are carried to a machine without network, which has its own torch."""
-    asked: list[list[str]] = []
+    """Peers' wheels are carried to a machine without network, which has its own torch, wherever the
+    interpreter has it from."""
+    installed: list[str] = []
     monkeypatch.setenv("OVERSPILL_PEERS", str(tmp_path))
-    monkeypatch.setattr(peers.subprocess, "run", lambda words, **_: asked.append(words))
-    peers.install("deepspeed", wheels=tmp_path / "wheels")
-    made, installed = asked
-    assert "--system-site-packages" in made
+    monkeypatch.setattr(peers, "_pip", lambda python, *words: installed.extend(words))
+    there = peers.install("deepspeed", wheels=tmp_path / "wheels")
     assert {"--no-index", "--no-deps"} <= set(installed)
     assert any(word.startswith("deepspeed==") for word in installed)
     assert not any(word.startswith("torch==") for word in installed)
+    told = "import torch, sys; print(torch.__file__, sys.prefix, sep='\\n')"
+    done = subprocess.run(
+        [there / "bin" / "python", "-c", told], capture_output=True, text=True, check=True,
+        env=peers.environment_of(there / "bin" / "python"),
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [torch.__file__, str(there)]
 
 
 def test_nothing_is_carried_without_a_folder() -> None:
