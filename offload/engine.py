@@ -22,7 +22,7 @@ from .lifetime import Living
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
-from .planning.bounds import lane_seconds
+from .planning.bounds import move_seconds
 from .planning.costs import Costs
 from .planning.plan import Plan
 from .schedule.units import ParamSpec
@@ -131,7 +131,7 @@ class Engine(Living):
             while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        needed_s = lane_seconds(blueprint.plan.link_bytes, config.rates)
+        needed_s = move_seconds(blueprint.plan.link_bytes, config.rates)
         self._figures = StepFigures(machinery.trace, needed_s, calibration)
         self.state = OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce

@@ -42,8 +42,9 @@ class Stats:
     they belong to: two processors that are busy for a second make 2.  ``None`` where not counted.
 
     The bound is the busiest lane: no schedule of the same work on the same machine is faster than
-    its slowest part.  Where rates are known, a lane counts with its bytes over its rate, or with
-    the time it was busy where it was faster than that.
+    its slowest part.  Where rates are known, a lane counts with its bytes over its rate (the slower
+    of reads and writes at that of disks which do both at once), or with the time it was busy where
+    it was faster than that.
     """
 
     step_s: float

@@ -55,6 +55,13 @@ def lane_seconds(
     return {lane: amount / rate for lane, (amount, rate) in work.items() if rate and amount}
 
 
+def move_seconds(links: Mapping[str, int], rates: Rates | None) -> dict[str, float]:
+    """Seconds that each lane's moves of a step need at the machine's rates, the slower of reads and
+    writes at that of disks which do both at once."""
+    seconds = lane_seconds(links, rates)
+    return seconds if rates is None else {**seconds, **_disk_beside(seconds, rates)}
+
+
 def trained_params(layout: Layout) -> int:
     """Parameters that a step updates, borders between them included."""
     return sum(s.count for group in layout.subgroups for s in group)
@@ -168,10 +175,8 @@ def step_bound(
         late[slower] = _shared_seconds(late["read"], late["write"], rates)
     for lane, time in late.items():
         floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
-    if seconds.get("read") and seconds.get("write"):
-        slower = max(("read", "write"), key=lambda lane: seconds[lane])
-        both_s = _shared_seconds(seconds["read"], seconds["write"], rates)
-        floors[slower] = max(floors[slower], both_s)
+    for lane, both_s in _disk_beside(seconds, rates).items():
+        floors[lane] = max(floors[lane], both_s)
     floors = {lane: time for lane, time in floors.items() if seconds.get(lane)}
     if not floors:
         return Bound(0.0, None, seconds)
@@ -228,6 +233,16 @@ def _shared_seconds(read_s: float, write_s: float, rates: Rates) -> float:
     # that is less than half, one after the other is faster.
     share = min(1.0, rates.disk_both_bytes_s / (read + write))
     return max(read_s, write_s) + min(read_s, write_s) * min(1.0, 1 / share - 1)
+
+
+def _disk_beside(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
+    """Of a step's reads and writes, both at once, the lane that ends last, with its seconds."""
+    read_s, write_s = seconds.get("read", 0.0), seconds.get("write", 0.0)
+    if not (read_s and write_s):
+        return {}
+    return {
+        "read" if read_s >= write_s else "write": _shared_seconds(read_s, write_s, rates)
+    }  # fmt: skip
 
 
 def _due_share(layout: Layout) -> float:

@@ -12,7 +12,7 @@ import torch
 import overspill
 from benchmarks.model import Shape
 from benchmarks.sim_machine import SimMachine, measure, meta_model, slowest
-from overspill.planning.bounds import step_bound, step_flops, trained_params
+from overspill.planning.bounds import move_seconds, step_bound, step_flops, trained_params
 from tests.patience import in_the_end
 
 SHALLOW = Shape(layers=16, width=128, heads=4, vocabulary=256, batch=1, tokens=16)
@@ -71,3 +71,14 @@ def test_what_waits_for_the_last_gradients_adds_to_the_bound() -> None:
     assert bound("step") == pytest.approx(compute_s + update_s, rel=1e-3)
     none = step_bound(layout, {}, overspill.Rates(), update="step")
     assert none.seconds == 0.0 and none.bottleneck is None
+
+
+def test_reads_and_writes_share_a_disk() -> None:
+    """At once the two get 1 and 1.5 GB/s; reads, the longer, end alone."""
+    rates = overspill.Rates(
+        disk_read_bytes_s=2e9, disk_write_bytes_s=3e9, disk_both_bytes_s=2.5e9, h2d_bytes_s=4e9
+    )
+    seconds = move_seconds({"read": 8_000_000_000, "write": 6_000_000_000, "copy_in": 10**9}, rates)
+    assert seconds == pytest.approx({"read": 4 + 2, "write": 2, "copy_in": 0.25})
+    assert move_seconds({"read": 8_000_000_000}, rates) == {"read": 4.0}
+    assert move_seconds({"read": 8_000_000_000}, None) == {}
