@@ -33,9 +33,11 @@ CHOOSING_SUBGROUPS = 100  # fewer, and fewer steps, are simulated sooner and ran
 CHOOSING_STEPS = 6
 RECOMPUTING_STEPS = 2  # what autograd keeps comes and goes within one, once uses are recorded
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that
-# Visits: on an H200, 0.89 and 0.95 of the time by the simulator were 1.07 and 1.10 of it. The
-# processors share their memory with what comes and goes, and whoever hands out compute the driver.
+# Visits: on an H200, 0.89 and 0.95 of the time by the simulator were 1.07 and 1.10 of it, and 0.83
+# with little compute was 1.14 with twice as much: the processors share their memory with what comes
+# and goes, and whoever hands out compute the driver.  So they are judged beside more compute.
 VISITS_WORTH = 0.85
+VISITS_COMPUTE = 1.5  # times that of the other choices
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def choose_layout(
 
     Neither more nor less is always better: a deeper prefetch, and more room to stage, take memory
     from what could stay.  Compute counts as long as the slowest of the usual placement's moves
-    while choosing, so that the choice is the same before a run, where the load is known, and in
-    it, where it is not.
+    while choosing (beside state that visits the device, longer), so that the choice is the same
+    before a run, where the load is known, and in it, where it is not.
     """
     load = load or Workload()
     best = _best_needs(parts, budgets, needs, depth, rates, prefer)
@@ -165,11 +167,13 @@ def _best_needs(
         for share in DEVICE_SHARES:
             try_out(replace(best, prefer=replace(best.prefer, device=share)))
         paying = device_update_worth(rates) or 0.0
-        for share in VISITING_SHARES:
-            if share * paying > LEAST_VISITING:
-                visiting = replace(best.prefer, visiting=share * paying)
-                worth = WORTH if best.prefer.visiting else VISITS_WORTH
-                try_out(replace(best, prefer=visiting), worth)
+        visits = [share * paying for share in VISITING_SHARES if share * paying > LEAST_VISITING]
+        if visits:
+            compute_s *= VISITS_COMPUTE
+            best_s = balanced_s(make_layout(parts, budgets, best)[0], best, rates, compute_s)
+        for visiting in visits:
+            worth = WORTH if best.prefer.visiting else VISITS_WORTH
+            try_out(replace(best, prefer=replace(best.prefer, visiting=visiting)), worth)
     return best
 
 
