@@ -7,8 +7,11 @@ from typing import Any
 KINDS = ("zero2-cpu", "zero3-cpu", "zero3-nvme", "superoffload", "zenflow")
 
 
-def settings(kind: str, *, batch: int, rate: float, bf16: bool, nvme: str | None) -> dict[str, Any]:
+def settings(
+    kind: str, *, batch: int, rate: float, bf16: bool, nvme: str | None, pinned: bool = False
+) -> dict[str, Any]:
     """DeepSpeed's configuration for one process.  ``nvme``: a directory, for ``"zero3-nvme"``.
+    ``pinned``: host memory is page-locked, as copies to a GPU want it.
 
     No clipping, as in every arm.  ``sub_group_size``: its default of 1e9 parameters would make
     one piece of the whole model, with buffers of that size and nothing to overlap.
@@ -20,7 +23,7 @@ def settings(kind: str, *, batch: int, rate: float, bf16: bool, nvme: str | None
     """
     zero: dict[str, Any] = {
         "stage": 2 if kind in ("zero2-cpu", "zenflow") else 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_optimizer": {"device": "cpu", "pin_memory": pinned},
         "overlap_comm": True,
         "contiguous_gradients": True,
     }
@@ -37,7 +40,7 @@ def settings(kind: str, *, batch: int, rate: float, bf16: bool, nvme: str | None
     }
     if kind == "zero3-nvme":
         zero["offload_optimizer"] = {
-            "device": "nvme", "nvme_path": nvme, "pin_memory": False, "buffer_count": 12,
+            "device": "nvme", "nvme_path": nvme, "pin_memory": pinned, "buffer_count": 12,
             "pipeline_read": True, "pipeline_write": True,
         }  # fmt: skip
         config["aio"] = {

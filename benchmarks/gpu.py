@@ -119,6 +119,7 @@ OF_TORCH: Mapping[int, float] = {16384: 0.7, 65536: 0.95}
 # By peer, where ours has its state, and how many times the peer's rate ours should reach.
 OF_PEERS: Mapping[str, tuple[str, float]] = {
     "deepspeed-zero3": ("host", 2.0),
+    "deepspeed-zero2": ("host", 2.0),
     "deepspeed-nvme": ("NVMe", 3.0),
 }
 HOST_BYTES = 14  # a parameter at most, beside what Python and torch take

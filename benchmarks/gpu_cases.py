@@ -51,6 +51,7 @@ CASES: Sequence[Case] = (
     Case("1 B", HOST, "next_forward", BOTH),
     Case("1 B", HOST, "next_forward", BOTH, activations="auto"),
     Case("1 B", "deepspeed-zero3", limit_s=150),  # compiles its update first
+    Case("1 B", "deepspeed-zero2"),
     Case("1 B", DISK, "next_forward"),
     Case("1 B", SHARDED, "next_forward"),  # the only one over NCCL
     Case("7 B", TORCH, batches=BOTH),
@@ -139,8 +140,8 @@ class Needs:
 # moments, and gradients in bf16; torchao has weights, gradients and two moments in bf16; MegaTrain
 # two copies of bf16 weights, bf16 gradients and fp32 moments.
 HOST_STATE = {
-    TORCH: 0, HOST: 14, DISK: 0, SHARDED: 14, "deepspeed-zero3": 22, "deepspeed-nvme": 8,
-    "torchao": 8, "megatrain": 14, "transformers-offload": 0,
+    TORCH: 0, HOST: 14, DISK: 0, SHARDED: 14, "deepspeed-zero3": 22, "deepspeed-zero2": 22,
+    "deepspeed-nvme": 8, "torchao": 8, "megatrain": 14, "transformers-offload": 0,
 }  # fmt: skip
 ALL_THERE = (TORCH, "transformers-offload")  # weights, gradients and moments in bf16
 DISK_STATE = {DISK: 12, "deepspeed-nvme": 16}

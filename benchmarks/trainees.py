@@ -106,6 +106,7 @@ def _deepspeed(model: nn.Module, device: torch.device, options: Options) -> Trai
     config = settings(
         options["kind"], batch=options["batch"], rate=LEARNING_RATE,
         bf16=next(model.parameters()).dtype == torch.bfloat16, nvme=options.get("nvme"),
+        pinned=device.type == "cuda",
     )  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=filled(model, "cpu"), config=config, dist_init_required=True
