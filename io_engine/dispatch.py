@@ -312,14 +312,17 @@ class Dispatcher:
 
     def _drain(self, timeout_s: float) -> bool:
         """Waits until nothing is in flight, as long as anything moves."""
-        before: object = None
         with self._lock:
-            while self._flights or self._ending:
-                now = (len(self._flights), self._ending, self._moved())
-                if now == before:
-                    return False
-                before = now
-                self._changed.wait(timeout_s)
+            return self._drained(timeout_s)
+
+    def _drained(self, timeout_s: float) -> bool:
+        before: object = None
+        while self._flights or self._ending:
+            now = (len(self._flights), self._ending, self._moved())
+            if now == before:
+                return False
+            before = now
+            self._changed.wait(timeout_s)
         return True
 
     def _moved(self) -> int:

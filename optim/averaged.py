@@ -123,8 +123,12 @@ def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
 
 
 def is_reentrant(rule: Rule) -> bool:
-    """Whether two threads may update by it at once: what works element by element keeps nothing in
-    itself; of an update of somebody's own nobody knows."""
+    """Whether two threads may update by it at once: ours that work element by element keep nothing
+    in themselves; of an update or a formula of somebody's own nobody knows."""
     while isinstance(rule, AveragedRule):
         rule = rule.inner
-    return isinstance(rule, ElementwiseRule) and type(rule).update is ElementwiseRule.update
+    return isinstance(rule, ElementwiseRule) and _is_ours(type(rule)) and _is_ours(rule.formula)
+
+
+def _is_ours(code: object) -> bool:
+    return getattr(code, "__module__", "").startswith(f"{__package__}.")

@@ -74,7 +74,7 @@ class Rule(Protocol):
         position: int = 0,
     ) -> bool:
         """Updates ``weight`` and ``state`` in place, in one pass.  The engine calls it from two
-        threads, one after the other; those of ``ElementwiseRule`` as it stands also side by side.
+        threads, one after the other; updates of the rules in this package also side by side.
 
         Args:
             grad, weight: flat, contiguous, equally long; fp32, bf16 or fp16; on one device.

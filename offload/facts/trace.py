@@ -203,13 +203,16 @@ class Trace:
         if not self._resolving.acquire(blocking=False):
             return
         try:
-            while self._pending:
-                end_ns = self._pending[0].finished.ns()
-                if end_ns is None or not self._keep(self._pending[0], end_ns):
-                    return
-                self._pending.popleft()
+            self._keep_finished()
         finally:
             self._resolving.release()
+
+    def _keep_finished(self) -> None:
+        while self._pending:
+            end_ns = self._pending[0].finished.ns()
+            if end_ns is None or not self._keep(self._pending[0], end_ns):
+                return
+            self._pending.popleft()
 
     def during(self, lane: str, name: str) -> AbstractContextManager[object]:
         """A range of the block for a profiler that is active; the span itself is added later."""

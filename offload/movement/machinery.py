@@ -119,11 +119,11 @@ class Machinery:
             for each in self._hide:
                 watches.extend(each())
 
+        parts = [getattr(self, n) for n in ("store", "executor", "direct") if hasattr(self, n)]
         with ExitStack() as stack:  # from the last to the first
             if hasattr(self, "memory"):
                 stack.callback(lambda: self.memory.close(watches))
             stack.callback(self.accelerator.close)
             stack.callback(hide)
-            for name in ("store", "executor", "direct"):
-                if hasattr(self, name):
-                    stack.callback(getattr(self, name).close)
+            for part in parts:
+                stack.callback(part.close)

@@ -224,8 +224,8 @@ class Updater:
                 weights[slice(*inside)],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
             )  # fmt: skip
-            scalars = self._scalars_for(chunk.group, run.step, run.scale)
             with self._calls[chunk.group]:
+                scalars = self._scalars_for(chunk.group, run.step, run.scale)
                 finite &= self.rules[chunk.group].update(*tensors, scalars, run.position)
         if not finite:
             self.ledger.nonfinite.append(task.unit)

@@ -17,6 +17,7 @@ import overspill
 from overspill.facts.rates import Rates
 from overspill.facts.tier import Tier
 from overspill.optim import Field, StepScalars, registry
+from overspill.optim.rule import ElementwiseRule
 from overspill.planning import choose
 from overspill.planning.bounds import device_update_share
 from overspill.planning.choose import choose_layout
@@ -144,10 +145,30 @@ class ScratchRule:
         return True
 
 
+class ScratchFormula(ElementwiseRule):
+    """Somebody's formula, which works with memory that it keeps in the rule."""
+
+    name, inside = "scratch", 0
+
+    def __init__(self) -> None:
+        super().__init__("scratch", ("unused",), self.work)
+
+    def coefficients(self, group: Any, step: int, grad_scale: float) -> tuple[float, ...]:
+        return grad_scale, group["lr"]
+
+    def work(self, grad: Any, weight: Any, moments: Any, c: Any) -> None:
+        self.inside += 1
+        assert self.inside == 1, "two threads at once"
+        weight.sub_(grad * (c[0] * c[1]))
+        time.sleep(0.002)
+        self.inside -= 1
+
+
+@pytest.mark.parametrize("make", [ScratchRule, ScratchFormula])
 def test_rules_of_others_are_called_by_one_thread_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule = ScratchRule()
+    rule = make()
     monkeypatch.setitem(registry.MAKERS, Scratch, lambda _: rule)
     torch.manual_seed(0)
     model = TinyLM(depth=8)
