@@ -155,7 +155,7 @@ def test_an_interrupt_anywhere_leaves_the_model_whole(tmp_path: Path) -> None:
     assert calls > 500
     draw = random.Random(1)
     hooking = range(calls - calls // 15, calls)  # where hooks are put in, by the dozen
-    for at in draw.sample(range(1, calls), 20) + draw.sample(hooking, 20):
+    for at in {*draw.sample(range(1, calls), 20), *draw.sample(hooking, 20)}:
         interrupted(at)
 
 
