@@ -170,9 +170,8 @@ def step_bound(
         state_read, state_write = _state_seconds(layout, rates)
         if max(late["write"], state_write):
             late["write"] = max(late["write"], _shared_seconds(state_read, state_write, rates))
-    elif late["read"] and late["write"]:  # in one window, both of them
-        slower = max(("read", "write"), key=lambda lane: late[lane])
-        late[slower] = _shared_seconds(late["read"], late["write"], rates)
+    else:  # in one window, both of them
+        late.update(_disk_beside(late, rates))
     for lane, time in late.items():
         floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
     for lane, both_s in _disk_beside(seconds, rates).items():
@@ -236,13 +235,12 @@ def _shared_seconds(read_s: float, write_s: float, rates: Rates) -> float:
 
 
 def _disk_beside(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
-    """Of a step's reads and writes, both at once, the lane that ends last, with its seconds."""
+    """Of reads and writes that go on at once, the lane that ends last, with its seconds."""
     read_s, write_s = seconds.get("read", 0.0), seconds.get("write", 0.0)
     if not (read_s and write_s):
         return {}
-    return {
-        "read" if read_s >= write_s else "write": _shared_seconds(read_s, write_s, rates)
-    }  # fmt: skip
+    lane = "read" if read_s >= write_s else "write"
+    return {lane: _shared_seconds(read_s, write_s, rates)}
 
 
 def _due_share(layout: Layout) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import overspill
 from overspill.optim import ElementwiseRule, Field, StepScalars, register, registry
+from overspill.optim.averaged import AveragedRule, is_reentrant
 from overspill.optim.formats import UNSIGNED_MOMENTS
 from overspill.optim.registry import rules_for
 
@@ -179,3 +180,24 @@ def test_a_moment_of_another_rule_keeps_its_sign() -> None:
     with pytest.raises(ValueError, match="'exp_avg' has a sign"):
         register(Smooth, lambda group: SmoothRule(), unsigned=("exp_avg",))
     assert Smooth not in registry.MAKERS
+
+
+@pytest.mark.parametrize("make", sorted(registry.MAKERS, key=lambda kind: str(kind)))
+def test_ours_are_called_side_by_side(make: Any) -> None:
+    """What else has its two lanes wait for each other."""
+    optimizer = make([nn.Parameter(torch.zeros(4))], lr=1e-2)
+    assert all(is_reentrant(rule) for rule in rules_for(optimizer))
+
+
+def test_those_of_others_are_not() -> None:
+    """Whoever the class or the formula is from; a formula of torch's own names no module."""
+    assert not is_reentrant(SignRule())
+    assert not is_reentrant(AveragedRule(SignRule()))
+    assert not is_reentrant(ElementwiseRule("sign", ("mean",), torch.Tensor.add_))
+    (ours,) = rules_for(torch.optim.AdamW([nn.Parameter(torch.zeros(4))]))
+    assert isinstance(ours, ElementwiseRule)
+
+    class Own(ElementwiseRule):
+        """Of ours it has the formula alone."""
+
+    assert not is_reentrant(Own("adam", ours.moments, ours.formula))
