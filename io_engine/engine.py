@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
-from .contents import ExtentContents, Fill
 from .dispatch import Dispatcher, Flight
 from .ending import forget_memory, shut_down
-from .errors import CorruptionError, IoError, OffloadError
+from .errors import OffloadError
+from .extent_table import ExtentTable
 from .manifest import Generation, Manifest, StoredItem, StoreLayout
 from .native import crc32
 from .opening import open_backend
@@ -28,8 +28,8 @@ from .probe import measured_rates
 from .settings import choose_tuning, directory_list
 from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
-from .transfer import Buffer, block_count, cut, plan_transfer, runs_of
-from .types import Direction, Extent, IoLaneStats, IoStats, Ticket, round_up
+from .transfer import Buffer, cut, plan_transfer, runs_of
+from .types import Direction, Extent, IoLaneStats, IoStats, Ticket
 
 
 class IoEngine:
@@ -38,8 +38,6 @@ class IoEngine:
     All methods may be called from any thread.  Close it, or use it as a context manager; an engine
     that is dropped or alive at interpreter exit is closed too.
     """
-
-    _next_extent: int
 
     def __init__(
         self,
@@ -87,9 +85,9 @@ class IoEngine:
         sparse = file_shares(sparse_bytes, rates, tuning.block_bytes)
         sizes = [some + more for some, more in zip(reserved, sparse, strict=True)]
         self.capacity_bytes, self.checksum, self.tuning = capacity_bytes, checksum, tuning
-        self._space = Space(sizes, rates, tuning.block_bytes)
+        space = Space(sizes, rates, tuning.block_bytes)
         files = create_files(paths, sizes, sparse, ephemeral=ephemeral)
-        self._open(files, start, buffer_bytes, slow_after_s)
+        self._open(files, space, start, buffer_bytes, slow_after_s)
 
     @classmethod
     def reopen(
@@ -121,44 +119,23 @@ class IoEngine:
         more = file_shares(extra_bytes - layout.spare_bytes, rates, tuning.block_bytes)
         sizes = [have + add for have, add in zip(layout.file_bytes, more, strict=True)]
         engine.capacity_bytes, engine.checksum = sum(sizes), layout.checksum
-        engine.tuning, engine._space = tuning, Space(sizes, rates, tuning.block_bytes)
+        engine.tuning, space = tuning, Space(sizes, rates, tuning.block_bytes)
         files = reopen_files(paths, sizes, store.locks)
-        engine._open(files, start, buffer_bytes, slow_after_s)
+        engine._open(files, space, start, buffer_bytes, slow_after_s)
         try:
-            engine._adopt(layout, generation)
+            engine._extents.adopt(layout, generation)
         except BaseException:
             engine.close()
             raise
         return engine
 
-    def _adopt(self, layout: StoreLayout, generation: Generation) -> None:
-        """Takes the extents of a store over, each with what a commit says about it."""
-        for item, role, sums in zip(
-            layout.items, generation.roles, generation.checksums, strict=True
-        ):
-            for number, extent in enumerate(item.extents):
-                if not self._space.claim(extent.pieces):
-                    raise CorruptionError(
-                        f"{self._where()}: the extents of {item.key!r} overlap others; the "
-                        "manifest is not that of this store", path=self._where(),
-                    )  # fmt: skip
-                count = layout.sums_of(extent)
-                kept = sums if number == role else None
-                whole = np.zeros(count, np.uint32) if kept is None else kept
-                fill = Fill.WHOLE if number == role else Fill.EMPTY
-                self._contents[extent] = ExtentContents(
-                    extent, whole if self.checksum else None, fill
-                )
-                self._next_extent = max(self._next_extent, extent.id + 1)
-
     def _open(
-        self, files: list[StoreFile], start: BackendFactory, buffer_bytes: int | None,
-        slow_after_s: float,
+        self, files: list[StoreFile], space: Space, start: BackendFactory,
+        buffer_bytes: int | None, slow_after_s: float,
     ) -> None:  # fmt: skip
         self._files = files
-        self._lock = threading.Lock()  # guards the space and the maps below
-        self._contents: dict[Extent, ExtentContents] = {}
-        self._next_extent = 0
+        where = ", ".join(str(file.directory) for file in files)
+        self._extents = ExtentTable(space, self.tuning.block_bytes, where, checksum=self.checksum)
         self._buffer_limit, self._buffer_held = buffer_bytes, 0
         self._buffer_lock = threading.RLock()  # a lease may be collected while it is held
         try:
@@ -186,23 +163,7 @@ class IoEngine:
         if nbytes <= 0:
             raise ValueError(f"an extent needs a positive number of bytes, not {nbytes}")
         self._require_open()
-        padded = round_up(nbytes)
-        with self._lock:
-            pieces = self._space.take(padded)
-            if pieces is None:
-                free, total = self._space.free_bytes, self._space.total_bytes
-                raise IoError(
-                    f"the store in {self._where()} needs {padded} bytes for an extent; {free} of "
-                    f"{total} are free; free extents, or open it with a larger capacity",
-                    path=self._where(),
-                    nbytes=padded,
-                )
-            extent = Extent(self._next_extent, nbytes, pieces)
-            self._next_extent += 1
-            count = block_count(extent, self.tuning.block_bytes)
-            sums = np.zeros(count, np.uint32) if self.checksum else None
-            self._contents[extent] = ExtentContents(extent, sums)
-        return extent
+        return self._extents.allocate(nbytes)
 
     def grow(self, nbytes: int) -> None:
         """Makes room for ``nbytes`` more.  What lies beyond the items of a durable store is not
@@ -212,10 +173,7 @@ class IoEngine:
             IoError: a directory has not that much room.
         """
         self._require_open()
-        with self._lock:
-            shares = file_shares(nbytes, self._space.rates, self.tuning.block_bytes)
-            for number, (file, more) in enumerate(zip(self._files, shares, strict=True)):
-                self._space.add(number, file.grow(more), more)
+        self._extents.grow(nbytes, self._files)
 
     def reserve(self, extent: Extent) -> None:
         """Makes sure that a write of an extent finds room on disk, also where that is sparse.
@@ -234,12 +192,7 @@ class IoEngine:
             OffloadError: a transfer to or from it is on its way.
             ValueError: it is not an extent of this engine, or has been freed.
         """
-        with self._lock:
-            self._contents_of(extent)
-            if self._dispatcher.busy_with(extent):
-                raise OffloadError(f"{extent} has transfers on their way; wait for them first")
-            del self._contents[extent]
-            self._space.give(extent.pieces)
+        self._extents.free(extent, self._dispatcher.busy_with)
 
     def buffer(self, nbytes: int) -> Lease:
         """Host memory that transfers like best: huge pages, aligned to 2 MiB.
@@ -335,8 +288,7 @@ class IoEngine:
         changing: bool = False,
     ) -> Ticket:
         self._require_open()
-        with self._lock:
-            contents = self._contents_of(extent)
+        contents = self._extents.contents(extent)
         segments, memory, tail = plan_transfer(
             kind, extent, buffer, contents.checksums, self.tuning.block_bytes, changing
         )
@@ -387,8 +339,7 @@ class IoEngine:
 
     def checksums(self, extent: Extent) -> NDArray[np.uint32] | None:
         """A copy of the CRC-32 of each block, as last written; ``None`` where checking is off."""
-        with self._lock:
-            kept = self._contents_of(extent).checksums
+        kept = self._extents.contents(extent).checksums
         return None if kept is None else kept.copy()
 
     def holds(self, extent: Extent, array: NDArray[np.uint8]) -> bool:
@@ -423,8 +374,7 @@ class IoEngine:
     @property
     def free_bytes(self) -> int:
         """Room for further extents."""
-        with self._lock:
-            return self._space.free_bytes
+        return self._extents.free_bytes
 
     @property
     def stats(self) -> IoStats:
@@ -479,15 +429,6 @@ class IoEngine:
     ) -> None:
         self.close()
 
-    def _where(self) -> str:
-        return ", ".join(str(file.directory) for file in self._files)
-
     def _require_open(self) -> None:
         if self.closed:
             raise OffloadError("the I/O engine is closed; open a new one")
-
-    def _contents_of(self, extent: Extent) -> ExtentContents:
-        contents = self._contents.get(extent)
-        if contents is None or contents.extent is not extent:
-            raise ValueError(f"{extent} is not an extent of this engine, or has been freed")
-        return contents

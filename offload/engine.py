@@ -128,7 +128,7 @@ class Engine(Living):
         hooks.append(Choices(model, residences))
         self.driven = Driven(ledger, seen, loop, residences, collector, weights, while_open)
         if (flops_s := accelerator.limits.device_flops_s) is not None:
-            while_open.append(ModelledCompute(model, parts, flops_s, lambda: executor.waited_ns))
+            while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
         needed_s = move_seconds(blueprint.plan.link_bytes, config.rates)

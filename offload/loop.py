@@ -68,14 +68,14 @@ class Loop:
 
     def require(self) -> None:
         """Raises after ``close`` and after a failure."""
-        self._executor.raise_failure()
+        self._executor.health.check()
 
     def require_usable(self) -> None:
         """Raises after ``close``, after a failure, inside ``materialized`` and ``averaged``, and in
         a thread that does not train."""
         self._materializing.require_ended()
         self._averages.require_ended()
-        self._executor.raise_failure()
+        self._executor.health.check()
         self._trainer.require()
 
     def quiesce(self) -> None:
@@ -127,7 +127,7 @@ class Loop:
 
     def backward_over(self) -> None:
         """The last of them has ended."""
-        if self._executor.failed or self._machinery.closed:
+        if self._executor.health.failed or self._machinery.closed:
             return
         self._showing.hide_all()  # what a checkpoint has shown again
         self._collector.deliver_all()
@@ -198,9 +198,9 @@ class Loop:
     def end(self) -> None:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
         self._trainer.closes()
-        self._executor.closes()
+        self._executor.health.closes()
         wait_for_others()
-        if self._commits is None or self._executor.failed:
+        if self._commits is None or self._executor.health.failed:
             return
         self._materializing.end_if_over()
         if self._materializing.active:

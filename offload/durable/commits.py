@@ -226,11 +226,11 @@ class Commits:
         sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
         for unit in sorted(doubtful | given):  # told last: the machine then moves
             if unit in sound:
-                self._executor.tell(Judged(unit, finite=True))
+                self._executor.requests.tell(Judged(unit, finite=True))
             else:
                 spoil(self._executor, self._units[unit])
         if sound:
-            self._executor.catch_up()
+            self._executor.requests.catch_up()
         self.end_edit(parts)
 
     def rollback(self, give_up: Callable[[], None]) -> Any:
@@ -285,7 +285,7 @@ def adopt(
     generation = found.last()
     for item, role in zip(found.layout.items, generation.roles, strict=True):
         key = item_of(item.key)
-        machinery.executor.tell(Adopt(key, role))
+        machinery.executor.requests.tell(Adopt(key, role))
         machinery.direct.reload(key)
     facts = decode_facts(generation.meta)
     check_buffers(model, facts["buffers"])

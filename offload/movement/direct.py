@@ -48,7 +48,7 @@ class DirectAccess:
 
     def _locate(self, item: Key) -> tuple[Place, int, int]:
         """The item's place, the extent to read, and the one to write."""
-        grant = self._executor.request(lambda ticket: Locate(item, ticket))
+        grant = self._executor.requests.ask(lambda ticket: Locate(item, ticket))
         assert grant.roles is not None
         return (grant.places[0], *grant.roles)
 
@@ -75,7 +75,7 @@ class DirectAccess:
         if not self._on_disk(item):
             place = self.place(item)
             if place.tier is Tier.DEVICE:
-                self._executor.wait_for(place)  # updates run on a stream of their own
+                self._executor.compute.follow(place)  # updates run on a stream of their own
             return place
         place, newest, _ = self._locate(item)
         if place.nbytes:
@@ -100,8 +100,8 @@ class DirectAccess:
         else:
             place = self.place(item)
             if place.tier is Tier.DEVICE:
-                self._executor.mark_device_use(place, self._executor.accelerator.record())
-        self._executor.tell(Edited(item, role))
+                self._executor.compute.mark(place)
+        self._executor.requests.tell(Edited(item, role))
         if item.kind is Kind.WEIGHTS:
             self._refresh_device(item.number, place)
 
@@ -140,11 +140,11 @@ class DirectAccess:
         for device in (page, home.device_place):
             if device is None or device == place or not device.nbytes:
                 continue
-            executor.wait_for(device)  # compute on a stream of the caller's may still read it
+            executor.compute.follow(device)  # compute on a stream of the caller's may still read it
             target, source = executor.arenas.bytes_of(device), executor.arenas.bytes_of(place)
             executor.accelerator.used(target)
             if device is not page and self._layout.units[unit].packed:
                 unpack_unit(self._layout.units[unit], source.to(target.device), target)
             else:
                 target.copy_(source)
-            executor.mark_device_use(device, executor.accelerator.record())
+            executor.compute.mark(device)

@@ -317,11 +317,11 @@ class Simulation:
 
     def _compute(self, unit: int, parts: Sequence[ComputePart]) -> None:
         """Compute runs one unit's forward or backward, once its weights are there."""
-        name, shares = self.layout.units[unit].name, self.layout.units[unit].shares
+        name, group = self.layout.units[unit].name, self.layout.together[unit]
         self._computing = name
         self._protocol.catch_up(unit)
-        self._arrive(self.layout.homes[member].device_place for member in (unit, *shares))
-        streamed = self._protocol.streams(unit)
+        self._arrive(self.layout.homes[member].device_place for member in group)
+        streamed = self.layout.streamed[unit]
         if streamed:
             self._arrive(self._protocol.need(unit))
         for seconds, needed, saved in parts:

@@ -12,7 +12,7 @@ from typing import Protocol
 from ..facts.tier import Tier
 from .arena import Arena, Place, Tally
 from .layout import Layout, Region
-from .messages import Clear, CopyIn, CopyOut, Instruction, Key, Kind, Read, Write
+from .messages import Clear, CopyIn, CopyOut, Instruction, Key, Kind, Read, Refuse, Write
 
 Move = Read | Clear | Write | CopyIn | CopyOut
 
@@ -252,6 +252,12 @@ class Items:
     def free(self, kind: Kind, slot: Place) -> None:
         """Nobody uses the slot, which an item of that kind had, any more."""
         self._of_kind[kind, slot.tier][1].free(slot)
+
+    def refuse(self, ticket: int, key: Key, tier: Tier) -> None:
+        """Tells whoever asked that an item finds no room."""
+        arena = self.arena(key.kind, tier)
+        free = arena.nbytes - arena.used_bytes
+        self._emit(Refuse(ticket, key, tier, self._layout.nbytes(key), free))
 
     # -- moves ----------------------------------------------------------------------------------
 

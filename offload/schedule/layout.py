@@ -184,6 +184,26 @@ class Layout:
             kind = Kind.GRADS
         return self.regions.of(tier).get(kind, Region(tier, 0, 0))
 
+    # -- by unit --------------------------------------------------------------------------------
+
+    @cached_property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """By unit, what comes to compute with it: itself, and those whose weights it shares."""
+        return tuple((unit.index, *unit.shares) for unit in self.units)
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """By unit, those with which it comes to compute."""
+        return tuple(
+            tuple(user for user, group in enumerate(self.together) if unit.index in group)
+            for unit in self.units
+        )
+
+    @cached_property
+    def streamed(self) -> tuple[bool, ...]:
+        """By unit, whether any of these may have to come to compute."""
+        return tuple(not all(self.homes[u].resident for u in group) for group in self.together)
+
     # -- by item --------------------------------------------------------------------------------
 
     @cached_property

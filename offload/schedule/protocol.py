@@ -59,7 +59,7 @@ class Protocol:
         """
         self._ask, self._tell, self._landed = ask, tell, landed
         self._names = [unit.name for unit in layout.units]
-        self._groups = [(unit.index, *unit.shares) for unit in layout.units]
+        self._groups = layout.together
         self._resident = [home.resident for home in layout.homes]
         self._behind: set[int] = set()  # units with an update that nobody has waited for
         self.landing = self.cut = False
@@ -76,10 +76,6 @@ class Protocol:
         self._ask(lambda ticket: Await(until, ticket))
 
     # -- compute --------------------------------------------------------------------------------
-
-    def streams(self, unit: int) -> bool:
-        """Whether a unit, or one whose weights it shares, may have to come to compute."""
-        return not all(self._resident[member] for member in self._groups[unit])
 
     def catch_up(self, unit: int) -> None:
         """Compute is about to use a unit: waits for updates of what stays where it is."""

@@ -7,7 +7,6 @@ arrivals before updates, updates before prefetch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from ..facts.tier import Tier
 from .activations import Activations
 from .cuts import Cuts
+from .demands import Demands
 from .gradients import Gradients
 from .items import Items
 from .layout import Layout
@@ -78,15 +78,9 @@ class Residency:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._fixed_bytes = layout.regions.device_fixed, layout.regions.host_fixed
-        self._groups = [(unit.index, *unit.shares) for unit in layout.units]
-        homes = layout.homes
-        self._moves = [not all(homes[u].resident for u in group) for group in self._groups]
-        moving = {
-            Use.COMPUTE: self._moves,
-            Use.UPDATE: [home.weights is Tier.NVME for home in homes],
-        }
-        self._order = Order(64 * max(1, len(layout.units)), moving)
+        self._order = _new_order(layout)
         self._out: list[Instruction] = []
+        self.in_flight: dict[Work, int] = {}
         self.items = Items(layout, self._emit)
         self.weights = Weights(layout, self._order, self.items)
         self.gradients = Gradients(layout, self.weights.updating, self.items, self._emit)
@@ -95,20 +89,19 @@ class Residency:
         self.updates = DueUpdates(
             layout, self._order, self.items, self.weights, self.gradients, self.cuts, self._emit
         )
-        self._demands: deque[Need] = deque()
-        self._catching_up: list[CatchUp] = []
+        self._demands = Demands(
+            layout, self._order, self.items, self.weights, self.updates, self.in_flight, self._emit
+        )
         self._step: Step | None = None
         self._waiting: dict[Until, list[int]] = {until: [] for until in Until}  # tickets
         self._cut: Cut | None = None
-        self._resort = (-1, 0)  # the ticket that came to the last resort, and how often
         self._sealed: int | None = None  # the facts of the step that has not landed yet
-        self.in_flight: dict[Work, int] = {}
         self._failed = False
         # From the end of ``QUIET`` until compute goes on nothing is prefetched.
         self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
-            Need: self._demands.append,
-            CatchUp: self._catch_up,
+            Need: self._demands.need,
+            CatchUp: self._demands.catch_up,
             Release: self._release,
             Freed: lambda s: self.weights.freed(s.held),
             GradRoom: self.gradients.room_wanted.append,
@@ -172,15 +165,8 @@ class Residency:
 
     # -- compute --------------------------------------------------------------------------------
 
-    def _catch_up(self, signal: CatchUp) -> None:
-        # What never moves is used in an order too: that in which updates are wanted.  A unit that
-        # others come with is seen when they are needed.
-        if not self._moves[signal.unit]:
-            self._order.observe(Use.COMPUTE, signal.unit)
-        self._catching_up.append(signal)
-
     def _release(self, signal: Release) -> None:
-        for unit in self._groups[signal.unit]:
+        for unit in self.layout.together[signal.unit]:
             self.weights.unpin(unit)
         for held in signal.held:
             self.weights.keep(held)
@@ -247,7 +233,7 @@ class Residency:
         if place is None:  # room that nobody uses as long as nothing moves
             place = self.items.arena(key.kind, Tier.HOST).hole(self.layout.nbytes(key))
         if place is None:
-            self._refuse(signal.ticket, key, Tier.HOST)
+            self.items.refuse(signal.ticket, key, Tier.HOST)
         else:
             self._emit(Grant(signal.ticket, (place,), (roles.newest, roles.target())))
 
@@ -291,18 +277,11 @@ class Residency:
 
     def _advance(self) -> None:
         self.cuts.advance()  # an update may wait for it
-        while self._demands and self._serve(self._demands[0]):
-            self._demands.popleft()
-        for each in self._catching_up:
-            self.updates.promote(each.unit)
+        self._demands.serve()
         self.gradients.advance()
         self.updates.advance()
-        self._catching_up[:] = [each for each in self._catching_up if not self._caught_up(each)]
-        if self._demands and not self.in_flight:
-            self._last_resort(self._demands[0])
-        if self._catching_up and not self.in_flight:  # its update may want room that caches have
-            self.weights.drop_unused((Tier.DEVICE, Tier.HOST))
-            self.updates.advance()
+        self._demands.answer_updated()
+        self._demands.unblock()
         if self._waiting[Until.ARRIVED] and not self.gradients.moving:
             self._grant(Until.ARRIVED)
         lands = self._step or self._waiting[Until.LANDED]
@@ -312,7 +291,7 @@ class Residency:
         if self._waiting[Until.QUIET]:
             self._quieten()
         # A demand that is blocked must come to be alone, which prefetch could keep it from.
-        elif not self._demands and not self._quiet:
+        elif not self._demands.compute_waits and not self._quiet:
             self.updates.prefetch()
             self._prefetch()
         if not self.in_flight and self._somebody_waits:
@@ -348,7 +327,7 @@ class Residency:
         """Grants once nothing moves and nothing else waits; caches are dropped then."""
         waits = any(tickets for until, tickets in self._waiting.items() if until is not Until.QUIET)
         moves = self.in_flight or self.updates.busy or self.gradients.moving
-        if not (waits or moves or self._demands or self._step or self._cut
+        if not (waits or moves or self._demands.compute_waits or self._step or self._cut
                 or self.gradients.room_wanted):  # fmt: skip
             self._drop_caches()
             self._quiet = True
@@ -368,7 +347,7 @@ class Residency:
         for ahead, use, unit in self._order.upcoming(self.layout.prefetch_depth):
             distance = ahead + queued
             if use is Use.COMPUTE:
-                for member in self._groups[unit]:
+                for member in self.layout.together[unit]:
                     if self._order.next_use(Use.UPDATE, member) < ahead:
                         continue  # a copy now would be lost
                     if room:
@@ -378,60 +357,12 @@ class Residency:
             else:
                 self.weights.toward_host(unit, distance, updating)
 
-    # -- demands --------------------------------------------------------------------------------
-
-    def _serve(self, need: Need) -> bool:
-        """Brings a demanded unit and those it shares to compute; grants when all are usable."""
-        group = self._groups[need.unit]
-        for unit in group:
-            self.updates.promote(unit)
-        # Waiting for a queued update costs less than to read its weights a second time.
-        spare = self.weights.updating.union(group)
-        for unit in group:
-            self.weights.toward_compute(unit, -1, spare)
-        if not all(self.weights.usable(u) for u in group):
-            return False
-        places = tuple(self.weights.pin(unit) for unit in group)
-        self._order.observe(Use.COMPUTE, need.unit)
-        self._emit(Grant(need.ticket, places))
-        return True
-
-    def _caught_up(self, signal: CatchUp) -> bool:
-        """Grants, unless the unit is to be updated yet."""
-        if not self.weights.usable(signal.unit):
-            return False
-        self._emit(Grant(signal.ticket))
-        return True
-
-    def _last_resort(self, need: Need) -> None:
-        """Nothing moves, and the demand is not met: its own members may stand in each other's
-        way, or small copies where large ones must lie side by side, so start over from nothing; if
-        that does not help either, refuse.  It can help more than once, host and device by member,
-        but not for ever: what waits for an update that has no room comes here again and again."""
-        group = self._groups[need.unit]
-        ticket, times = self._resort
-        times = times + 1 if ticket == need.ticket else 1
-        self._resort = need.ticket, times
-        if times > 2 * len(group) + 2:
-            self._demands.popleft()
-            waits_for = self.updates.blocked_at()
-            unit = need.unit if waits_for is None else waits_for
-            self._refuse(need.ticket, Key(Kind.WEIGHTS, unit), Tier.HOST)
-            return
-        self.weights.drop_unused({self.layout.tier_of(unit) for unit in group})
-        blocked = [u for u in group if not self.weights.toward_compute(u, -1)]
-        if not self.in_flight:
-            self._demands.popleft()
-            unit = blocked[0] if blocked else need.unit
-            self._refuse(need.ticket, Key(Kind.WEIGHTS, unit), self.layout.tier_of(unit))
-
     @property
     def _somebody_waits(self) -> bool:
         """Whether anyone waits for what only the end of a move could bring."""
         blocking = self._step is not None and not self._step.background
         return bool(
-            self._demands
-            or self._catching_up
+            self._demands.tickets()
             or self.gradients.room_wanted
             or blocking
             or any(self._waiting.values())
@@ -445,18 +376,12 @@ class Residency:
         held = any(u.kept or u.pins for u in self.weights.units)
         assert unit is not None and held, "someone waits and nothing moves"
         for ticket in self._tickets():
-            self._refuse(ticket, Key(Kind.WEIGHTS, unit), Tier.HOST)
+            self.items.refuse(ticket, Key(Kind.WEIGHTS, unit), Tier.HOST)
         self._forget_waiting()
-
-    def _refuse(self, ticket: int, item: Key, tier: Tier) -> None:
-        arena = self.items.arena(item.kind, tier)
-        free = arena.nbytes - arena.used_bytes
-        self._emit(Refuse(ticket, item, tier, self.layout.nbytes(item), free))
 
     def _tickets(self) -> list[int]:
         """Of all who still wait, each once."""
-        asked: list[Need | CatchUp] = [*self._demands, *self._catching_up]
-        tickets = [each.ticket for each in asked] + self.gradients.tickets()
+        tickets = self._demands.tickets() + self.gradients.tickets()
         tickets += [ticket for waiting in self._waiting.values() for ticket in waiting]
         if self._step is not None and not self._step.background:
             tickets.append(self._step.ticket)
@@ -466,11 +391,18 @@ class Residency:
         """Whoever waits was told otherwise."""
         if self._step is not None:
             self._step = replace(self._step, background=True)  # nobody waits for its end
-        self._demands.clear()
-        self._catching_up.clear()
+        self._demands.forget()
         self.gradients.forget_waiting()
         for tickets in self._waiting.values():
             tickets.clear()
+
+
+def _new_order(layout: Layout) -> Order:
+    moving = {
+        Use.COMPUTE: layout.streamed,
+        Use.UPDATE: [home.weights is Tier.NVME for home in layout.homes],
+    }
+    return Order(64 * max(1, len(layout.units)), moving)
 
 
 _GOES_ON = (Need, CatchUp, GradRoom, GradReady, Step)  # what compute says when it does

@@ -41,10 +41,6 @@ class Weights:
         self.drains = False  # whether all queued updates come before any further compute
         self.updating: set[int] = set()
         self.units: list[UnitWeights] = []
-        self._users = [
-            [u.index, *(other.index for other in layout.units if u.index in other.shares)]
-            for u in layout.units
-        ]
         for unit, home in zip(layout.units, layout.homes, strict=True):
             slot_bytes = layout.slot_bytes(unit.index)
             item = UnitWeights(unit.index, unit.stored_bytes, slot_bytes, pair=layout.durable)
@@ -66,7 +62,7 @@ class Weights:
 
     def next_compute(self, unit: int) -> int:
         """How many uses away the next compute with the unit is."""
-        return min(self.order.next_use(Use.COMPUTE, user) for user in self._users[unit])
+        return min(self.order.next_use(Use.COMPUTE, user) for user in self.layout.users[unit])
 
     def compute_copy(self, unit: int) -> Copy | None:
         """The copy that compute uses."""

@@ -110,7 +110,7 @@ class Averages:
         if not self.active:
             return
         self.abandon()
-        if not (self._machinery.closed or self._machinery.executor.failed):
+        if not (self._machinery.closed or self._machinery.executor.health.failed):
             self._exchange(to_averages=False)
         self.active, self._residences.returning = False, None
 

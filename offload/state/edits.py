@@ -21,8 +21,8 @@ log = logging.getLogger("overspill")
 
 def spoil(executor: Executor, unit: Unit) -> None:
     """A unit was given values that are not finite."""
-    executor.tell(Judged(unit.index, finite=False))
-    executor.catch_up()
+    executor.requests.tell(Judged(unit.index, finite=False))
+    executor.requests.catch_up()
     log.warning(
         "overspill: %r was given values that are not finite; nothing is committed until they are, "
         "or until rollback()", unit.name,
@@ -60,7 +60,7 @@ class Edits:
         Raises:
             IoError: weights that are not trained have no room on disk for others; nothing changes.
         """
-        self._executor.raise_failure()
+        self._executor.health.check()
         self._frames.tidy()
         for unit in parts:
             self._showing.refuse_edit(unit)

@@ -76,13 +76,13 @@ class WeightDoor:
         return values
 
     def _begin(self) -> None:
-        self._executor.raise_failure()
+        self._executor.health.check()
         if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):  # who asks now aside
             self._frames.tidy(reading=True)  # no signal handler amid another read
         self.reconcile()
 
     def _read(self, index: int) -> torch.Tensor:
-        self._executor.raise_failure()  # after a failed update memory may hold two steps
+        self._executor.health.check()  # after a failed update memory may hold two steps
         self._trainer.require()
         return self._copy(index)
 
@@ -353,7 +353,7 @@ class WeightDoor:
         return loan is not None and torch_private.same_memory(loan.copy, value)
 
     def _write(self, values: Mapping[int, torch.Tensor]) -> None:
-        self._executor.raise_failure()
+        self._executor.health.check()
         fixed = self._executor.layout.unchangeable
         for index in values:
             self.require_same(index, values[index].detach())

@@ -121,7 +121,7 @@ class Stash:
         if self.resting.rest is None:
             return None
         rest = self.resting.take(t.nbytes)
-        if rest is None and not self._executor.ended:
+        if rest is None and not self._executor.health.ended:
             aside = self.resting.aside_bytes
             self._store.turn(torch_private.in_backward(), self._room_bytes, aside)
         return rest
@@ -281,7 +281,7 @@ class Stash:
 
     def turn(self, backward: bool) -> None:
         """A backward begins, or has ended."""
-        if not self._executor.ended:
+        if not self._executor.health.ended:
             self.tell()
             self._ran(NOWHERE)
             beside = self.resting.backward_begins(self._bytes) if backward else 0
@@ -325,7 +325,7 @@ class Stash:
                 continue
             event = saved.event
             if saved.fetched and event is not None:
-                self._executor.compute_waits_on((event,), "copy_in")
+                self._executor.compute.wait_on((event,), "copy_in")
                 self._accelerator.keep(memory)
                 if not saved.taken:
                     saved.taken = True

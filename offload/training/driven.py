@@ -77,17 +77,17 @@ class Driven:
         come to the device; the next updates come after that.  Any thread may call it."""
         places = []
         for unit in units:
-            self._executor.await_update(unit)
+            self._executor.requests.await_update(unit)
             places.append(self._residences.place(unit))
         if not self.accelerator.has_device_memory:
             copy()
             return
         for place in places:
-            self._executor.wait_for(place)
+            self._executor.compute.follow(place)
             self.accelerator.used(self._executor.arenas.bytes_of(place))
         copy()
         for place in places:
-            self._executor.mark_device_use(place, self.accelerator.record())
+            self._executor.compute.mark(place)
 
     def until_closed(self, what: Removable) -> None:
         """``what`` ends with the engine."""

@@ -274,8 +274,8 @@ class GradientCollector:
             # Nobody can tell how far it came.
             self.torn.update(self.trained[unit])
             self.pending.pop(unit, None)
-            if not self.executor.failed:
-                self.executor.tell(GradLost(unit))
+            if not self.executor.health.failed:
+                self.executor.requests.tell(GradLost(unit))
             raise
 
     def _still_wanted(self, unit: int) -> _Pending | None:
@@ -297,12 +297,12 @@ class GradientCollector:
         Returns:
             Whether that is where they are kept, and whether nothing is left to be done there.
         """
-        place = self.executor.gradient_home(unit, self._told[unit])
+        place = self.executor.requests.gradient_home(unit, self._told[unit])
         if place is None:
             place = self.executor.protocol.room(unit, merge=merge)
         on_slot = self._in_host_layout(unit)
         if self.accelerator.has_device_memory:
-            self.executor.compute_waits_for(place, "copy_out")
+            self.executor.compute.wait_for(place, "copy_out")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
         made = [*pending.fresh.values(), *pending.added.values()]
         self.accelerator.join(pending.streams, made)
@@ -311,7 +311,7 @@ class GradientCollector:
         if in_place and self._ledger.measures:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
-            self.executor.mark_device_use(place, self.accelerator.record())
+            self.executor.compute.mark(place)
         self._residences.compute_over(unit)
         return on_slot, in_place
 

@@ -8,13 +8,13 @@ everything the engine does meanwhile lies under compute as it would on a device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..movement.accelerators.pace import sleep_until
+from ..movement.compute_use import ComputeUse
 from ..planning.partition import Partition
 from . import torch_private
 from .hooks import differentiable
@@ -25,13 +25,13 @@ class ModelledCompute:
 
     Args:
         flops_s: FLOPs per second of the device.
-        waited_ns: how long compute has waited for the engine so far; not modelled time.
+        compute: how long it has waited for the engine so far is not modelled time.
     """
 
     def __init__(
-        self, model: nn.Module, parts: Partition, flops_s: float, waited_ns: Callable[[], int]
+        self, model: nn.Module, parts: Partition, flops_s: float, compute: ComputeUse
     ) -> None:
-        self._flops_s, self._waited_ns = flops_s, waited_ns
+        self._flops_s, self._compute = flops_s, compute
         self._due_ns = self._waited_at = 0
         self.modelled_s = 0.0  # of compute, in all
         self._handles: list[Any] = [model.register_forward_pre_hook(self._restart, prepend=True)]
@@ -65,7 +65,7 @@ class ModelledCompute:
         self._handles.append(module.register_forward_hook(after))
 
     def _restart(self, _module: nn.Module, _args: Any) -> None:
-        self._due_ns, self._waited_at = time.perf_counter_ns(), self._waited_ns()
+        self._due_ns, self._waited_at = time.perf_counter_ns(), self._compute.waited_ns
 
     def _spend(self, flops: float) -> None:
         """Compute goes on for so long.  Begins when what came before was due, waits left out, so
@@ -73,7 +73,7 @@ class ModelledCompute:
         needed_s = flops / self._flops_s
         self.modelled_s += needed_s
         needed_ns, now_ns = int(needed_s * 1e9), time.perf_counter_ns()
-        waited_ns = self._waited_ns()
+        waited_ns = self._compute.waited_ns
         begin_ns = self._due_ns + waited_ns - self._waited_at
         self._due_ns = max(begin_ns, now_ns - needed_ns) + needed_ns
         self._waited_at = waited_ns

@@ -90,19 +90,14 @@ class Residences:
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._held, self._stubs = held, stubs
         count = len(parts.units)
-        homes, apart = executor.layout.homes, executor.layout.apart
-        self.fixed = [home.resident for home in homes]
+        layout = executor.layout
+        self.fixed = [home.resident for home in layout.homes]
         # By unit, where its weights are for compute; what moves, as long as it is open.
         self.places: list[Place | None] = [
             home.device_place if there else home.host_place
-            for home, there in zip(homes, apart, strict=True)
+            for home, there in zip(layout.homes, layout.apart, strict=True)
         ]
-        self.groups = [(u.index, *u.shares) for u in parts.units]
-        self.users = [
-            [u for u, group in enumerate(self.groups) if unit in group]
-            for unit in range(len(self.groups))
-        ]
-        self.streamed = [executor.protocol.streams(unit) for unit in range(count)]
+        self.groups, self.users, self.streamed = layout.together, layout.users, layout.streamed
         self.uses = [0] * count  # of a unit as a whole
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
         self.kept: int | None = None  # open for who reads it from outside, hidden; in nobody's use
@@ -292,7 +287,7 @@ class Residences:
     def _show(self, unit: int) -> None:
         if self.accelerator.has_device_memory:
             place = self.place(unit)
-            self.executor.compute_waits_for(place, "copy_in")
+            self.executor.compute.wait_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
         residence = self._residence(unit)
         residence.streams.add(self.accelerator.stream())
@@ -306,7 +301,7 @@ class Residences:
         opened on, which has not waited for its weights."""
         stream = self.accelerator.stream()
         if stream not in residence.waited:
-            self.executor.compute_waits_for(self.place(residence.unit), "copy_in")
+            self.executor.compute.wait_for(self.place(residence.unit), "copy_in")
             residence.waited.add(stream)
             residence.streams.add(stream)
 
@@ -331,9 +326,9 @@ class Residences:
         """
         place = self.executor.layout.homes[unit].device_place
         if place is not None and self.accelerator.has_device_memory:
-            self.executor.compute_waits_for(place, "copy_in")
+            self.executor.compute.wait_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-            self.executor.mark_device_use(place, self.accelerator.record())
+            self.executor.compute.mark(place)
 
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
         """Whether the unit's parameters show what the engine has given them."""
@@ -392,7 +387,7 @@ class Residences:
     def _release(self, unit: int) -> None:
         """Compute lets go of what it was granted."""
         held = self._held.untold(self.groups[unit])
-        self.executor.release(unit, held)
+        self.executor.requests.release(unit, held)
         self._held.told(held)
 
     def _hide(self, unit: int) -> None:
@@ -407,8 +402,8 @@ class Residences:
             if residence is not None:
                 self.accelerator.join(residence.streams)
             else:  # interrupted before it was shown: what brings the weights may not be over
-                self.executor.wait_for(place)
-            self.executor.mark_device_use(place, self.accelerator.record())
+                self.executor.compute.follow(place)
+            self.executor.compute.mark(place)
         self._edits.look_while_shown(unit)
         self._to_stubs(unit)
         if residence is not None:
@@ -425,7 +420,7 @@ class Residences:
         """Whether compute has, or was granted, a unit; not what is kept for readers."""
         kept = () if self.kept is None else self._moving(self.kept)
         left = any(self.uses) or sum(self.open) > len(kept) or self.returning is not None
-        return left or self.executor.granted > (self.kept is not None)
+        return left or self.executor.requests.granted > (self.kept is not None)
 
     def reset(self) -> None:
         """No forward and no backward runs: closes what an exception has left open."""
@@ -439,7 +434,7 @@ class Residences:
             if count:
                 self.open[unit] = 1
                 self._hide(unit)
-        for unit in self.executor.lost(self.uses):
+        for unit in self.executor.requests.lost(self.uses):
             self._release(unit)
 
     def view(self, unit: int, view: View) -> torch.Tensor:

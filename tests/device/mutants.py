@@ -48,7 +48,8 @@ class Mutant:
 
 
 MOVES, VISITS = "movement/moves.py", "movement/visits.py"
-EXECUTOR, WORKER = "movement/executor.py", "movement/update_lane.py"
+COMPUTE, REQUESTS = "movement/compute_use.py", "movement/requests.py"
+WORKER = "movement/update_lane.py"
 GRADIENTS, RESIDENCES = "training/gradients.py", "training/residences.py"
 STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
 
@@ -59,9 +60,9 @@ MUTANTS = (
     Mutant(MOVES, "self._events.set(work.source, event)"),
     Mutant(VISITS, "after=self._events.over(device), on_done=done,", "after=[], on_done=done,"),
     Mutant(VISITS, "self._events.set(device, event)"),
-    Mutant(EXECUTOR, "self._events.set(place, event)"),
-    Mutant(EXECUTOR, "self.accelerator.wait(event)"),
-    Mutant(EXECUTOR, "self.accelerator.wait(event)", nth=1),
+    Mutant(COMPUTE, "self._events.set(place, self._accelerator.record())"),
+    Mutant(COMPUTE, "self._accelerator.wait(event)"),
+    Mutant(COMPUTE, "self._accelerator.wait(event)", nth=1),
     Mutant(WORKER, "self._accelerator.wait(event)"),
     Mutant(
         WORKER, "with self._accelerator.update_stream():", "if True:",
@@ -72,24 +73,24 @@ MUTANTS = (
         WORKER, "event.synchronize()",
         harmless="whoever comes next waits for the event; the trace alone shows less time",
     ),
-    Mutant(GRADIENTS, 'self.executor.compute_waits_for(place, "copy_out")'),
-    Mutant(GRADIENTS, "self.executor.mark_device_use(place, self.accelerator.record())"),
+    Mutant(GRADIENTS, 'self.executor.compute.wait_for(place, "copy_out")'),
+    Mutant(GRADIENTS, "self.executor.compute.mark(place)"),
     Mutant(GRADIENTS, "self._residences.compute_over(unit)"),
     Mutant(
-        RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")', nth=1,
+        RESIDENCES, 'self.executor.compute.wait_for(place, "copy_in")', nth=1,
         harmless="copies to the device share a stream: two updates of a unit come in order anyway",
     ),
     Mutant(GRADIENTS, "self.accelerator.join(pending.streams, made)"),
     Mutant(RESIDENCES, "self.accelerator.join(residence.streams)"),
     Mutant(
-        RESIDENCES, 'self.executor.compute_waits_for(self.place(residence.unit), "copy_in")'
+        RESIDENCES, 'self.executor.compute.wait_for(self.place(residence.unit), "copy_in")'
     ),
-    Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())", nth=1),
-    Mutant(RESIDENCES, 'self.executor.compute_waits_for(place, "copy_in")'),
-    Mutant(RESIDENCES, "self.executor.mark_device_use(place, self.accelerator.record())"),
-    Mutant(EXECUTOR, "self.mark_device_use(freed.held.place, self.accelerator.record())"),
+    Mutant(RESIDENCES, "self.executor.compute.mark(place)", nth=1),
+    Mutant(RESIDENCES, 'self.executor.compute.wait_for(place, "copy_in")'),
+    Mutant(RESIDENCES, "self.executor.compute.mark(place)"),
+    Mutant(REQUESTS, "self._compute.mark(freed.held.place)"),
     Mutant("training/stepping.py", "self._residences.compute_over(unit)"),
-    Mutant("training/activations.py", 'self._executor.compute_waits_on((event,), "copy_in")'),
+    Mutant("training/activations.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

@@ -298,8 +298,8 @@ def test_closing_amid_the_engines_own_work_hangs_nothing(
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        executor = optimizer._engine.machinery.executor
-        monkeypatch.setattr(executor, "_at_home", Armed(executor._at_home))
+        requests = optimizer._engine.machinery.executor.requests
+        monkeypatch.setattr(requests, "_at_home", Armed(requests._at_home))
         with pytest.raises((SystemExit, OffloadError)):
             train(model, optimizer, 3)
     finally:

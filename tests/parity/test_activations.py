@@ -51,11 +51,11 @@ def nothing_left(optimizer: Any) -> None:
     gc.collect()
     executor = optimizer._engine.machinery.executor
     until_s = time.monotonic() + WAIT_S
-    executor.catch_up()  # what was told last may not have been heard yet
+    executor.requests.catch_up()  # what was told last may not have been heard yet
     while executor.saved.here_bytes or executor.saved.away_bytes:
         assert time.monotonic() < until_s, "something is left"
         time.sleep(0.01)
-        executor.catch_up()
+        executor.requests.catch_up()
     assert not len(executor.saved)
     assert not [i for i in executor._machine.items.all() if i.key.kind.value == "saved"]
 

@@ -84,9 +84,9 @@ def test_what_is_at_hand_is_not_asked_for(
             executor.protocol.wait(Until.QUIET)  # else what was told before may still be on its way
             return home(unit, told)
 
-        home = executor.gradient_home
+        home = executor.requests.gradient_home
         monkeypatch.setattr(executor.protocol, "_ask", noted)
-        monkeypatch.setattr(executor, "gradient_home", unhurried)
+        monkeypatch.setattr(executor.requests, "gradient_home", unhurried)
         for step in range(2):
             asked.clear()
             model(*batch(step)).backward()

@@ -60,7 +60,7 @@ def test_what_is_asked_after_the_end_is_refused(
     model, optimizer = wrapped(tmp_path, PLACE)
     step(model, optimizer)
     executor: Executor = optimizer._engine.machinery.executor
-    tickets, closed = executor._tickets, [False]
+    tickets, closed = executor.requests._tickets, [False]
 
     class Tickets:
         def __next__(self) -> int:
@@ -69,10 +69,10 @@ def test_what_is_asked_after_the_end_is_refused(
                 elsewhere(optimizer.close)
             return next(tickets)
 
-    monkeypatch.setattr(executor, "_tickets", Tickets())
+    monkeypatch.setattr(executor.requests, "_tickets", Tickets())
     with pytest.raises(OffloadError, match="closed"):
         model(normal(1, 4, WIDTH))
-    executor.catch_up()  # returns
+    executor.requests.catch_up()  # returns
     ended()
 
 

@@ -188,7 +188,7 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
         hook.remove()
         kept.clear()
         executor = optimizer._engine.machinery.executor
-        put = executor._queue.put
+        put = executor.requests.queue.put
 
         class Queue:
             def __init__(self) -> None:
@@ -203,8 +203,8 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)
 
-        real = executor._queue
-        monkeypatch.setattr(executor, "_queue", Queue())
+        real = executor.requests.queue
+        monkeypatch.setattr(executor.requests, "queue", Queue())
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, WIDTH))
         monkeypatch.undo()

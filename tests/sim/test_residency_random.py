@@ -195,13 +195,12 @@ class Chaos:
         """Forward or backward of one unit."""
         self.free()
         self.protocol.catch_up(unit)
-        if not self.protocol.streams(unit) and self.rng.random() < 0.9:
-            return  # only what stays put and is up to date is used without asking
         layout = self.machine.layout
-        group = (unit, *layout.units[unit].shares)
+        if not layout.streamed[unit] and self.rng.random() < 0.9:
+            return  # only what stays put and is up to date is used without asking
         places = self.protocol.need(unit)
         kept: list[Held] = []
-        for member, place in zip(group, places, strict=True):
+        for member, place in zip(layout.together[unit], places, strict=True):
             if not layout.homes[member].resident and self.rng.random() < 0.1:
                 self.tokens += 1
                 kept.append(Held(member, place, self.tokens))

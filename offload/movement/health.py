@@ -1,0 +1,85 @@
+"""Whether an engine may be used, and what whoever uses it is told where it may not."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import NoReturn
+
+from ..errors import BudgetError, OffloadError
+
+
+class Health:
+    """One engine's: it works, has failed, is being closed, or is closed.
+
+    Attributes:
+        error: what failed first in the background.
+        closed: nobody answers any more.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.closed = False
+        self._raised = False  # the error was, to somebody
+        self._closer: int | None = None  # the thread that closes it
+        self._owner = os.getpid()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it failed or was closed."""
+        return self.closed or self.failed
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process has neither its threads nor its files."""
+        return os.getpid() != self._owner
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error; from any thread."""
+        if self.error is None:
+            self.error = error
+
+    def closes(self) -> None:
+        """The calling thread will close the engine: all others are refused."""
+        self._closer = threading.get_ident()
+
+    def check(self) -> None:
+        """Raises what failed in the background: once with its cause, then as a refusal.
+
+        Raises:
+            OffloadError: the engine has failed, is closed, or is not this thread's or process's.
+        """
+        if self.forked:
+            raise OffloadError(
+                "this process was forked from the one that wrapped the model, and has neither its "
+                "threads nor its files; use the model in the parent, or wrap one here"
+            )
+        if self.closed:
+            raise OffloadError(
+                "the engine is closed, and the weights with it; call overspill.unwrap(model) "
+                "before close() to keep them, or build the model again"
+            )
+        if self._closer not in (None, threading.get_ident()):
+            raise OffloadError("the engine is being closed by another thread, or a signal handler")
+        if self.error is not None:
+            self.raise_to_asker(self.error)
+
+    def raise_to_asker(self, error: BaseException) -> NoReturn:
+        """Raises an error of the background to whoever waited for what it kept from coming."""
+        try:
+            if isinstance(error, BudgetError) and self.error is None:
+                raise error
+            if self._raised:
+                raise OffloadError(
+                    "the engine stopped after an earlier error; close it, and build the model again"
+                ) from error
+            self._raised = True
+            if isinstance(error, OffloadError):
+                raise error
+            raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
+        finally:  # an error that its own frame names lives until the collector comes
+            del error

@@ -1,0 +1,51 @@
+"""What whoever does not train is told of an engine that has ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from overspill.errors import OffloadError
+from overspill.facts.tier import Tier
+from overspill.movement.health import Health
+from overspill.movement.requests import Requests
+
+
+def requests(health: Health) -> Requests:
+    unit, home = SimpleNamespace(index=0), SimpleNamespace(grads=Tier.HOST)
+    layout: Any = SimpleNamespace(
+        units=(unit,), homes=(home,), compute_tier=Tier.HOST, has_device=False, trains=True
+    )
+    nothing: Any = None
+    return Requests(layout, health, nothing, nothing, tuple)
+
+
+def test_it_is_told_why() -> None:
+    health = Health()
+    asked = requests(health)
+    broken = OSError("the disk is full")
+    health.fail(broken)
+    with pytest.raises(OffloadError, match=r"has ended: the disk is full") as told:
+        asked.await_update(0)
+    assert told.value.__cause__ is broken
+
+
+def test_a_closed_engine_has_no_reason() -> None:
+    health = Health()
+    asked = requests(health)
+    health.closed = True
+    with pytest.raises(OffloadError, match=r"has ended$"):
+        asked.await_update(0)
+
+
+def test_the_first_failure_is_told_once_and_refuses_then() -> None:
+    health = Health()
+    health.fail(OSError("the disk is full"))
+    health.fail(ValueError("what came of it"))
+    with pytest.raises(OffloadError, match="OSError in the background: the disk is full"):
+        health.check()
+    with pytest.raises(OffloadError, match="stopped after an earlier error") as told:
+        health.check()
+    assert isinstance(told.value.__cause__, OSError)
