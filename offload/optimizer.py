@@ -22,7 +22,7 @@ from .optim.formats import round_to_upper
 from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
-from .training import torch_private
+from .training import optimizer_private, torch_private
 from .training.callers import refuse_reentry
 from .training.early import Declared
 
@@ -41,10 +41,11 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
         super().__init__(inner.param_groups, dict(inner.defaults))
         self.param_groups = inner.param_groups
         self.state = LazyState(engine.state)  # type: ignore[assignment]
-        for before in torch_private.step_hooks(inner, before=True):
+        for before in optimizer_private.step_hooks(inner, before=True):
             self.register_step_pre_hook(before)
-        for after in torch_private.step_hooks(inner, before=False):
+        for after in optimizer_private.step_hooks(inner, before=False):
             self.register_step_post_hook(after)
+        optimizer_private.move_state_hooks(inner, self)
         self._engine = engine
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -121,6 +122,9 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
 
         Before the first step there is none, so the dict is small.  Needs memory for all moments.
         """
+        return optimizer_private.state_with_hooks(self, self._state)
+
+    def _state(self) -> dict[str, Any]:
         return self._engine.state_dict()
 
     def load_state_dict(  # type: ignore[override]
@@ -139,7 +143,10 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
         """
         if isinstance(state_dict, (str, os.PathLike)):
             state_dict = open_state(Path(state_dict), self._engine.model, self.param_groups)
-        self._engine.load_state(state_dict)
+        optimizer_private.load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._engine.load_state(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once wrapped: the plan is made for the groups that were there."""

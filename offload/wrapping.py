@@ -32,7 +32,7 @@ from .plans import calibrated, make_blueprint
 from .state.homes import Homes
 from .state.loading import load
 from .state.taken import Taken
-from .training import torch_private
+from .training import optimizer_private, torch_private
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made")
@@ -206,4 +206,4 @@ def _tell(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
                 "overspill: unit %s: weights %s%s, gradients %s, state %s",
                 name, home.weights.value, " (resident)" if home.resident else "", grads, state,
             )  # fmt: skip
-    torch_private.count_step(optimizer)
+    optimizer_private.count_step(optimizer)

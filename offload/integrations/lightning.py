@@ -29,7 +29,7 @@ from ..durable.hub import in_full, streamed
 from ..durable.tensors import lazy
 from ..engine import engine_of
 from ..optimizer import OffloadedOptimizer, optimizer_of
-from ..training import torch_private
+from ..training import optimizer_private
 
 log = logging.getLogger("overspill")
 
@@ -170,4 +170,4 @@ def _start_anew(wrapped: OffloadedOptimizer, made: torch.optim.Optimizer) -> Non
         )
     wrapped.load_state_dict({**made.state_dict(), "state": {}})
     made.param_groups = mine  # which its schedulers change
-    torch_private.count_step(made)
+    optimizer_private.count_step(made)

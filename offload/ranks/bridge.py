@@ -240,6 +240,12 @@ class Bridge:
         self._accept()
         self._copied.clear()
         self.after_step()
+        for each in self._modules:
+            each.spread()
+
+    def went_back(self) -> None:
+        """A step was not taken: weights are those of a commit, and there is no gradient."""
+        self.after_rollback()
 
     # -- the end --------------------------------------------------------------------------------
 

@@ -210,6 +210,13 @@ class ReplicaBridge:
         if self._driven.at_once:
             self.arrive_all()
 
+    def went_back(self) -> None:
+        """No step was taken: all weights are those of a commit, those that are not trained too."""
+        self.begin()
+        self.arrive_all()
+        self.owe(frozen=True)
+        self.after_rollback()
+
     def before_rollback(self) -> None:
         """Weights are about to be those of a commit; if there is none, they are what they are."""
         self.arrive_all()

@@ -100,8 +100,7 @@ class ReplicatedOptimizer(SpreadOptimizer):
         self._bridge, self._world = bridge, world
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state in torch's own format, whole: every rank calls it, and needs memory for it."""
+    def _state(self) -> dict[str, Any]:  # whole: every rank calls it, and needs memory for it
         self._world.together("optimizer.state_dict()")
         found = self._engine.state_dict()["state"]
         replicas = {id(replica.param): replica for replica in self._bridge.replicas}

@@ -205,6 +205,11 @@ class ShardedModule:
         """Whether shards are also replicated (a mesh of two dimensions)."""
         return any(group.mesh_info.mesh.ndim != 1 for group in self._groups)
 
+    def spread(self) -> None:
+        """What is gathered is let go, and gathered anew for the next use: the root's stays after a
+        forward without gradients, and whatever was after one that raised."""
+        _spread(self._groups)
+
     @property
     def brings(self) -> list[nn.Module]:
         """The modules whose weights its forward gathers ahead, besides its own."""
@@ -228,6 +233,12 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return list(groups)
 
 
+def _spread(groups: Sequence[Any]) -> None:
+    for group in groups:
+        group.wait_for_unshard()  # what is on its way
+        group._to_sharded()  # not ``reshard``, which keeps them for a forward that has not ended
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on a module of it, or a parameter is a ``DTensor``."""
     return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
@@ -244,7 +255,10 @@ def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
-    """All modules that ``fully_shard`` was called on, the root first."""
+    """All modules that ``fully_shard`` was called on, the root first; nothing stays gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _spread(_groups_of(module))
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[int, ShardedModule] = {}
     for name, module in model.named_modules():

@@ -17,6 +17,7 @@ from ..engine import Engine
 from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
 from ..state.lazy_state import LazyState
+from ..training import optimizer_private, torch_private
 from ..training.callers import refuse_reentry
 from .exporting import export_run
 from .fsdp_private import Shard
@@ -36,6 +37,9 @@ class AroundSteps(Protocol):
 
     def after_step(self) -> None:
         """They were."""
+
+    def went_back(self) -> None:
+        """They were not: weights are those of the last commit instead."""
 
     def before_rollback(self) -> None:
         """Weights are about to be those of the last commit."""
@@ -126,9 +130,20 @@ class SpreadOptimizer(OffloadedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._steps.before_step()
-        super().step()
-        self._steps.after_step()
+        driven = self._engine.driven
+        returns = driven.returns
+        try:
+            self._take_step()
+        finally:  # every rank went back, and waits for the others
+            if driven.returns != returns:
+                self._steps.went_back()
+        if driven.returns == returns:
+            self._steps.after_step()
         return loss
+
+    @torch_private.without_grad
+    def _take_step(self) -> None:  # not by ``super().step``, which may run all hooks a second time
+        self._engine.step()
 
     def _whole_groups(self) -> list[dict[str, Any]]:
         """The param groups, as state dicts have them."""
@@ -150,13 +165,16 @@ class SpreadOptimizer(OffloadedOptimizer):
                 "a model that is spread over ranks takes a state dict, not a path; load it with "
                 "torch.distributed.checkpoint"
             )
-        theirs = [len(group["params"]) for group in state_dict["param_groups"]]
+        optimizer_private.load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, whole: Mapping[str, Any]) -> None:
+        theirs = [len(group["params"]) for group in whole["param_groups"]]
         mine = [len(group["params"]) for group in self.param_groups]
         if theirs != mine:
             raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
         # A state has the key that its param has in the groups, whatever that is.
-        keys = [key for given in state_dict["param_groups"] for key in given["params"]]
-        given_state = state_dict["state"]
+        keys = [key for given in whole["param_groups"] for key in given["params"]]
+        given_state = whole["state"]
         state = {
             place: {
                 k: self._piece_of[number].part_of(v) for k, v in given_state[keys[number]].items()
@@ -164,7 +182,7 @@ class SpreadOptimizer(OffloadedOptimizer):
             for number, place in self._numbers.items() if keys[number] in given_state
         }  # fmt: skip
         start, groups = 0, []
-        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        for group, given in zip(self.param_groups, whole["param_groups"], strict=True):
             numbers = range(start, start + len(group["params"]))
             start += len(group["params"])
             kept = [self._numbers[n] for n in numbers if n in self._numbers]
@@ -228,8 +246,12 @@ class SpreadOptimizer(OffloadedOptimizer):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``overspill.named_weights``; every rank takes all of them."""
         for name, p in self._holder.model.named_parameters():
-            whole = p.detach()
+            whole = self._holds(name, p).detach()
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
+
+    def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        """What holds a parameter's weight, which the model shows as ``p``."""
+        return p
 
     def give_back(self) -> None:
         """The model is an ordinary one again, spread as before, with its trained weights; every
@@ -271,10 +293,14 @@ class ShardedOptimizer(SpreadOptimizer):
         self.__dict__["state"] = ShardedState(LazyState(engine.state), shards)
         every = {id(s.param): s for s in [*shards.shards, *shards.empty] if isinstance(s, Shard)}
         whole = [p for group in inner.param_groups for p in group["params"]]
+        self._by_name = {shard.name: shard for shard in every.values()}
         self._sharded = {number: every[id(p)] for number, p in enumerate(whole)}  # as ``_piece_of``
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state in torch's own format, of ``DTensor``s; every rank calls it."""
+    def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
+        shard = self._by_name.get(name)  # what is shown may be gathered, and in another dtype
+        return p if shard is None else shard.param
+
+    def _state(self) -> dict[str, Any]:  # of ``DTensor``s; every rank calls it
         found = self._engine.state_dict()["state"]
         state = {
             number: spread(self._sharded[number], found[place])

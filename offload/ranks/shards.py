@@ -20,7 +20,8 @@ BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
 class Shards(nn.Module):
     """Holds this rank's shards, by part of the model.  A shard without rows is left out.
 
-    ``buffers``: the model's, shared, so that they are committed with the weights.
+    Its buffers are the model's, whatever they are when they are asked for, so that they are
+    committed with the weights.
     """
 
     stands_in = True  # see ``Taken``: what it has is the model's
@@ -44,13 +45,23 @@ class Shards(nn.Module):
             if len(list(node.parameters())):
                 self.units.append(each.name.replace(".", _DOT) or ROOT)
                 self.add_module(self.units[-1], node)
+        self._of_model = model.named_modules
+        self._share_buffers()
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """See ``nn.Module``, whose walks over modules and buffers all begin here."""
+        self._share_buffers()
+        yield from super().named_modules(*args, **options)
+
+    def _share_buffers(self) -> None:
+        """A forward may have given a name another tensor."""
         kept = nn.Module()
-        for prefix, module in model.named_modules():
+        for prefix, module in self._of_model():
             for name, buffer in module.named_buffers(recurse=False):
                 path = f"{prefix}.{name}" if prefix else name
                 persistent = torch_private.is_persistent(module, name)
                 kept.register_buffer(path.replace(".", _DOT), buffer, persistent=persistent)
-        self.add_module(BUFFERS, kept)
+        self.add_module(BUFFERS, kept)  # in the place of the last one
 
     def forward(self) -> None:
         """Nothing runs here."""

@@ -39,6 +39,7 @@ class Ledger:
     since.  ``measures``: the former are taken as gradients arrive.  ``early``: units that this
     step's backward has updated already.  ``spoiled``: units that hold values that are not finite;
     ``nonfinite``: those whose updates gave such, until somebody was told.  ``count``: whole steps.
+    ``returns``: how often a commit took their place.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Ledger:
         self.spoiled: set[int] = set()
         self.nonfinite: list[int] = []
         self.measures, self._on_trial = measures or on_trial, on_trial and not measures
-        self.count = self.micro_steps = 0
+        self.count = self.micro_steps = self.returns = 0
         self.next: Prepared | None = None
         # The global norm, from every rank's sum of squares, where a model is spread over several.
         self.over_ranks: Callable[[float], float] | None = None
@@ -163,3 +164,4 @@ class Ledger:
     def restore(self, count: int, steps: Sequence[int]) -> None:
         """Goes back to what a commit says."""
         self.count, self.steps[:] = count, steps
+        self.returns += 1

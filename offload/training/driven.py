@@ -124,6 +124,11 @@ class Driven:
             self._executor.protocol.land()
 
     @property
+    def returns(self) -> int:
+        """How often weights became those of a commit."""
+        return self._ledger.returns
+
+    @property
     def spoiled(self) -> bool:
         """Whether updates have given values that are not finite, here."""
         return bool(self._ledger.spoiled or self._ledger.nonfinite)

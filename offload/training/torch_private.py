@@ -247,6 +247,11 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return made.set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
+def counted_by(t: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter ``t`` has: what it is a view of, or itself."""
+    return t._base if t._is_view() and t._base is not None else t  # type: ignore[no-untyped-call]
+
+
 def version_counter(t: torch.Tensor) -> torch.Tensor:
     """A tensor without memory whose version is that of ``t`` for ever."""
     counter = t.detach()
@@ -317,17 +322,6 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and one.storage_offset() == other.storage_offset()
     )
-
-
-def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Schedulers of this optimizer take it that a step was made: another one steps for it."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> list[Callable[..., Any]]:
-    """What was registered on an optimizer to be called before its steps, or after them."""
-    hooks = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
-    return list(hooks.values())
 
 
 def operation_name(func: Any) -> str:

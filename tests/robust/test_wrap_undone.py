@@ -20,7 +20,7 @@ from overspill.errors import OffloadError
 from overspill.state.contents import Contents
 from overspill.state.model_state import StateHooks
 from overspill.state.taken import Taken
-from overspill.training import torch_private
+from overspill.training import optimizer_private
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import batch
 
@@ -113,7 +113,9 @@ def test_the_model_is_given_back(
         elif where == "hooks":
             patched.setattr(StateHooks, "__init__", after(0, Full, StateHooks.__init__))
         else:
-            patched.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+            patched.setattr(
+                optimizer_private, "count_step", after(0, Full, optimizer_private.count_step)
+            )
         with pytest.raises((Full, KeyboardInterrupt), match="now"):
             overspill.wrap(model, optimizer, nvme=tmp_path, **PLACES[place])
     is_as_it_was(model, optimizer)
@@ -167,7 +169,9 @@ def test_values_that_are_not_exact_are_not_given_back(
     model.blocks[0].requires_grad_(False)
     kept = model.blocks[1].weight.detach().clone()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    monkeypatch.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+    monkeypatch.setattr(
+        optimizer_private, "count_step", after(0, Full, optimizer_private.count_step)
+    )
     with pytest.raises(Full):
         overspill.wrap(model, optimizer, device=CPU, precision="bf16", nvme=tmp_path)
     assert torch.equal(model.blocks[1].weight, kept)
@@ -210,7 +214,9 @@ def test_what_weights_of_files_took_the_place_of_is_told_of(
     folder.mkdir()
     values = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
     save_file(values, folder / "model.safetensors")
-    monkeypatch.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+    monkeypatch.setattr(
+        optimizer_private, "count_step", after(0, Full, optimizer_private.count_step)
+    )
     with caplog.at_level(logging.ERROR, "overspill"), pytest.raises(Full):
         overspill.wrap(model, optimizer, device=CPU, weights=folder)
     assert all(p.is_meta for p in model.parameters())
@@ -229,7 +235,9 @@ def test_one_unit_that_cannot_be_read_takes_no_other_along(
         return exact(self, unit)
 
     monkeypatch.setattr(Contents, "exact", unreadable)
-    monkeypatch.setattr(torch_private, "count_step", after(0, Full, torch_private.count_step))
+    monkeypatch.setattr(
+        optimizer_private, "count_step", after(0, Full, optimizer_private.count_step)
+    )
     with pytest.raises(Full):
         overspill.wrap(model, optimizer, device=CPU, nvme=tmp_path)
     lost = [name for name, p in model.named_parameters() if p.is_meta]
