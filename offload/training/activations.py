@@ -40,15 +40,26 @@ class SharedStorage:
     """A storage as all handles over it hold it; with the last of them it comes to its end."""
 
     __slots__ = (
-        "__weakref__", "covered", "end", "saved", "unit", "version"
+        "__weakref__", "counted_by", "covered", "end", "saved", "unit", "version"
     )  # fmt: skip
 
     def __init__(self, store: SavedStore, saved: SavedStorage, t: torch.Tensor) -> None:
         self.unit, self.saved = NOWHERE - 1, saved
         self.covered = 0  # bytes of what was saved of it
         self.version = torch_private.version_of(t)
+        self.counted_by = weakref.ref(torch_private.counted_by(t))
         watch = torch_private.StorageWatch(t.untyped_storage())  # its end is Python code
         self.end = store.watch(self, saved.number, watch)
+
+    def has(self, t: torch.Tensor) -> bool:
+        """Whether what is kept of it is, or will be, what ``t`` is now.
+
+        What the machine was told of may have been copied: parts that count their versions apart,
+        as those of ``unsafe_chunk``, may have changed since with none of this tensor's.
+        """
+        if self.expired or self.version != torch_private.version_of(t):
+            return False
+        return not self.end.told or self.counted_by() is torch_private.counted_by(t)
 
     @property
     def leaves(self) -> bool:
@@ -139,11 +150,11 @@ class Stash:
         storage = self._storage_of(t)
         if storage is None:
             return None
-        key, version = torch_private.identity(storage), torch_private.version_of(t)
+        key = torch_private.identity(storage)
         with self._lock:
             known = self._known.get(key)
             shared = None if known is None else known()
-            if shared is None or shared.expired or shared.version != version:
+            if shared is None or not shared.has(t):
                 flat = torch_private.bytes_of(storage)
                 shared = SharedStorage(self._store, SavedStorage(next(self._numbers), flat), t)
                 self._known[key] = weakref.ref(shared)
