@@ -67,6 +67,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._moments: Moments = moments
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:  # torch's has what every optimizer has
+        return super().__getstate__() | {"_master": self._master, "_moments": self._moments}
+
     @property
     def moments(self) -> Moments:
         """How moments are stored."""
@@ -231,7 +234,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if extra:
             raise ValueError(f"the state has {sorted(extra)}, which {type(self).__name__} lacks")
         state: TensorDict = self.state[param]
-        state["step"] = torch.tensor(float(rule.steps_taken(given)), device="cpu")
+        steps = float(rule.steps_taken(given))
+        state["step"] = torch.tensor(steps, dtype=torch.float32, device="cpu")
         self._add_master(param, state, given.get("master"))
         for name in rule.moments:
             if given.get(name) is not None:

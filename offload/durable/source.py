@@ -87,7 +87,7 @@ class StoreSource:
                     steps = self.facts["steps"][p["index"]]
                     if steps:
                         moments = self._moments(unit_number, chunk_number, p)
-                        step = torch.tensor(float(steps), device="cpu")
+                        step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
                         state[number_of[p["name"]]] = {"step": step, **moments}
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 

@@ -89,6 +89,10 @@ class Averages:
             self._last = state, self._of(*chunk)
         return self._last[1].get(index)
 
+    def forget(self) -> None:
+        """What was read last may not be so any more."""
+        self._last = None, {}
+
     def _of(self, unit: int, number: int) -> dict[int, torch.Tensor]:
         stored = self._contents.stored(unit, number)
         return {index: own[AVERAGE] for index, own in stored.items() if self._steps[index]}
@@ -134,7 +138,7 @@ class Averages:
                 if (unit in self._swapped) != to_averages:
                     self._amid = unit, self._both(unit), to_averages
                     self._finish()
-        self._last = None, {}
+        self.forget()
         self._weights.renew()
 
     def _both(self, unit: int) -> dict[int, Values]:

@@ -103,7 +103,7 @@ def values_of_unit(
         rule = rules[group]
         for name, value in rule.initial(optimizer.param_groups[group]).items():
             if value != 0.0:
-                tensors[name] = torch.full(spec.shape, value, device="cpu")
+                tensors[name] = torch.full(spec.shape, value, dtype=torch.float32, device="cpu")
         for name, value in torch_state(optimizer, p).items():
             if name in (*rule.moments, "master") and value is not None:
                 tensors["weight" if name == "master" else name] = value

@@ -53,7 +53,7 @@ class StateHooks:
         )
         self._handles: list[Any] = []
         # torch marks public hooks with an attribute, which bound methods cannot take.
-        ours = {id(module) for module in model.modules()}
+        self._ours = ours = {id(module) for module in model.modules()}
 
         def hook(method: Callable[..., None]) -> Callable[..., None]:
             me = weakref.WeakMethod(method)
@@ -96,11 +96,20 @@ class StateHooks:
 
     def _forget(self, *_: Any) -> None:
         """A state dict begins, or ends: tied weights are one tensor in it, and none in others."""
-        if _is_outermost():
+        if self._is_outermost():
             self._require_open()
             self._trainer.require()  # before torch has read what shows
             self._weights.tidy()
             self._memo.clear()
+
+    def _is_outermost(self) -> bool:
+        """Whether one ``state_dict`` runs, of the whole or of a part, and not one inside another.
+        Those of modules around the model do not count."""
+        inside = 0
+        for frame in callers():
+            if frame.f_code is nn.Module.state_dict.__code__:
+                inside += id(frame.f_locals.get("self")) in self._ours
+        return inside <= 1
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
         """torch has read parameters that are hidden; those that show are no copies yet."""
@@ -167,11 +176,6 @@ class StateHooks:
 def _takes(value: Any, p: nn.Parameter) -> TypeGuard[torch.Tensor]:
     """Whether torch would copy a value of a state dict to a parameter."""
     return isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p
-
-
-def _is_outermost() -> bool:
-    """Whether one ``state_dict`` runs, of the whole or of a part, and not one inside another."""
-    return _runs(nn.Module.state_dict.__code__) <= 1
 
 
 def _runs(method: CodeType) -> int:

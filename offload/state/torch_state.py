@@ -74,7 +74,7 @@ class OptimizerState:
         raise AssertionError("every parameter is in a chunk of its unit")
 
     def _step_of(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(self._steps[index]), device="cpu")
+        return torch.tensor(float(self._steps[index]), dtype=torch.float32, device="cpu")
 
     # -- all ------------------------------------------------------------------------------------
 
@@ -152,6 +152,7 @@ class OptimizerState:
             for unit in trained
         }
         with self._edits.of(parts) as spoil:
+            self.averages.forget()
             for unit in trained:
                 values = self._values(given, self._first_averages(unit, given))
                 if not self._contents.load(unit.index, values, first=False):
@@ -215,7 +216,8 @@ class OptimizerState:
                 if name == AVERAGE and spec.index in averages:
                     weight: torch.Tensor = master.get("weight", averages[spec.index])
                     return weight
-                return torch.full(spec.shape, starts.get(name, 0.0), device="cpu")
+                start = starts.get(name, 0.0)
+                return torch.full(spec.shape, start, dtype=torch.float32, device="cpu")
 
             return master | {
                 name: first(name) if given.get(name) is None else given[name]

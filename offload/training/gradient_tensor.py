@@ -12,6 +12,8 @@ import torch
 from ..errors import OffloadError
 from . import torch_private
 
+_Whose = tuple[int, int]
+
 
 class GradientAccess(Protocol):
     """How wrappers reach their gradients: all by parameter index."""
@@ -52,6 +54,11 @@ class OffloadedGradient(torch.Tensor):
         made = cast(OffloadedGradient, torch_private.make_wrapper(cls, like, dtype))
         made.number, made.access, made.gone = index, access, False
         return made
+
+    @property
+    def whose(self) -> _Whose:
+        """Of which engine it is, and of which parameter there."""
+        return id(self.access), self.number
 
     def _plain(self) -> torch.Tensor:
         _refuse_gone(self)
@@ -142,6 +149,30 @@ def _wrappers(value: Any) -> list[OffloadedGradient] | None:
     return values if values and all(isinstance(v, OffloadedGradient) for v in values) else None
 
 
+def _by_engine(
+    grads: Sequence[OffloadedGradient],
+) -> list[tuple[GradientAccess, list[int]]]:
+    """The engines whose gradients these are, each with their places in the list."""
+    places: dict[int, list[int]] = {}
+    for place, grad in enumerate(grads):
+        places.setdefault(id(grad.access), []).append(place)
+    return [(grads[mine[0]].access(), mine) for mine in places.values()]
+
+
+def _norms(grads: Sequence[OffloadedGradient]) -> list[float]:
+    found = [0.0] * len(grads)
+    for access, places in _by_engine(grads):
+        norms = access.norms([grads[place].number for place in places])
+        for place, norm in zip(places, norms, strict=True):
+            found[place] = norm
+    return found
+
+
+def _scale(grads: Sequence[OffloadedGradient], factor: float) -> None:
+    for access, places in _by_engine(grads):
+        access.scale([grads[place].number for place in places], factor)
+
+
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     """L2 norms, in fp32 where gradients are narrower."""
     grads = _wrappers(args[0])
@@ -150,10 +181,9 @@ def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         return _NOT_DONE
     if kwargs.get("keepdim") or kwargs.get("dtype") not in (None, torch.float32):
         return _NOT_DONE
-    norms = grads[0].access().norms([grad.number for grad in grads])
     found = [
         torch.tensor(norm, dtype=torch.promote_types(grad.dtype, torch.float32), device=grad.device)
-        for norm, grad in zip(norms, grads, strict=True)
+        for norm, grad in zip(_norms(grads), grads, strict=True)
     ]
     return True, found if isinstance(args[0], (list, tuple)) else found[0]
 
@@ -165,7 +195,7 @@ def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         factor = factor.item()
     if grads is None or isinstance(factor, bool) or not isinstance(factor, (int, float)):
         return _NOT_DONE
-    grads[0].access().scale([grad.number for grad in grads], float(factor))
+    _scale(grads, float(factor))
     return True, args[0] if isinstance(args[0], OffloadedGradient) else None
 
 
@@ -174,10 +204,9 @@ def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
     grads, found, factor = _wrappers(args[0]), args[1], args[2]
     if grads is None:
         return _NOT_DONE
-    access, numbers = grads[0].access(), [grad.number for grad in grads]
-    if not all(math.isfinite(norm) for norm in access.norms(numbers)):
+    if not all(map(math.isfinite, _norms(grads))):
         found.fill_(1.0)
-    access.scale(numbers, float(factor))
+    _scale(grads, float(factor))
     return True, None
 
 
@@ -205,43 +234,43 @@ _KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Answer]] = Map
 
 def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs ``func`` on the plain gradients, and writes back those that it mutates."""
-    plain: dict[int, torch.Tensor] = {}
+    plain: dict[_Whose, torch.Tensor] = {}
 
     def load(value: Any) -> Any:
         if not isinstance(value, OffloadedGradient):
             return value
-        if value.number not in plain:
-            plain[value.number] = value.access().borrow(value.number)
-        return plain[value.number]
+        if value.whose not in plain:
+            plain[value.whose] = value.access().borrow(value.number)
+        return plain[value.whose]
 
     result = func(*torch_private.tree_map(load, args), **torch_private.tree_map(load, dict(kwargs)))
-    written: dict[int, OffloadedGradient] = {}
+    written: dict[_Whose, OffloadedGradient] = {}
     for value in torch_private.mutated_arguments(func, args, kwargs):
         for leaf in torch_private.tree_leaves(value):
             if isinstance(leaf, OffloadedGradient):
-                written[leaf.number] = leaf
-    for index, wrapper in written.items():
-        wrapper.access().write(index, plain[index])
+                written[leaf.whose] = leaf
+    for whose, wrapper in written.items():
+        wrapper.access().write(wrapper.number, plain[whose])
     _lend(_wrappers_in((args, kwargs)), plain, result)
-    back = {id(plain[index]): wrapper for index, wrapper in written.items()}
+    back = {id(plain[whose]): wrapper for whose, wrapper in written.items()}
     return torch_private.tree_map(lambda r: back.get(id(r), r), result)
 
 
-def _wrappers_in(values: Any) -> dict[int, OffloadedGradient]:
+def _wrappers_in(values: Any) -> dict[_Whose, OffloadedGradient]:
     leaves = torch_private.tree_leaves(values)
-    return {leaf.number: leaf for leaf in leaves if isinstance(leaf, OffloadedGradient)}
+    return {leaf.whose: leaf for leaf in leaves if isinstance(leaf, OffloadedGradient)}
 
 
 def _lend(
-    wrappers: Mapping[int, OffloadedGradient], plain: Mapping[int, torch.Tensor], result: Any
+    wrappers: Mapping[_Whose, OffloadedGradient], plain: Mapping[_Whose, torch.Tensor], result: Any
 ) -> None:
     """A result over the memory of a copy may be written to later."""
-    numbers = {torch_private.storage_key(copy): number for number, copy in plain.items()}
+    owners = {torch_private.storage_key(copy): whose for whose, copy in plain.items()}
     for leaf in torch_private.tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedGradient):
-            number = numbers.get(torch_private.storage_key(leaf))
-            if number is not None and leaf is not plain[number]:
-                wrappers[number].access().lend(number, plain[number])
+            whose = owners.get(torch_private.storage_key(leaf))
+            if whose is not None and leaf is not plain[whose]:
+                wrappers[whose].access().lend(whose[1], plain[whose])
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -112,6 +112,12 @@ class GradientCollector:
         self.appeared_any = True
         if grad is None:
             return
+        if grad.requires_grad and torch.is_grad_enabled():  # which autograd sets for no other
+            raise OffloadError(
+                f"the gradient of parameter {self._name(index)!r} has a graph, after "
+                "backward(create_graph=True), which overspill does not keep; for a penalty on "
+                "gradients use torch.autograd.grad(loss, parameters, create_graph=True)"
+            )
         if not isinstance(grad, OffloadedGradient):
             self._take(index, p, grad)
         unit = self.parts.unit_of[index]

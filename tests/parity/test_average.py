@@ -255,6 +255,25 @@ def test_a_state_without_it_starts_it_at_the_weights(tmp_path: Path) -> None:
             assert torch.equal(loaded[name].cpu(), kept["state"][number]["average"].cpu())
 
 
+@pytest.mark.parametrize("units", [1, 3])
+def test_averages_that_were_read_and_then_loaded_are_those_loaded(units: int) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(units)))
+    optimizer = overspill.ema(adamw(model), DECAY)
+    with overspill.wrap(
+        model, optimizer, device=CPU, host_memory="64MiB", rates=overspill.Rates()
+    ) as ours:
+        model(torch.ones(2, 8)).sum().backward()
+        ours.step()
+        ours.zero_grad()
+        next(iter(ours.named_averages()))
+        state = ours.state_dict()
+        for each in state["state"].values():
+            each["average"] = torch.full_like(each["average"], 7.0)
+        ours.load_state_dict(state)
+        for name, average in ours.named_averages():
+            assert torch.all(average == 7.0), name
+
+
 def test_only_evaluation_goes_on_inside(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM()
