@@ -74,6 +74,7 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
     assert len(CALLS) == 24
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(SIM != "sim", reason="compute takes a known time on the simulated device")
 def test_what_is_computed_again_counts_once_in_what_a_step_costs() -> None:
     """As long as the model says: what is measured has the forwards of backward within it."""
