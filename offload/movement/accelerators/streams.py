@@ -117,8 +117,11 @@ class _CopyStream:
             except BaseException as error:
                 now_ns = time.perf_counter_ns()
                 done = CopyDone(now_ns, now_ns, copy.nbytes, error)
-            deliver(copy.on_done, done)
-            del copy  # its tensors must not live on while the queue is empty
+            told = copy.on_done
+            # Before anybody is told: who uses its tensors next frees them after that use.
+            del copy
+            deliver(told, done)
+            del told, done  # nor may what they hold live on while the queue is empty
 
     def close(self) -> None:
         """Lets what was queued end, and joins the thread."""
