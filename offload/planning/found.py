@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,6 +25,9 @@ class FoundUnit:
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _BAGS = (nn.ParameterList, nn.ParameterDict)
+# Their forward hands the parameters of their children to fused kernels, or asks those for their
+# class (``has_torch_function``) to choose an algorithm, without calling the children.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def _nbytes(module: nn.Module) -> int:
@@ -73,7 +76,9 @@ class _Finder:
         inner_named = any(m in self.named for m in module.modules() if m is not module)
         if module in self.named and not inner_named:
             self._add(name, module, False)
-        elif inner_named or module is self.model or self._cut_further(module):
+        elif inner_named or (
+            (module is self.model or self._cut_further(module)) and not isinstance(module, _WHOLE)
+        ):
             if _direct(module):
                 self._add(name, module, True)
             for child_name, child in module.named_children():
@@ -117,7 +122,8 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
     so are sections of experts.
 
     Raises:
-        ValueError: a name that is no module of the model, or a module without parameters.
+        ValueError: a name that is no module of the model, a module without parameters, or a module
+            inside of one whose forward reads its children's parameters directly.
     """
     modules = dict(model.named_modules())
     named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
@@ -127,9 +133,34 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
         if _nbytes(modules[name]) == 0:
             raise ValueError(f"units: module {name!r} holds no parameters")
         named[modules[name]] = name
+    _refuse_parts(modules, named.values())
     finder = _Finder(model, named)
     finder.visit("", model)
     return finder.found
+
+
+def _refuse_parts(modules: Mapping[str, nn.Module], named: Iterable[str]) -> None:
+    for outer, module in modules.items():
+        inside = [n for n in named if outer != n and n.startswith(f"{outer}." if outer else "")]
+        if isinstance(module, _WHOLE) and inside:
+            whole = outer or "the model"
+            raise ValueError(
+                f"units: {inside[0]!r} cannot be a unit of its own: {whole} is an "
+                f"nn.{type(module).__name__}, whose forward reads the parameters of its parts "
+                f"without calling them; name {whole} instead, or leave units out"
+            )
+
+
+def read_ahead(module: nn.Module) -> nn.Module | None:
+    """Return the child whose parameters ``module.forward`` inspects before it calls the child.
+
+    ``nn.TransformerEncoder`` chooses its algorithm by the class, device and ``requires_grad`` of
+    the parameters of its first layer.
+    """
+    if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+        first: nn.Module = module.layers[0]
+        return first
+    return None
 
 
 def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,14 +7,14 @@ Nothing's correctness depends on a backward hook having fired.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..facts.trace import Trace
-from ..planning.found import direct_parameters
+from ..planning.found import direct_parameters, read_ahead
 from . import torch_private
 from .activations import NOWHERE, Stash
 from .backward import Backward
@@ -75,6 +75,7 @@ class ModuleHooks:
             elif self._stash is not None:
                 self._hook_border(me, unit, found.module)
         self._hook_readers(me, model)
+        self._hook_read_ahead(me, model)
         if self._residences.accelerator.stream() is not None:
             self._hook_streams(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
@@ -136,6 +137,25 @@ class ModuleHooks:
                 hook = _uncompiled(hook) if inner else torch_private.not_compiled(hook)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
+    def _hook_read_ahead(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
+        """Hook modules that inspect the parameters of a child before they call it.
+
+        An offloaded parameter has a class of its own, which such a module takes for a reason to
+        choose another algorithm, so the child's units are onloaded first.
+        """
+        parts = self._residences.parts
+        index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+        for module in model.modules():
+            if (child := read_ahead(module)) is None:
+                continue
+            units = {parts.unit_of[index_of[id(p)]] for p in child.parameters()
+                     if id(p) in index_of}  # fmt: skip
+            inside = any(module in found.module.modules() for _, found in parts.running
+                         if not found.direct_only)  # fmt: skip
+            if units and not inside:
+                hook = torch_private.not_compiled(_before_reading_ahead(me, id(module), units))
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
     def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
         """Modules inside of a unit may run on streams of their own: whoever reads weights there is
         seen, also where autograd saves none."""
@@ -186,6 +206,13 @@ class ModuleHooks:
                 if torch_private.made_since(t, began):  # and not handed through
                     t.register_hook(lambda _grad: backward.enter(unit))
         self._residences.refuse_edits()
+
+    def open_ahead(self, units: Collection[int]) -> None:
+        """Onload units whose parameters are about to be inspected, and then computed with."""
+        if not torch_private.in_backward():
+            for unit in units:
+                self._loop.catch_up(unit)
+                self._residences.open_ahead(unit)
 
     # -- the root -------------------------------------------------------------------------------
 
@@ -240,6 +267,15 @@ def _reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int]) -> Hoo
         if hooks is not None and id(called) == own:
             for unit in units:
                 hooks.catch_up(unit)
+
+    return before
+
+
+def _before_reading_ahead(me: weakref.ref[ModuleHooks], own: int, units: Collection[int]) -> Hook:
+    def before(called: nn.Module, _args: Any) -> None:
+        hooks = me()
+        if hooks is not None and id(called) == own and not called.training:
+            hooks.open_ahead(units)
 
     return before
 

@@ -145,4 +145,5 @@ def known(p: Any) -> Managed:
 
 @functools.cache
 def _mixed(kind: type, what: type) -> type:
-    return type(kind)(kind.__name__, (what, kind), {})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (what, kind), names)

@@ -356,6 +356,16 @@ class Residences:
             else:
                 self._close(unit)
 
+    def open_ahead(self, unit: int) -> None:
+        """Onload a unit for code that inspects its parameters and then calls it.
+
+        It stays onloaded, outside of any use, until it is called or another unit needs the room.
+        """
+        if self.streamed[unit] and self.uses[unit] == 0:
+            self.enter(unit)
+            self.uses[unit] = 0
+            self.kept = unit
+
     def _close(self, unit: int) -> None:
         for member in self._moving(unit):
             self._hide(member)
@@ -376,6 +386,7 @@ class Residences:
         self.kept = None
         for member in self._moving(unit):
             if self.open[member] == 1:
+                self._edits.look_while_shown(member)
                 self.resume(member)
 
     def let_go(self) -> None:
