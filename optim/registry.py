@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .averaged import AveragedRule, averaged
+from .elementwise import check_elementwise
 from .formats import UNSIGNED_MOMENTS
 from .rule import Rule
 from .untrained import NoOptimizer
@@ -28,7 +29,13 @@ def register(
     unsigned: Sequence[str] = (),
     measured: Mapping[str, Callable[[], Rule]] | None = None,
 ) -> None:
-    """Lets ``wrap`` accept optimizers of a kind: ``make`` gives the rule of a param group.
+    """Let ``wrap`` accept optimizers of a kind: ``make`` gives the rule of a param group.
+
+    A rule must be elementwise: what an element becomes may depend on that element's gradient,
+    weight and state alone, not on its neighbours (no norms, no matrix products).  The engine
+    updates parameters in pieces of up to some 16 million elements, and several small ones at once.
+    This is checked here, with the optimizer's default options where it has them for all, and again
+    at ``wrap`` with the options in use, by updating a small buffer as a whole and in two pieces.
 
     Args:
         kind: this very class; a subclass may step differently, and is registered for itself.
@@ -46,7 +53,8 @@ def register(
 
     Raises:
         TypeError: ``kind`` is no class of optimizers.
-        ValueError: it is registered already, or another rule has a moment of that name with a sign.
+        ValueError: it is registered already, another rule has a moment of that name with a sign, or
+            the rule is not elementwise.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"register takes a class of torch optimizers, not {kind!r}")
@@ -55,11 +63,33 @@ def register(
     signed = {name for rule in MEASURED.values() for name in rule().moments} - UNSIGNED_MOMENTS
     if taken := sorted(signed.intersection(unsigned)):
         raise ValueError(f"another rule's moment {taken[0]!r} has a sign; name yours differently")
+    if not _is_own(make) and (group := _defaults(kind)) is not None:
+        _check(kind, make, group)
     MAKERS[kind] = make
     UNSIGNED_MOMENTS.update(unsigned)
     for name, known in (measured or {}).items():
         MEASURED[name] = known
         MEASURED[f"{name} and average"] = partial(_averaged, known)
+
+
+def _is_own(make: Maker) -> bool:
+    """Whether a rule is one of this package's, which its tests check."""
+    return str(getattr(make, "__module__", "")).startswith(__name__.rpartition(".")[0])
+
+
+def _defaults(kind: type[torch.optim.Optimizer]) -> Group | None:
+    """The default options of an optimizer, ``None`` where some have no default."""
+    try:
+        with torch.device("cpu"):
+            made: Any = kind([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
+    except Exception:
+        return None
+    return {name: value for name, value in made.param_groups[0].items() if name != "params"}
+
+
+def _check(kind: type[torch.optim.Optimizer], make: Maker, group: Group) -> None:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    check_elementwise(name, partial(make, group), group)
 
 
 def _averaged(make: Callable[[], Rule]) -> Rule:
@@ -82,6 +112,7 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     Raises:
         TypeError: there is no rule for the optimizer's class (subclasses may step differently, so
             they do not count as their base), or it uses ``capturable`` or ``differentiable``.
+        ValueError: a rule of others is not elementwise.
     """
     if isinstance(optimizer, NoOptimizer):
         return ()
@@ -91,6 +122,9 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
             f"no update rule for {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
             f"accepted are {_names()}; overspill.optim.register adds others"
         )
+    if not _is_own(maker):
+        for group in optimizer.param_groups:
+            _check(type(optimizer), maker, group)
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")

@@ -201,3 +201,94 @@ def test_those_of_others_are_not() -> None:
         """Of ours it has the formula alone."""
 
     assert not is_reentrant(Own("adam", ours.moments, ours.formula))
+
+
+class NormedRule(SignRule):
+    """Divides by the norm of the buffer that it gets, as LARS and Muon do."""
+
+    def update(
+        self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:  # fmt: skip
+        weight.sub_(grad / grad.norm(), alpha=scalars.coefficients[2])
+        return True
+
+
+class CentredRule(SignRule):
+    """Takes the mean from the gradient."""
+
+    def update(
+        self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:  # fmt: skip
+        return super().update(grad - grad.mean(), weight, state, scalars, position)
+
+
+class DrawingRule(SignRule):
+    """Adds noise."""
+
+    def update(
+        self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
+        position: int = 0,
+    ) -> bool:  # fmt: skip
+        weight.add_(torch.randn_like(weight), alpha=1e-3)
+        return True
+
+
+class Needy(Sign):
+    """Has an option without a default, so that nothing can be tried before it is given."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (NormedRule, "not elementwise.*max_grad_norm="),
+        (CentredRule, "not elementwise"),
+        (DrawingRule, "draw random numbers"),
+    ],
+)
+def test_rules_that_depend_on_where_buffers_are_cut_are_refused(rule: Any, message: str) -> None:
+    class Another(Sign):
+        pass
+
+    with pytest.raises(ValueError, match=message):
+        register(Another, lambda group: rule())
+    assert Another not in registry.MAKERS
+
+    class AnotherNeedy(Needy):
+        pass
+
+    register(AnotherNeedy, lambda group: rule())
+    try:
+        model = net()
+        before = model[0].weight.detach().clone()  # type: ignore[index]
+        for call in (overspill.wrap, overspill.plan):
+            with pytest.raises(ValueError, match=message):
+                call(model, AnotherNeedy(model.parameters(), 0.1), device="cpu")
+        assert torch.equal(model[0].weight, before)  # type: ignore[index]
+    finally:
+        del registry.MAKERS[AnotherNeedy]
+
+
+def test_an_elementwise_rule_with_memory_of_its_steps_is_accepted() -> None:
+    """Each trial gets a rule of its own."""
+
+    class Counting(SignRule):
+        def __init__(self) -> None:
+            self.steps = 0
+
+        def scalars(self, group: Any, step: int, grad_scale: float = 1.0) -> StepScalars:
+            self.steps = max(self.steps, step)
+            return StepScalars(step, (grad_scale, group["keep"], group["lr"] / self.steps), 0)
+
+    class Another(Sign):
+        pass
+
+    register(Another, lambda group: Counting())
+    try:
+        assert rules_for(Another(net().parameters()))[0].name == "sign"
+    finally:
+        del registry.MAKERS[Another]
