@@ -7,23 +7,24 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
 
+from .arguments import require_model, require_optimizer
 from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import optimizer_for, with_formats
-from .engine import engine_of
+from .engine import Engine, engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
 from .facts.rates import Rates
 from .inference import OffloadedInference
-from .io_engine.committed import own_store
+from .io_engine.committed import OwnedStore, own_store
 from .lifetime import end_unused
 from .optimizer import OffloadedOptimizer, optimizer_of
+from .paths import as_paths
 from .planning.plan import Plan
 from .plans import make_plan
 from .ranks.stores import find_run, in_the_way, runs_in
@@ -44,6 +45,29 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     tells of."""
     own = {name: value for name, value in given.items() if name not in ("unknown", *others)}
     return {**own, **given["unknown"]}
+
+
+def _require(model: object, optimizer: object) -> None:
+    """Check what everything else takes for granted."""
+    require_model(model)
+    if optimizer is not None:
+        require_optimizer(optimizer)
+
+
+def _wrapped(model: nn.Module) -> Engine:
+    """Return the engine of a model.
+
+    Raises:
+        TypeError: it is no module.
+        OffloadError: it is not wrapped.
+    """
+    require_model(model)
+    engine = engine_of(model)
+    if engine is None:
+        raise OffloadError(
+            "the model is not wrapped by overspill; overspill.wrap(model, ...) first"
+        )
+    return engine
 
 
 def _spread(model: nn.Module) -> bool:
@@ -72,8 +96,7 @@ def _resumed_of_ranks(
     model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None, options: dict[str, Any]
 ) -> tuple[OffloadedOptimizer, Any] | None:
     """``resume`` where there are ranks, or were; ``None``: there are none, nor were."""
-    listed = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-    folders = [Path(each).absolute() for each in listed]
+    folders = [each.absolute() for each in as_paths(path, "path")]
     if _spread(model):
         from .ranks.resuming import resumed_shards
 
@@ -109,6 +132,7 @@ def plan(
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
     threads: int | None = None,
@@ -143,6 +167,7 @@ def plan(
         ValueError: an option's value makes no sense.
     """
     options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
+    _require(model, optimizer)
     if machine is not None:  # what it says counts, unless it was asked for otherwise
         options = {name: value for name, value in options.items() if value is not None}
     return make_plan(model, optimizer, options, machine=machine, measure=measure, example=example)
@@ -170,6 +195,7 @@ def wrap(
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
     threads: int | None = None,
@@ -199,6 +225,7 @@ def wrap(
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
     threads: int | None = None,
@@ -229,6 +256,7 @@ def wrap(
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
     threads: int | None = None,
@@ -260,7 +288,9 @@ def wrap(
         ValueError: an option's value makes no sense, or weights do not match the model.
         OffloadError: the model is wrapped already, or cannot be.
     """
-    config = OffloadConfig.from_options(_options(locals(), "model", "optimizer"))
+    options = _options(locals(), "model", "optimizer")
+    _require(model, optimizer)
+    config = OffloadConfig.from_options(options)
     if optimizer is None:
         return wrapped_for_inference(model, config)
     if _spread(model):
@@ -294,6 +324,7 @@ def resume(
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
     threads: int | None = None,
@@ -331,21 +362,30 @@ def resume(
         BudgetError: a budget is too small.
     """
     options = _options(locals(), "model", "path", "optimizer")
+    _require(model, optimizer)
     end_unused()  # one of them may have the store
     if (found := _resumed_of_ranks(model, path, optimizer, options)) is not None:
         return found
     with own_store(path) as store:
-        generation = store.last()
-        config = OffloadConfig.from_options(with_formats(store, options))
-        facts = decode_facts(generation.meta)
-        if optimizer is None:
-            optimizer = optimizer_for(model, store.layout.description, facts)
-        if len(optimizer.param_groups) != len(facts["groups"]):
-            raise OffloadError(
-                f"the store has {len(facts['groups'])} param groups, the optimizer "
-                f"{len(optimizer.param_groups)}; build it as for the run before"
-            )
-        made, extra = resumed(store, model, optimizer, config)
+        return _resumed(store, model, optimizer, options)
+
+
+def _resumed(
+    store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer | None,
+    options: dict[str, Any],
+) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
+    """``resume`` over a store that is this process's now."""
+    generation = store.last()
+    config = OffloadConfig.from_options(with_formats(store, options))
+    facts = decode_facts(generation.meta)
+    if optimizer is None:
+        optimizer = optimizer_for(model, store.layout.description, facts)
+    if len(optimizer.param_groups) != len(facts["groups"]):
+        raise OffloadError(
+            f"the store has {len(facts['groups'])} param groups, the optimizer "
+            f"{len(optimizer.param_groups)}; build it as for the run before"
+        )
+    made, extra = resumed(store, model, optimizer, config)
     log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
     return made, extra
 
@@ -358,12 +398,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         OffloadError: the model is not wrapped, or its engine was closed.
     """
+    require_model(model)
     if (over_ranks := _over_ranks(model)) is not None:
         over_ranks.give_back()
         return model
-    engine = engine_of(model)
-    if engine is None:
-        raise OffloadError("the model is not wrapped by overspill")
+    engine = _wrapped(model)
     engine.give_back()
     engine.close()
     return model
@@ -378,16 +417,14 @@ def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextMa
     Raises:
         OffloadError: the model is not wrapped, or is running.
     """
-    engine = engine_of(model)
-    if engine is None and _over_ranks(model) is not None:
+    require_model(model)
+    if engine_of(model) is None and _over_ranks(model) is not None:
         raise OffloadError(
             "materialized is for a model on one rank; where it is spread over several, read "
             "overspill.named_weights(model), p.full_tensor() or model.state_dict(), and edit "
             "parameters in place"
         )
-    if engine is None:
-        raise OffloadError("the model is not wrapped by overspill")
-    return engine.materialized(writeback=writeback)
+    return _wrapped(model).materialized(writeback=writeback)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -403,9 +440,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         OffloadError: the model is not wrapped, or is running.
     """
+    require_model(model)
     if (over_ranks := _over_ranks(model)) is not None:
         return over_ranks.named_weights()
-    engine = engine_of(model)
-    if engine is None:
-        raise OffloadError("the model is not wrapped by overspill")
-    return engine.named_weights()
+    return _wrapped(model).named_weights()

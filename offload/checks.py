@@ -16,9 +16,15 @@ from .training import torch_private
 from .training.managed import managed
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, precision: torch.dtype | None = None
+) -> None:
+    """Check that a model and its optimizer can be wrapped; ``precision``: dtype of the weights.
+
+    Raises:
+        OffloadError: the model is wrapped already, or has parameters of an unsupported kind.
+        ValueError: the optimizer has parameters that are not the model's, or cannot be trained.
+    """
     engine = engine_of(model)
     if engine is not None and engine.finished:
         raise OffloadError(
@@ -31,7 +37,17 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, p in model.named_parameters():
         _check_parameter(name, p)
     _refuse_overlaps(model)
+    for name, module in model.named_modules():
+        if any(map(torch_private.is_lazy, module.buffers(recurse=False))):
+            raise OffloadError(
+                f"module {name!r} has buffers without a shape yet (a lazy module); run one forward "
+                "of the model before wrap"
+            )
     own = {id(p) for p in model.parameters()}
+    in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) in in_groups:
+            _check_trained(name, p, precision)
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             if id(p) not in own:
@@ -59,16 +75,55 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
+_TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
 def _check_parameter(name: str, p: nn.Parameter) -> None:
     if managed(p) is not None:
         raise OffloadError(
             f"parameter {name!r} belongs to another wrapped model; unwrap that one first"
+        )
+    if torch_private.is_lazy(p):
+        raise OffloadError(
+            f"parameter {name!r} has no shape yet (a lazy module); run one forward of the model "
+            "before wrap"
         )
     if torch_private.is_wrapper(p):
         kinds = f"{type(p).__name__} of {type(p.data).__name__}"
         raise OffloadError(
             f"parameter {name!r} is no plain tensor ({kinds}): models that are sharded (FSDP2, "
             "DTensor) or quantised are not supported; wrap the plain model, on one device"
+        )
+    if p.layout is not torch.strided or p.is_nested or p.is_quantized:
+        kind = "quantised" if p.is_quantized else "nested" if p.is_nested else str(p.layout)
+        raise OffloadError(
+            f"parameter {name!r} is a {kind} tensor; overspill holds dense tensors only: replace "
+            "it by a dense one (p.to_dense(), p.dequantize()) before wrap"
+        )
+
+
+def _check_trained(name: str, p: nn.Parameter, precision: torch.dtype | None) -> None:
+    """Check a parameter that the optimizer is to update.
+
+    Raises:
+        OffloadError: several of its elements lie in one place.
+        ValueError: weights of its dtype cannot be trained.
+    """
+    if torch_private.overlaps_itself(p):
+        raise OffloadError(
+            f"parameter {name!r} has several elements in one place of memory (an expanded tensor, "
+            f"strides {tuple(p.stride())}), so an optimizer cannot update it in place; make it "
+            "contiguous, or train the tensor that it was expanded from"
+        )
+    dtype = p.dtype if precision is None or p.is_complex() else precision
+    if dtype not in _TRAINED:
+        remedy = (
+            "convert it to torch.complex64" if p.is_complex()
+            else "pass precision='fp32', 'bf16' or 'fp16'"
+        )  # fmt: skip
+        raise ValueError(
+            f"parameter {name!r} is {p.dtype}, which cannot be trained; {remedy}, or freeze it "
+            "(requires_grad_(False))"
         )
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
+import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .facts.rates import Rates
+from .paths import as_path, as_paths
 
 if TYPE_CHECKING:  # the command reads sizes before it has torch
     import torch
 
 __all__ = ["OffloadConfig", "Size", "parse_size"]
+
+MOST_THREADS = 256
 
 # Options that say how to train.
 _OF_TRAINING = (
@@ -54,6 +57,8 @@ def parse_size(value: int | str, name: str) -> Size:
         ValueError: a negative, non-finite or unreadable size, or an unknown unit.
         TypeError: neither a number nor a text.
     """
+    if isinstance(value, numbers.Integral):
+        value = _whole(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name} must be bytes or a text such as '10GiB', got {value!r}")
     if isinstance(value, (int, float)):
@@ -79,6 +84,21 @@ def parse_size(value: int | str, name: str) -> Size:
 def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _whole(value: Any) -> Any:
+    """A whole number as Python's own, also one of NumPy's; ``True`` stays what it is."""
+    return value if isinstance(value, bool) else int(value)
+
+
+def _names(value: object, name: str) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of names, got {value!r}")
+    found = tuple(value)
+    for each in found:
+        if not isinstance(each, str):
+            raise TypeError(f"{name} must be a list of names, got {each!r} in it")
+    return found
 
 
 def _at_least(name: str, value: object, low: int) -> None:
@@ -116,6 +136,8 @@ class OffloadConfig:
         resident: module names whose units never leave the device (``device="cpu"``: host memory).
         weights: safetensors file, Hugging Face folder, or folder of
             ``torch.distributed.checkpoint``, to stream in.
+        ignore_weights: names, or patterns such as ``"head.*"``, of tensors in these files that the
+            model does not use; others that it does not use are an error.
         init: for a meta model: called on each module of a unit to initialise its parameters.
         prefetch_depth: units fetched ahead of use; ``None`` lets the plan choose.
         threads: CPU threads of the optimizer update; ``None`` takes the physical cores, beside a
@@ -143,6 +165,7 @@ class OffloadConfig:
     units: tuple[str, ...] | None = None
     resident: tuple[str, ...] | None = None
     weights: Path | None = None
+    ignore_weights: tuple[str, ...] | None = None
     init: Callable[[torch.nn.Module], None] | None = None
     prefetch_depth: int | None = None
     threads: int | None = None
@@ -166,19 +189,17 @@ class OffloadConfig:
         values = dict(options)
         if values.get("device") is not None:
             values["device"] = str(values["device"])  # a ``torch.device`` has its name there
-        nvme = values.get("nvme")
-        if nvme is not None:
-            listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme)
-            if not listed:
-                raise ValueError("nvme: an empty list; give a directory or None")
-            values["nvme"] = tuple(Path(folder).absolute() for folder in listed)
-        for name in ("units", "resident"):
+        if values.get("nvme") is not None:
+            folders = as_paths(values["nvme"], "nvme")
+            values["nvme"] = tuple(folder.absolute() for folder in folders)
+        for name in ("units", "resident", "ignore_weights"):
             if values.get(name) is not None:
-                if isinstance(values[name], str):
-                    raise TypeError(f"{name} must be a list of module names, got one text")
-                values[name] = tuple(values[name])
+                values[name] = _names(values[name], name)
         if values.get("weights") is not None:
-            values["weights"] = Path(values["weights"]).absolute()
+            values["weights"] = as_path(values["weights"], "weights").absolute()
+        for name in ("tokens", "accumulate", "commit_every", "prefetch_depth", "threads"):
+            if isinstance(values.get(name), numbers.Integral):
+                values[name] = _whole(values[name])
         return cls(**values)
 
     def for_inference(self) -> OffloadConfig:
@@ -215,8 +236,12 @@ class OffloadConfig:
             _at_least("prefetch_depth", self.prefetch_depth, 0)
         if self.threads is not None:
             _at_least("threads", self.threads, 1)
-        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
-            raise ValueError(f"max_grad_norm must be a positive number, got {self.max_grad_norm!r}")
+            if self.threads > MOST_THREADS:
+                raise ValueError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
+        if self.max_grad_norm is not None:
+            limit = self.max_grad_norm
+            if isinstance(limit, (bool, str)) or not 0 < float(limit) < math.inf:
+                raise ValueError(f"max_grad_norm must be a positive number, got {limit!r}")
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise TypeError(f"rates must be an overspill.Rates, got {type(self.rates).__name__}")
         for name in ("init", "extra"):
@@ -252,6 +277,8 @@ class OffloadConfig:
             )
         if self.activations == "nvme" and self.nvme is None:
             raise ValueError("activations='nvme' needs nvme= (a directory)")
+        if self.ignore_weights is not None and self.weights is None:
+            raise ValueError("ignore_weights says what to ignore of weights=; give both or neither")
         if self.init is not None and self.weights is not None:
             raise ValueError("give weights= or init=, not both")
 

@@ -11,6 +11,7 @@ from .engine import Engine
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .observe.export import save_trace
+from .paths import as_path
 from .planning.plan import Plan
 
 
@@ -36,7 +37,7 @@ class Observed:
 
     def trace(self, path: str | Path) -> None:
         """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
-        save_trace(self._engine.trace, Path(path))
+        save_trace(self._engine.trace, as_path(path, "path"))
 
     def close(self) -> None:
         """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""

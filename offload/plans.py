@@ -40,7 +40,7 @@ from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
-from .state.importing import open_weights
+from .state.importing import Others, open_weights
 from .state.in_place import sources_of
 from .state.weight_files import match_files
 from .training.known_code import known
@@ -86,7 +86,7 @@ def make_blueprint(
             commit has a checksum, where they are read in place.
     """
     rules = rules_for(optimizer)
-    check_model(model, optimizer)
+    check_model(model, optimizer, config.weight_dtype)
     check_devices(model, accelerator)
     check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
@@ -154,7 +154,10 @@ def _sources(
     if config.weights is None:
         return NO_SOURCES
     files = open_weights(config.weights, model)
-    return sources_of(files, match_files(files, model, parts), parts)
+    names = match_files(files, model, parts)
+    managed = frozenset(map(id, parts.parameters))
+    Others(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
+    return sources_of(files, names, parts)
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
@@ -311,10 +314,14 @@ def calibrated(
     """
     if config.rates is not None:
         return config, None
-    check_model(model, optimizer)
+    check_model(model, optimizer, config.weight_dtype)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sizes = Counter[torch.dtype]()
     for p in model.parameters():
-        sizes[config.weight_dtype or p.dtype] += p.numel()
+        if p.is_complex():
+            sizes[p.dtype.to_real()] += 2 * p.numel()
+        elif p.is_floating_point() and (id(p) in trained or not trained):
+            sizes[config.weight_dtype or p.dtype] += p.numel()
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
     rules = rules_for(optimizer)
     update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .durable.commits import adopt
+from .durable.commits import adopt, unmanaged_state
 from .durable.meta import decode_facts
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
@@ -104,9 +104,10 @@ def reopened(
     """As ``opened``, with what the last commit of a store holds; also gives its ``extra``."""
     begun = Begun(model, optimizer, config)
     try:
+        unmanaged_state(model, decode_facts(store.last().meta))  # raises if it does not fit
         homes, taken, calibration = _homes_over(store, begun, config)
         taken.note()
-        taken.move_buffers()
+        taken.move_unmanaged()
         for unit in homes.machinery.parts.units:
             taken.free(unit, theirs=False)
         adopt(model, optimizer.param_groups, homes.machinery, homes.contents)
@@ -174,23 +175,27 @@ class Begun:
         return homes, taken
 
     def undo(self) -> None:
-        """The model and its optimizer are as they were, and all else goes."""
-        try:
-            if self._taken is not None:
-                self._taken.read()
-        except BaseException as error:
-            log.warning("overspill: weights cannot be read back: %s", error)
-        try:
-            engine = None if self._taken is None else engine_of(self.model)
-            if engine is not None:
-                engine.let_go()
-            for machinery in self._machinery:
-                machinery.close()
-            self.accelerator.close()
-        finally:
-            if self._taken is not None:
-                self._taken.give_back()
-            self.optimizer.state.update(self._state)
+        """Give the model and its optimizer back as they were, and free everything else.
+
+        The caller raises the error that made this necessary: what goes wrong here is only logged.
+        """
+        engine = None if self._taken is None else engine_of(self.model)
+        steps: list[Callable[[], object]] = []
+        if self._taken is not None:
+            steps.append(self._taken.read)
+        if engine is not None:
+            steps.append(engine.let_go)
+        steps += [machinery.close for machinery in self._machinery]
+        steps.append(self.accelerator.close)
+        if self._taken is not None:
+            steps.append(self._taken.give_back)
+        if self._state:
+            steps.append(partial(self.optimizer.state.update, self._state))
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:
+                log.warning("overspill: wrap could not be undone completely: %s", error)
 
 
 def _tell(optimizer: torch.optim.Optimizer, engine: Engine) -> None:

@@ -23,7 +23,7 @@ def check_decay(decay: float) -> float:
     Raises:
         ValueError: it is not at least 0 and less than 1.
     """
-    if not 0.0 <= decay < 1.0:
+    if isinstance(decay, (bool, str)) or decay is None or not 0.0 <= decay < 1.0:
         raise ValueError(f"the decay of an average must be at least 0 and less than 1, not {decay}")
     return decay
 

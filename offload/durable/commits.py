@@ -25,18 +25,17 @@ from ..schedule.ledger import Ledger, Prepared
 from ..schedule.messages import Adopt, Judged, Key, Kind, Until
 from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
+from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
+from ..training import torch_private
 from ..training.landing import Landing
 from ..training.showing import Showing
 from .meta import (
-    check_buffers,
     check_readable,
     decode_facts,
     encode_facts,
-    kept_buffers,
     kept_groups,
     member_names,
     random_states,
-    restore_buffers,
     restore_random_states,
 )
 
@@ -67,6 +66,10 @@ class Commits:
         self._showing, self._landing, self._contents = showing, landing, contents
         self._units, self._digests = machinery.parts.units, machinery.store.digests
         self._members = member_names(model, groups)
+        self._parameters = machinery.parts.parameters
+        self._managed = frozenset(map(id, self._parameters))
+        self._names = machinery.parts.names
+        self._known = frozenset(unmanaged_tensors(model, self._managed))
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
@@ -114,13 +117,16 @@ class Commits:
 
     def _gather(self) -> bytes:
         extra = None if self._config.extra is None else self._config.extra()
+        kept = unmanaged_tensors(self._model, self._managed)
         facts = {
             "step": self._ledger.count,
             "steps": list(self._ledger.steps),
             "groups": kept_groups(self._groups),
             "members": self._members,
             "rng": self._random,
-            "buffers": kept_buffers(self._model),
+            "buffers": {name: _copy(value) for name, value in kept.items()},
+            "added": sorted(kept.keys() - self._known),
+            "renamed": renamed_parameters(self._model, self._names, self._parameters),
             "digests": self._digests(),
             "extra": extra,
         }
@@ -246,8 +252,7 @@ class Commits:
                 "there is no commit to go back to: none was made before values that are not finite "
                 "came in, or an edit was interrupted; load weights and state again"
             )
-        facts = decode_facts(self._writer.last)
-        check_buffers(self._model, facts["buffers"])
+        unmanaged_state(self._model, decode_facts(self._writer.last))  # raises if it does not fit
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
         give_up()
         self._facts, self._asked = None, False
@@ -288,7 +293,6 @@ def adopt(
         machinery.executor.requests.tell(Adopt(key, role))
         machinery.direct.reload(key)
     facts = decode_facts(generation.meta)
-    check_buffers(model, facts["buffers"])
     machinery.store.expect(facts.get("digests", {}))
     for unit in sorted(machinery.layout.in_place):
         contents.show_in_place(unit)
@@ -301,7 +305,20 @@ def _restore(
 ) -> None:
     ledger.restore(facts["step"], facts["steps"])
     restore_groups(groups, facts["groups"])
-    restore_buffers(model, facts["buffers"])
+    unmanaged_state(model, facts).restore()
+
+
+def unmanaged_state(model: nn.Module, facts: Mapping[str, Any]) -> UnmanagedState:
+    """Return what a commit holds of buffers and of parameters that the engine does not hold.
+
+    Raises:
+        OffloadError: the model does not have them.
+    """
+    return UnmanagedState(model, facts["buffers"], facts.get("added", ()))
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    return torch_private.as_plain(value.detach().cpu().clone())
 
 
 _HALF = "an edit of weights or state was interrupted; make it again, or call rollback()"

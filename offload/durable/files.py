@@ -16,19 +16,13 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..state.weight_files import INDEX, OPTIMIZER, SINGLE
+from ..state.weight_files import DTYPES, INDEX, OPTIMIZER, SINGLE
 from .sums import SUMS, Written
 from .tensors import Bytes, FileWriter, StreamedTensor, in_memory, stream
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 SHARD = "model-{:05}-of-{:05}.safetensors"
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32",
-    torch.uint64: "U64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
 _NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
 Note = Callable[[int], None]  # told how many bytes were written
@@ -102,7 +96,10 @@ def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note)
     offset = 0
     for tensor in tensors:
         if tensor.dtype not in _NAMES:
-            raise ValueError(f"{tensor.name}: safetensors has no name for {tensor.dtype}")
+            raise ValueError(
+                f"tensor {tensor.name!r} is {tensor.dtype}, which the safetensors format cannot "
+                "hold; use torch.save(model.state_dict(), path) instead"
+            )
         header[tensor.name] = {
             "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],

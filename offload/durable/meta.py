@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import torch_private
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -56,42 +55,6 @@ def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[
     """The model's names for every group's parameters, in the optimizer's own order."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in groups]
-
-
-def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``state_dict`` has, copied: running statistics and the like."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if torch_private.is_persistent(module, name):
-                value = buffer.detach().cpu().clone()
-                found[f"{prefix}.{name}" if prefix else name] = torch_private.as_plain(value)
-    return found
-
-
-def check_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises unless a model has the buffers that a commit holds.
-
-    Raises:
-        OffloadError: it has others, or of another shape; nothing was changed.
-    """
-    all_buffers = model.named_buffers(remove_duplicate=False)
-    present = {name: tuple(buffer.shape) for name, buffer in all_buffers}
-    for name, value in buffers.items():
-        shape = tuple(value.shape)
-        if present.get(name) != shape:
-            has = f"has shape {present[name]}" if name in present else "is not in the model"
-            raise OffloadError(
-                f"buffer {name!r} has shape {shape} in the commit, and {has} now; build the model "
-                "as it was then"
-            )
-
-
-def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Puts back what ``kept_buffers`` has found."""
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in buffers:
-            buffer.detach().copy_(buffers[name])
 
 
 def encode_facts(facts: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class StoreSource:
         return self.parameters() + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
 
     def parameters(self) -> list[StreamedTensor]:
-        """Every parameter once."""
+        """Every parameter that the model had at the commit once, under its name there."""
         found = []
         for number, unit in enumerate(self.units):
             page = iter(unit.get("page", ()))
@@ -65,8 +66,14 @@ class StoreSource:
                         found.append(self._tensor(p, dtype, self._weight(number, chunk)))
                     else:
                         begin = partial(self.reader.begin, f"weights/{number}")
-                        found.append(unpacked(p, dtype, part, begin))
-        return found
+                        found.append(_as_parameter(p, unpacked(p, dtype, part, begin)))
+        renamed = self.facts.get("renamed", {})
+        names = [renamed.get(each.name, each.name) for each in found]
+        return [
+            replace(each, name=name)
+            for each, name in zip(found, names, strict=True)
+            if name is not None
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, in torch's format; tensors are streamed.
@@ -75,9 +82,14 @@ class StoreSource:
         Masters, where weights have them, stand beside the moments as ``master``.
         """
         members: list[list[str]] = self.facts["members"]
+        renamed = self.facts.get("renamed", {})
         number_of = {name: number for number, name in enumerate(n for m in members for n in m)}
         groups = [
-            {**kept, "params": [number_of[name] for name in names], "param_names": list(names)}
+            {
+                **kept,
+                "params": [number_of[name] for name in names],
+                "param_names": [renamed.get(name) or name for name in names],
+            }
             for kept, names in zip(self.facts["groups"], members, strict=True)
         ]
         state: dict[int, Any] = {}
@@ -118,7 +130,8 @@ class StoreSource:
             return Part(count * dtype.itemsize, lambda: bytes_of(value()))
 
         dense = torch.empty(shape, device="meta").stride() == tuple(p["stride"]) or numel < 2
-        return StreamedTensor(p["name"], dtype, shape, parts if dense else turned)
+        streamed = StreamedTensor(p["name"], dtype, shape, parts if dense else turned)
+        return _as_parameter(p, streamed)
 
     def _weight(self, unit: int, chunk: Node) -> Begin:
         dtype = getattr(torch, chunk["dtype"])
@@ -186,6 +199,13 @@ class StoreSource:
             return value[start - first :]
 
         return wait
+
+
+def _as_parameter(p: Node, stored: StreamedTensor) -> StreamedTensor:
+    """A tensor as the model has it, from how the store has it: the bytes are the same."""
+    if not p.get("complex"):
+        return stored
+    return replace(stored, dtype=stored.dtype.to_complex(), shape=stored.shape[:-1])
 
 
 def _joined(

@@ -30,6 +30,10 @@ _BAGS = (nn.ParameterList, nn.ParameterDict)
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
+def _holds(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def _nbytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
@@ -38,7 +42,7 @@ def _direct(module: nn.Module) -> bool:
     """Whether the module's own forward reads parameters that it (or a bag in it) holds."""
     if any(True for _ in module.parameters(recurse=False)):
         return True
-    return any(isinstance(c, _BAGS) and _nbytes(c) > 0 for c in module.children())
+    return any(isinstance(c, _BAGS) and _holds(c) for c in module.children())
 
 
 def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -70,7 +74,7 @@ class _Finder:
         self.seen: set[nn.Module] = set()
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if module in self.seen or _nbytes(module) == 0 or isinstance(module, _BAGS):
+        if module in self.seen or not _holds(module) or isinstance(module, _BAGS):
             return
         self.seen.add(module)
         inner_named = any(m in self.named for m in module.modules() if m is not module)
@@ -130,7 +134,7 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[Fou
     for name in names or ():
         if name not in modules:
             raise ValueError(f"units: the model has no module {name!r}")
-        if _nbytes(modules[name]) == 0:
+        if not _holds(modules[name]):
             raise ValueError(f"units: module {name!r} holds no parameters")
         named[modules[name]] = name
     _refuse_parts(modules, named.values())

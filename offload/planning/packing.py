@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..optim.kernels import FLOAT_TYPES
 from ..optim.packed_layout import BORDER, Format, Parts
 from ..schedule.units import PAGE, PagePart, Unit, align
 from .partition import Partition
@@ -26,7 +27,10 @@ def with_pages(
     matrices, as those of experts.
 
     As QLoRA does it, embeddings and the head that gives logits keep theirs, and so do
-    convolutions, norms and biases; and the parameters ``kept``.
+    convolutions, norms and biases; and the parameters ``kept``.  So do complex and fp64 ones.
+
+    Raises:
+        ValueError: a matrix is in an 8-bit float format already.
     """
     if not parts.found:
         return parts
@@ -72,7 +76,12 @@ def _packed(
     parts: list[PagePart] = []
     offset = 0
     for chunk, spec in unit.params:
-        packs = parameters[spec.index] in wanted
+        packs = parameters[spec.index] in wanted and chunk.dtype in FLOAT_TYPES
+        if parameters[spec.index] in wanted and chunk.dtype.itemsize == 1:
+            raise ValueError(
+                f"frozen={form!r} cannot pack {spec.name!r}, which is quantised already "
+                f"({chunk.dtype}); leave frozen= out, and such weights move as they are"
+            )
         nbytes = spec.numel * chunk.dtype.itemsize
         if packs:
             nbytes = Parts(form, spec.shape).nbytes

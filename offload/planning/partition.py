@@ -46,6 +46,12 @@ class Partition:
         return sum(unit.weight_bytes for unit in self.units)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """By parameter index, the name that the parameter had in the model."""
+        found = {spec.index: spec.name for unit in self.units for _, spec in unit.params}
+        return tuple(found[index] for index in range(len(self.parameters)))
+
+    @cached_property
     def groups(self) -> tuple[int | None, ...]:
         """By parameter index, the param group; ``None`` for one that is never updated."""
         found = {s.index: chunk.group for unit in self.units for chunk, s in unit.params}
@@ -77,6 +83,14 @@ def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
     return p.stride()
 
 
+def _spec(index: int, name: str, p: torch.Tensor, offset: int) -> ParamSpec:
+    shape, stride, numel = tuple(p.shape), _dense_stride(p), p.numel()
+    if not p.is_complex():
+        return ParamSpec(index, name, shape, stride, numel, offset)
+    parts = (*(2 * step for step in stride), 1)
+    return ParamSpec(index, name, (*shape, 2), parts, 2 * numel, offset, is_complex=True)
+
+
 def _layout(
     own: _Members,
     groups: Mapping[nn.Parameter, int],
@@ -87,7 +101,8 @@ def _layout(
     keyed: dict[tuple[torch.dtype, int | None], _Members] = {}
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
-        keyed.setdefault((dtype or p.dtype, group), []).append((index, name, p))
+        kind = p.dtype.to_real() if p.is_complex() else dtype or p.dtype
+        keyed.setdefault((kind, group), []).append((index, name, p))
     chunks: list[Chunk] = []
     byte_offset = grad_offset = 0
     for (kind, group), members in sorted(
@@ -97,10 +112,8 @@ def _layout(
         offset = 0
         border = max(PARAM_ALIGN // kind.itemsize, granule)
         for index, name, p in members:
-            specs.append(
-                ParamSpec(index, name, tuple(p.shape), _dense_stride(p), p.numel(), offset)
-            )
-            offset += align(max(p.numel(), 1), border)
+            specs.append(_spec(index, name, p, offset))
+            offset += align(max(specs[-1].numel, 1), border)
         chunk = Chunk(kind, group, offset, byte_offset, grad_offset, tuple(specs))
         chunks.append(chunk)
         byte_offset += align(chunk.nbytes, PAGE)
@@ -118,7 +131,7 @@ def _members(
     trained, frozen, shared = _Members(), _Members(), list[nn.Parameter]()
     seen = set[nn.Parameter]()
     for name, p in unit_parameters(item):
-        if not p.is_floating_point():
+        if not (p.is_floating_point() or p.is_complex()):
             continue
         if p in owner or p in seen:
             shared.append(p)
@@ -142,7 +155,7 @@ def partition(
     Args:
         groups: the param-group index of every parameter that the optimizer holds.
         names: modules that form units, else they are found.
-        dtype: dtype of all floating-point weights, else each keeps its own.
+        dtype: dtype of all floating-point weights, else each keeps its own, as complex ones do.
         granule: parameters start at multiples of so many elements (a power of two), because the
             optimizer's state cannot be cut elsewhere.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..planning.partition import partition
-from ..state.importing import open_weights
+from ..state.importing import Others, open_weights
 from ..state.weight_files import match_files, read_float
 from .parts import SpreadModule, rows_in
 
@@ -45,11 +45,17 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
         setattr(module, name, buffer.to(there))
 
 
-def fill_from_files(model: nn.Module, parts: Sequence[SpreadModule], path: Path, rank: int) -> None:
-    """Every shard gets its rows of a tensor in files; memory for one such tensor is taken.
+def fill_from_files(
+    model: nn.Module, parts: Sequence[SpreadModule], path: Path, rank: int,
+    ignored: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Give every shard its rows of a tensor in files, and buffers their values there.
+
+    Memory for one tensor is taken.  ``ignored``: patterns of names that the model need not use.
 
     Raises:
-        ValueError: the files lack a parameter, or have it in another shape; nothing was changed.
+        ValueError: the files lack a parameter, have it in another shape, or have tensors that the
+            model does not use; nothing was changed.
     """
     files = open_weights(path, model)
     found = partition(model, {})
@@ -59,6 +65,8 @@ def fill_from_files(model: nn.Module, parts: Sequence[SpreadModule], path: Path,
     if missing:
         name = pieces[missing[0]].name
         raise ValueError(f"weights: {path} does not match the model: {name} is missing")
+    managed = frozenset(map(id, found.parameters))
+    Others(files, model, set(names.values()), managed, ignored).load()
     for index, p in enumerate(found.parameters):
         piece = pieces[id(p)]
         if count := rows_in(piece.local) if piece.local.numel() else 0:

@@ -13,12 +13,7 @@ from torch import nn
 
 from ..config import OffloadConfig
 from ..durable.commits import restore_groups
-from ..durable.meta import (
-    check_buffers,
-    random_states,
-    restore_buffers,
-    restore_random_states,
-)
+from ..durable.meta import random_states, restore_random_states
 from ..durable.resume import formats_of, optimizer_for, with_formats
 from ..engine import Engine
 from ..errors import OffloadError
@@ -26,6 +21,7 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.mending import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
+from ..state.unmanaged import UnmanagedState
 from ..training import torch_private
 from ..wrapping import opened, reopened
 from .parts import rows_in
@@ -244,9 +240,9 @@ def _fill(
     """The optimizer's state is that of the stores, read when it is taken over; hyper-parameters,
     buffers and random generators are theirs from now on.  Gives the commit's ``extra``."""
     facts = source.facts_of(rank)
-    check_buffers(model, source.buffers)
+    buffers = UnmanagedState(model, source.buffers)
     restore_groups(optimizer.param_groups, facts["groups"])
-    restore_buffers(model, source.buffers)
+    buffers.restore()
     restore_random_states(facts["rng"], torch.device("cpu"))
     optimizer.state.clear()
     for name, (p, start, stop) in rows.items():

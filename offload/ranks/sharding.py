@@ -82,9 +82,9 @@ class Sharding:
         refuse_options(config)
         self._way.refuse(config)
 
-    def fill(self, weights: Path) -> None:
+    def fill(self, weights: Path, ignored: Sequence[str] = ()) -> None:
         """Shards get their rows of what is in files."""
-        fill_from_files(self.model, self._parts, weights, self.world.rank)
+        fill_from_files(self.model, self._parts, weights, self.world.rank, ignored)
 
     def release(self, *, broken: bool = False) -> None:
         """Nobody speaks with the other ranks any more; ``broken``: weights did not come."""

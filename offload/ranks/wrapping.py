@@ -29,7 +29,7 @@ def wrapped_shards(
     def bring(sharding: Sharding) -> SpreadOptimizer:
         sharding.refuse(config)
         if config.weights is not None:
-            sharding.fill(config.weights)
+            sharding.fill(config.weights, config.ignore_weights or ())
         mine = sharding.optimizer_over(optimizer)
         sharding.world.refuse_runs(config.nvme or ())
         own = sharding.config(config, mine)

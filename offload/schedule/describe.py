@@ -24,7 +24,8 @@ def item_of(key: str) -> Key:
 def describe_units(layout: Layout) -> list[dict[str, Any]]:
     """Every unit with its chunks and parameters (offsets in elements, ``byte_offset`` in bytes)
     and the records of its state (field offsets in bytes); of packed weights, where each parameter
-    lies in the page, and how (bytes)."""
+    lies in the page, and how (bytes).  The last dimension of a ``complex`` one is its real and
+    imaginary parts."""
     return [_unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)]
 
 
@@ -39,6 +40,7 @@ def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:
                 {
                     "name": p.name, "index": p.index, "shape": list(p.shape),
                     "stride": list(p.stride), "offset": p.offset, "numel": p.numel,
+                    **({"complex": True} if p.is_complex else {}),
                 }
                 for p in chunk.params
             ],

@@ -22,6 +22,9 @@ class ParamSpec:
 
     ``numel`` elements start at ``offset`` (elements, in the chunk); ``shape`` and ``stride`` view
     them.  ``index`` numbers the model's managed parameters.
+
+    A complex parameter is stored as real and imaginary parts, a last dimension of two, as
+    ``torch.view_as_real`` has it: ``torch.optim`` updates it so.
     """
 
     index: int
@@ -30,6 +33,22 @@ class ParamSpec:
     stride: tuple[int, ...]
     numel: int
     offset: int
+    is_complex: bool = False
+
+    def as_parameter(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+        """Return the dtype, offset (elements of it, in the chunk), shape and strides that the
+        model's parameter has, for a chunk of ``dtype``."""
+        if not self.is_complex:
+            return dtype, self.offset, self.shape, self.stride
+        stride = tuple(step // 2 for step in self.stride[:-1])
+        return dtype.to_complex(), self.offset // 2, self.shape[:-1], stride
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """View ``flat``, the parameter's ``numel`` elements, in the parameter's shape and dtype."""
+        view = flat.as_strided(self.shape, self.stride, flat.storage_offset())
+        return torch.view_as_complex(view) if self.is_complex else view
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ STATE = -1
 
 
 def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``value`` flat in the memory order of the parameter, on the CPU."""
+    """Copy ``value`` to the CPU, flat, in the memory order of the parameter."""
     flat = torch.empty(spec.numel, dtype=dtype, device="cpu")
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
     flat.as_strided(spec.shape, spec.stride).copy_(value)
     return flat
 
@@ -249,9 +251,7 @@ class Contents:
             flats["master"] = exact
         return {
             spec.index: {
-                name: flat[spec.offset : spec.offset + spec.numel]
-                .clone()
-                .as_strided(spec.shape, spec.stride)
+                name: spec.shaped(flat[spec.offset : spec.offset + spec.numel].clone())
                 for name, flat in flats.items()
             }
             for spec in chunk.params
@@ -271,8 +271,7 @@ class Contents:
             if exact is None:
                 exact = self._weights(unit, chunk).float()
             for spec in chunk.params:
-                value = exact[spec.offset : spec.offset + spec.numel].clone()
-                yield spec, value.as_strided(spec.shape, spec.stride)
+                yield spec, spec.shaped(exact[spec.offset : spec.offset + spec.numel].clone())
 
     def _weights(self, unit: int, chunk: Chunk) -> torch.Tensor:
         place = self._direct.bring(Key(Kind.WEIGHTS, unit))
@@ -298,14 +297,14 @@ class Contents:
             for (chunk, spec), part in zip(each.params, each.page, strict=True):
                 value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
                 unpack_param(spec, part, page, value)
-                yield spec, value.as_strided(spec.shape, spec.stride)
+                yield spec, spec.shaped(value)
             return
         for chunk in each.chunks:
             if chunk.group is None:
                 flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
                 for spec in chunk.params:
                     value = flat[spec.offset : spec.offset + spec.numel].cpu().clone()
-                    yield spec, value.as_strided(spec.shape, spec.stride)
+                    yield spec, spec.shaped(value)
 
     def _gather(
         self, unit: int, number: int, chunk: Chunk, *, masters: bool

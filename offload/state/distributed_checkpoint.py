@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,6 +101,11 @@ class DistributedFolder:
         """The shape of a weight, or ``None`` where there is no such tensor."""
         key = self._key(name)
         return None if key is None else tuple(self._known[key].size)
+
+    def dtypes(self, name: str) -> Collection[torch.dtype]:
+        """See ``TensorFiles``."""
+        key = self._key(name)
+        return () if key is None else (self._known[key].properties.dtype,)
 
     def read(self, name: str) -> torch.Tensor:
         """One weight."""

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,11 @@ class HubFiles:
         """See ``TensorFiles``."""
         made = self._made.get(name)
         return None if made is None else tuple(made.shape)
+
+    def dtypes(self, name: str) -> Collection[torch.dtype]:
+        """See ``TensorFiles``."""
+        sources = self._group[name].sources
+        return {dtype for source, _ in sources for dtype in self._files.dtypes(source)}
 
     def read(self, name: str) -> torch.Tensor:
         """See ``TensorFiles``."""

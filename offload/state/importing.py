@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Container, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ import torch
 from torch import nn
 
 from ..planning.sections import has_sections
-from .adapters import base_of
+from ..training import torch_private
+from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .section_files import SectionFiles
+from .unmanaged import unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
 log = logging.getLogger("overspill")
@@ -26,9 +31,10 @@ def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
     names that ``model`` has in memory, or, without one, by those in the files.
 
     Raises:
-        ValueError: it is neither, or cannot be read.
+        ValueError: it is neither, or cannot be read, or holds quantised weights.
     """
     base = None if model is None else base_of(model)
+    _refuse_quantised(path, base)
     files: TensorFiles
     if (path / DISTRIBUTED).is_file():
         from .distributed_checkpoint import DistributedFolder  # imports much of torch
@@ -63,43 +69,112 @@ def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -
 
 
 class Others:
-    """What files have besides weights: buffers and modules' own state.  Checked before anything is
-    changed."""
+    """What files have besides weights: buffers, integer parameters and modules' own state.
+
+    Checked when it is made, before anything is changed.
+    """
 
     def __init__(
         self, files: TensorFiles, model: nn.Module, weights: Collection[str],
-        managed: Collection[int],
+        managed: Container[int], ignored: Collection[str] = (),
     ) -> None:  # fmt: skip
         """
+        Args:
+            weights: names of the tensors that are read as weights.
+            ignored: patterns (``fnmatch``) of names of tensors that the model need not use.
+
         Raises:
-            ValueError: a buffer has another shape.
+            ValueError: a buffer has another shape; an integer parameter on meta is not in the
+                files; or they have tensors that the model does not use.
         """
         self._files, self._model = files, model
-        self._buffers = {
-            name: buffer for name, buffer in tensors_of(model).items() if id(buffer) not in managed
-        }
-        shapes = {name: files.shape(name) for name in self._buffers}
-        for name, buffer in self._buffers.items():
-            if shapes[name] not in (None, tuple(buffer.shape)):
+        self._tensors = unmanaged_tensors(model, managed)
+        buffers = self._tensors
+        shapes = {name: files.shape(name) for name in buffers}
+        for name, tensor in buffers.items():
+            if shapes[name] not in (None, tuple(tensor.shape)):
                 raise ValueError(
-                    f"weights: {files.path}: buffer {name} has shape {shapes[name]}, expected "
-                    f"{tuple(buffer.shape)}"
+                    f"weights: {files.path}: {name} has shape {shapes[name]}, expected "
+                    f"{tuple(tensor.shape)}"
                 )
         missing = [name for name, shape in shapes.items() if shape is None]
+        for name in missing:
+            if buffers[name].is_meta:
+                raise ValueError(f"weights: {files.path} lacks {name}, which is on meta")
+        self._missing = missing
         known = {*weights, *tensors_of(model)}
+        in_base = names_in_base(model)
+        known |= set(map(in_base, known))
         unknown = [name for name in files.names if name not in known]
         self._extra = [name for name in unknown if name.rpartition(".")[2] == EXTRA]
-        strange = [name for name in unknown if name not in self._extra]
-        for what, found in (("lacks buffer", missing), ("also has", strange)):
-            if found:
-                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-                log.warning("overspill: %s %s %s%s", files.path, what, found[0], more)
+        strange = [
+            name for name in unknown
+            if name not in self._extra and not any(fnmatchcase(name, each) for each in ignored)
+        ]  # fmt: skip
+        if strange:
+            raise ValueError(_unused(files.path, strange))
 
     def load(self) -> None:
-        """Puts them into the model."""
-        for name, buffer in self._buffers.items():
-            if self._files.shape(name) is not None:
-                buffer.detach().copy_(self._files.read(name))
+        """Put them into the model."""
+        if self._missing:
+            names = self._missing
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            log.warning("overspill: %s lacks buffer %s%s", self._files.path, names[0], more)
+        for name, tensor in self._tensors.items():
+            if self._files.shape(name) is None:
+                continue
+            value = self._files.read(name)
+            if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+                torch_private.become(tensor, value.to(tensor.dtype))
+            else:
+                tensor.detach().copy_(value)
         for name in self._extra:
             module = self._model.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(self._files.read(name))
+
+
+def _unused(path: Path, names: list[str]) -> str:
+    """Say that a model does not use tensors of files."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    scales = any(_OF_QUANTISED.search(name) for name in names)
+    why = (
+        "; they belong to quantised weights, which cannot be read: use a folder with bf16, fp16 or "
+        "fp32 weights" if scales
+        else "; check that the files are those of this model, or allow them: ignore_weights=[...] "
+        "takes their names, or patterns such as 'head.*'"
+    )  # fmt: skip
+    listed = f"{', '.join(names[:5])}{more}{why}"
+    return f"weights: {path} has tensors that the model does not use: {listed}"
+
+
+# What bitsandbytes, GPTQ, AWQ, compressed-tensors and FP8 checkpoints call what codes need.
+_OF_QUANTISED = re.compile(
+    r"(^|[._])(scales?|scale_inv|weight_scale(_inv|_2)?|input_scale|qweight|qzeros|g_idx|absmax|"
+    r"quant_map|quant_state\..*|nested_absmax|SCB|weight_packed|zero_point|weight_zero_point)$"
+)
+
+
+def _refuse_quantised(path: Path, model: nn.Module | None) -> None:
+    """
+    Raises:
+        ValueError: the folder's ``config.json`` says that its weights are quantised, and the model
+            is not.
+    """
+    config = path / "config.json"
+    if not config.is_file():
+        return
+    try:
+        told = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"weights: {config} is not valid JSON: {error}") from error
+    if not isinstance(told, dict):
+        return
+    for key in ("quantization_config", "compression_config"):
+        found = told.get(key)
+        own = getattr(getattr(model, "config", None), key, None)
+        if found and not own:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise ValueError(
+                f"weights: {path} holds weights that were quantised by {method!r} ({key} in "
+                "config.json), which cannot be read; use a folder with bf16, fp16 or fp32 weights"
+            )

@@ -108,9 +108,8 @@ def initialise(
     values: dict[int, torch.Tensor] = {}
     for index in specs:
         p = parts.parameters[index]
-        values[index] = torch.empty_strided(
-            specs[index].shape, specs[index].stride, dtype=p.dtype, device="cpu"
-        )
+        _, _, shape, stride = specs[index].as_parameter(torch.float32)
+        values[index] = torch.empty_strided(shape, stride, dtype=p.dtype, device="cpu")
         torch_private.become(p, values[index])
     mine = {id(parts.parameters[index]) for index in specs}
     modules = [found.module] if found.direct_only else list(reversed(list(found.module.modules())))

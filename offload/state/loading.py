@@ -17,9 +17,10 @@ from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
 from .homes import Homes
-from .importing import open_weights
+from .importing import Others, open_weights
 from .initial import default_init, initialise, on_whole_stacks
 from .taken import Taken
+from .unmanaged import require_values
 from .weight_files import match_files, read_float
 
 LARGEST_SHARE = 0.9  # of what a dtype can hold: a scale that is rounded may be larger
@@ -29,11 +30,17 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
     """Loads all homes, one unit at a time, from the model or from ``weights=`` files."""
     machinery = homes.machinery
     begin_adapters(model, trains=machinery.layout.trains)
-    taken.move_buffers()
     parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_files(files, model, parts)
+    managed = frozenset(map(id, parts.parameters))
+    if files is not None:
+        taken.note()
+        ignored = config.ignore_weights or ()
+        Others(files, model, set(names.values()), managed, ignored).load()
+    require_values(model, managed)
     init = on_whole_stacks(model, config.init or default_init(model))
+    taken.move_unmanaged()
     for index, p in enumerate(parts.parameters):
         rule = blueprint.rule_of(index)
         if rule is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,10 @@ class SectionFiles:
         if name not in self._sections:
             return self._files.shape(name)
         return tuple(self._sections[name][1].section.shape)
+
+    def dtypes(self, name: str) -> Collection[torch.dtype]:
+        """See ``TensorFiles``."""
+        return self._files.dtypes(self._sections[name][0] if name in self._sections else name)
 
     def read(self, name: str) -> torch.Tensor:
         """See ``TensorFiles``."""

@@ -13,6 +13,7 @@ from ..schedule.units import ParamSpec, Unit
 from ..training import torch_private
 from ..training.managed import managed
 from .homes import Homes
+from .unmanaged import unmanaged_tensors
 
 log = logging.getLogger("overspill")
 
@@ -32,28 +33,39 @@ class Taken:
         # By parameter; ``True``: the engine has the values that it had.
         self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device, bool]] = {}
         self._values: dict[int, torch.Tensor] = {}
-        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+        self._moved: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._groups: list[tuple[Any, dict[str, Any]]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def note(self) -> None:
-        """Hyper-parameters and buffers are about to be set to those of a commit."""
+        """Remember hyper-parameters, buffers and unmanaged parameters, which are about to be set to
+        those of a commit."""
         self._groups = [
             (group, {k: _kept(v) for k, v in group.items() if k != "params"})
             for group in self._present
         ]
-        for buffer in self._model.buffers():
-            if not buffer.is_meta:
-                self._contents.append((buffer, buffer.detach().clone()))
+        managed = set(map(id, self._parts.parameters))
+        for tensor in unmanaged_tensors(self._model, managed).values():
+            if not tensor.is_meta:
+                self._contents.append((tensor, tensor.detach().clone()))
+        for module in self._model.modules():
+            for name in torch_private.buffer_names(module):
+                self._buffers.append((module, name, getattr(module, name)))
 
-    def move_buffers(self) -> None:
-        """Brings every buffer to the device."""
+    def move_unmanaged(self) -> None:
+        """Bring every buffer, and every parameter that the engine does not hold, to the device."""
         device = self._homes.machinery.accelerator.device
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.device != device:
                     self._buffers.append((module, name, buffer))
                     setattr(module, name, buffer.to(device))
+        managed = set(map(id, self._parts.parameters))
+        for p in self._model.parameters():
+            if id(p) not in managed and p.device != device:
+                self._moved.append((p, p.data))
+                p.data = p.data.to(device)
 
     def free(self, unit: Unit, *, theirs: bool) -> None:
         """Frees the originals of a unit: its parameters keep their shape, and hold one NaN.
@@ -81,18 +93,21 @@ class Taken:
 
     def give_back(self) -> None:
         """Undoes all, once the engine has ended."""
-        for module, name, buffer in self._buffers:
+        for module, name, buffer in reversed(self._buffers):
             setattr(module, name, buffer)
+        for moved, data in self._moved:
+            moved.data = data
         for group, kept in self._groups:
             group.update(kept)
-        for buffer, value in self._contents:
-            buffer.detach().copy_(value)
+        for tensor, value in self._contents:
+            tensor.detach().copy_(value)
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)
             if not theirs or torch.promote_types(value.dtype, dtype) != value.dtype:
                 lost += device.type != "meta" and not getattr(self._model, "stands_in", False)
-                value = torch.empty_strided(spec.shape, spec.stride, device="meta")
+                _, _, shape, stride = spec.as_parameter(torch.float32)
+                value = torch.empty_strided(shape, stride, device="meta")
                 device = value.device
             if (known := managed(p)) is not None:  # a part of the model was hooked up
                 known.release(p, torch.empty(0, dtype=dtype, device="cpu"))

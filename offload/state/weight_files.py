@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +49,10 @@ class TensorFiles(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, or ``None`` where there is no such tensor."""
+        ...
+
+    def dtypes(self, name: str) -> Collection[torch.dtype]:
+        """The dtypes in which the files have a tensor, or the tensors that it is made of."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -122,6 +127,11 @@ class WeightFiles:
             return None
         return tuple(self._open(self._where[name]).get_slice(name).get_shape())
 
+    def dtypes(self, name: str) -> Collection[torch.dtype]:
+        """See ``TensorFiles``."""
+        kind = self._open(self._where[name]).get_slice(name).get_dtype()
+        return (DTYPES[kind],) if kind in DTYPES else ()
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         from safetensors import SafetensorError
@@ -146,8 +156,15 @@ class WeightFiles:
         return self._states[path]
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
-           "BF16": torch.bfloat16}  # fmt: skip
+# By their names in the safetensors format.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_IN_PLACE = ("F64", "F32", "F16", "BF16")  # what may be read where it lies
 
 
 def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileState]:
@@ -162,10 +179,10 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
         entries = json.loads(stream.read(length))
     found = {}
     for name, entry in entries.items():
-        if name != "__metadata__" and entry["dtype"] in _DTYPES:
+        if name != "__metadata__" and entry["dtype"] in _IN_PLACE:
             start, stop = entry["data_offsets"]
             run = FileRun(file, 8 + length + start, stop - start)
-            found[name] = _DTYPES[entry["dtype"]], run
+            found[name] = DTYPES[entry["dtype"]], run
     return found, state
 
 
@@ -177,7 +194,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     so may adapters.
 
     Raises:
-        ValueError: a parameter without a tensor, or one of another shape.
+        ValueError: a parameter without a tensor, or one of another shape, or whose values are the
+            codes of a quantised weight.
     """
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
@@ -202,6 +220,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
             continue
         if match is None:
             problems.append(f"{names[index][0]} is missing")
+        elif why := _no_weight(files.dtypes(match), p.dtype):
+            problems.append(f"{match} {why}")
         elif files.shape(match) != tuple(p.shape):
             problems.append(f"{match} has shape {files.shape(match)}, expected {tuple(p.shape)}")
         else:
@@ -214,6 +234,18 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     return found
 
 
+def _no_weight(dtypes: Collection[torch.dtype], wanted: torch.dtype) -> str | None:
+    """Say why tensors of ``dtypes`` are not the values of a parameter of dtype ``wanted``."""
+    for dtype in dtypes:
+        number = dtype.is_floating_point or dtype.is_complex
+        if not number or (dtype.itemsize == 1 and wanted.itemsize > 1):
+            return (
+                f"is {dtype}: codes of a quantised weight, which mean nothing without their scale "
+                "(quantised files cannot be read; use a folder with bf16, fp16 or fp32 weights)"
+            )
+    return None
+
+
 def read_float(files: TensorFiles, name: str) -> torch.Tensor:
     """A tensor of weights.
 
@@ -221,7 +253,7 @@ def read_float(files: TensorFiles, name: str) -> torch.Tensor:
         ValueError: it has whole numbers, as quantised weights do.
     """
     value = files.read(name)
-    if not value.is_floating_point():
+    if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(
             f"weights: {files.path}: {name} is of {value.dtype}, which is no weight as it stands: "
             "quantised files are not supported"

@@ -19,7 +19,7 @@ from ..planning.found import FoundUnit, find_units
 from ..planning.partition import partition
 from ..ranks.filling import give_memory, memory_of
 from ..ranks.parts import rows_of_rank
-from ..state.importing import open_weights
+from ..state.importing import Others, open_weights
 from ..state.initial import default_init, initialise
 from ..state.weight_files import match_files, read_float
 from ..training import torch_private
@@ -125,6 +125,8 @@ def _of_files(model: nn.Module, weights: Path) -> dict[str, torch.Tensor]:
     files = open_weights(weights, model)
     parts = partition(model, {})
     found = match_files(files, model, parts)
+    managed = frozenset(map(id, parts.parameters))
+    Others(files, model, set(found.values()), managed).load()
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         names[id(parts.parameters[index])]: read_float(files, name) for index, name in found.items()

@@ -43,7 +43,7 @@ def gradients_by(
 
     def make(index: int) -> OffloadedGradient:
         p = parts.parameters[index]
-        dtype = host_grad_dtype(p.dtype, accumulate)
+        dtype = p.dtype if p.is_complex() else host_grad_dtype(p.dtype, accumulate)
         if dtype != p.dtype:
             p.grad_dtype = None  # type: ignore[assignment]
         return OffloadedGradient(p, dtype, index, door)

@@ -372,10 +372,7 @@ class GradientCollector:
                 end = spec.offset + spec.numel
                 if pad := -spec.numel % border:
                     flat[end : end + pad].zero_()
-                view = flat[spec.offset : end].as_strided(
-                    spec.shape, spec.stride, flat.storage_offset() + spec.offset
-                )
-                made.append((spec.index, view))
+                made.append((spec.index, spec.shaped(flat[spec.offset : end])))
         if place == self.executor.layout.homes[unit].grad_place:
             self._own[unit] = made
         return made
@@ -408,7 +405,8 @@ class GradientCollector:
         """Forgets all gradients."""
         for indices in self.trained:
             for index in indices:
-                self.parts.parameters[index].grad = None
+                with torch_private.without_overrides():
+                    self.parts.parameters[index].grad = None
         self.pending.clear()
         self.zeroed.clear()
         self._early.drop()

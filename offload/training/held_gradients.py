@@ -85,6 +85,7 @@ class HeldGradients:
 
     def zero(self, number: int) -> None:
         """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
+        self._early.require_unused()
         self._collector.zero(number)
         if (loan := self._loans.get(number)) is not None:
             loan.tensor.zero_()
@@ -98,8 +99,7 @@ class HeldGradients:
         if number in self._collector.zeroed:
             return torch.zeros_like(self._parts.parameters[number])
         flat, spec = self._flat(number)
-        shaped = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
-        copy = shaped.to(self._accelerator.device, copy=True)
+        copy = spec.shaped(flat).to(self._accelerator.device, copy=True)
         scale = self._ledger.scales.get(number, 1.0)
         return copy if scale == 1.0 else copy.mul_(scale)
 
@@ -115,7 +115,7 @@ class HeldGradients:
             self._collector.replace(number, value)
             return
         flat, spec = self._flat(number)
-        flat.as_strided(spec.shape, spec.stride, flat.storage_offset()).copy_(value)
+        spec.shaped(flat).copy_(value)
         self._ledger.scales.pop(number, None)
         self._ledger.squares[number] = sum_of_squares(flat.cpu())
         self._direct.store(Key(Kind.GRADS, self._parts.unit_of[number]))

@@ -61,6 +61,10 @@ class WeightAccess(Protocol):
         """The reader keeps a tensor over this copy, and may change it: then it is written."""
         ...
 
+    def require_gradients_unused(self) -> None:
+        """Raise if gradients are dropped or replaced which backward has applied already."""
+        ...
+
     def name(self, index: int) -> str: ...
 
 
@@ -87,7 +91,8 @@ class Managed:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Without memory, of the parameter's shape and strides."""
-        return torch.empty_strided(self._spec.shape, self._spec.stride, dtype=dtype, device="meta")
+        _, _, shape, stride = self._spec.as_parameter(torch.float32)
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     @property
     def access(self) -> WeightAccess:

@@ -47,12 +47,30 @@ class Residence:
 
 
 class View(NamedTuple):
-    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start."""
+    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start.
+
+    ``conjugated`` and ``negated`` are torch's lazy bits: memory holds the value without them.
+    """
 
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugated: bool = False
+    negated: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> View:
+        """Describe a tensor, to make it again over another copy of its memory."""
+        shape, stride = tuple(t.shape), tuple(t.stride())
+        return cls(int(t.storage_offset()), t.dtype, shape, stride, t.is_conj(), t.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Make the tensor over ``storage``."""
+        made = view_in(storage, 0, self.dtype, self.offset, self.shape, self.stride)
+        if self.conjugated:
+            made = made.conj()
+        return torch_private.negated(made) if self.negated else made
 
 
 def view_in(
@@ -67,7 +85,7 @@ def view_in(
 def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
     """Views of all parameters of a unit over its slot."""
     return tuple(
-        view_in(storage, chunk.byte_offset, chunk.dtype, spec.offset, spec.shape, spec.stride)
+        view_in(storage, chunk.byte_offset, *spec.as_parameter(chunk.dtype))
         for chunk, spec in unit.params
     )
 
@@ -455,7 +473,7 @@ class Residences:
         assert residence is not None
         made = residence.lasting.get(view)
         if made is None:
-            made = view_in(residence.storage, 0, view.dtype, view.offset, view.shape, view.stride)
+            made = view.over(residence.storage)
             if self.fixed[unit] and len(residence.lasting) < _KEPT_VIEWS * len(residence.views):
                 residence.lasting[view] = made
         return made
@@ -468,5 +486,5 @@ class Residences:
             return None
         unit = self.parts.unit_of[known.index]
         chunk, spec = list(self.parts.units[unit].params)[self._place_in_unit[known.index]]
-        offset = chunk.byte_offset // chunk.dtype.itemsize + spec.offset
-        return unit, View(offset, chunk.dtype, tuple(spec.shape), tuple(spec.stride))
+        dtype, offset, shape, stride = spec.as_parameter(chunk.dtype)
+        return unit, View(chunk.byte_offset // dtype.itemsize + offset, dtype, shape, stride)

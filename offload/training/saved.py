@@ -107,8 +107,7 @@ class SavedTensors:
         residence = self._residences.by_storage.get(torch_private.storage_key(t)) if plain else None
         if residence is not None:
             self._residences.used_here(residence)
-            view = View(int(t.storage_offset()), t.dtype, tuple(t.shape), tuple(t.stride()))
-            return self._handle(residence.unit, view)
+            return self._handle(residence.unit, View.of(t))
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
         if self.stash is None or not plain:

@@ -21,7 +21,7 @@ class Stubs:
         places: dict[torch.dtype, dict[int, int]] = {}
         for unit in units:
             for chunk, spec in unit.params:
-                of_dtype = places.setdefault(chunk.dtype, {})
+                of_dtype = places.setdefault(spec.as_parameter(chunk.dtype)[0], {})
                 of_dtype.setdefault(spec.index, len(of_dtype))
         self._places = places
         self._nans = {
@@ -31,9 +31,9 @@ class Stubs:
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, ...]:
         """For each parameter a new tensor of its shape and dtype with its NaN behind it."""
+        shapes = ((spec, spec.as_parameter(chunk.dtype)) for chunk, spec in unit.params)
         return tuple(
-            self._stub(spec.index, chunk.dtype).expand(tuple(spec.shape))
-            for chunk, spec in unit.params
+            self._stub(spec.index, dtype).expand(shape) for spec, (dtype, _, shape, _) in shapes
         )
 
     def _stub(self, index: int, dtype: torch.dtype) -> torch.Tensor:

@@ -236,6 +236,11 @@ def identity(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same memory whose values torch negates when it reads them."""
+    return torch._neg_view(tensor)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory has been written in place."""
     return 0 if tensor.is_inference() else int(tensor._version)
@@ -343,6 +348,22 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The module's own buffers that belong into a state dict."""
     skip = module._non_persistent_buffers_set
     return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements lie in one place of memory."""
+    spans = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > max(spans + 1, 0) or torch._debug_has_internal_overlap(tensor) == 1
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a parameter or buffer gets its shape in the first forward."""
+    return bool(torch.nn.parameter.is_lazy(tensor))
+
+
+def buffer_names(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own buffers, those that are ``None`` included."""
+    return list(module._buffers)
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:

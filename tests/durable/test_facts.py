@@ -101,22 +101,63 @@ def test_buffers_are_those_of_the_step_however_the_model_is_called(
         assert_same(weights(again), seen[3])
 
 
-def test_a_model_with_other_buffers_is_refused(tmp_path: Path) -> None:
-    def normed(width: int) -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Identity())
-        model[1].register_buffer("seen", torch.zeros(width))
-        return model
+def _normed(width: int | None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+    model[1].register_buffer("seen", None if width is None else torch.zeros(width))
+    return model
 
-    model = normed(4)
-    given = options(tmp_path)
+
+def _store_of(model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Train a step; returns the options to resume with."""
+    given = options(folder)
     with overspill.wrap(model, torch.optim.SGD(model.parameters(), 0.1), **given) as optimizer:
         model(torch.ones(2, 8)).sum().backward()
+        model[1].seen = torch.arange(float(model[1].seen.numel()))
         optimizer.step()
     del given["nvme"]
-    for other in (normed(5), nn.Sequential(nn.Linear(8, 8), nn.Identity())):
-        with pytest.raises(OffloadError, match=r"buffer '1\.seen' has shape \(4,\) in the commit"):
-            overspill.resume(other, tmp_path, torch.optim.SGD(other.parameters(), 0.1), **given)
+    return given
+
+
+def test_a_model_without_a_buffer_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
+    given = _store_of(_normed(4), tmp_path)
+    other = nn.Sequential(nn.Linear(8, 8), nn.Identity())
+    before = other[0].weight.detach().clone()
+    with pytest.raises(OffloadError, match=r"the commit holds '1\.seen', of shape \(4,\), and"):
+        overspill.resume(other, tmp_path, torch.optim.SGD(other.parameters(), 0.1), **given)
+    assert torch.equal(other[0].weight, before), "nothing was freed"
+
+
+@pytest.mark.parametrize("width", [5, 0, None])
+def test_a_buffer_of_another_size_becomes_that_of_the_commit(
+    width: int | None, tmp_path: Path
+) -> None:
+    """As with modules that size their buffers when they first run."""
+    given = _store_of(_normed(4), tmp_path)
+    other = _normed(width)
+    inner = torch.optim.SGD(other.parameters(), 0.1)
+    optimizer, _ = overspill.resume(other, tmp_path, inner, **given)
+    with optimizer:
+        assert torch.equal(other[1].seen, torch.arange(4.0))
+        assert torch.equal(other.state_dict()["1.seen"], torch.arange(4.0))
+
+
+def test_a_resume_that_fails_later_gives_back_buffers_of_another_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = _store_of(_normed(4), tmp_path)
+    other = _normed(5)
+    other[1].seen.fill_(7.0)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("later")
+
+    monkeypatch.setattr("overspill.wrapping.Engine.open", broken)
+    with pytest.raises(RuntimeError, match="later"):
+        overspill.resume(other, tmp_path, torch.optim.SGD(other.parameters(), 0.1), **given)
+    assert_same({k: v for k, v in other.state_dict().items() if "1." in k},
+                {k: v for k, v in before.items() if "1." in k})  # fmt: skip
 
 
 def test_an_export_is_that_of_this_run_wherever_it_is_now(

@@ -13,6 +13,7 @@ LEVELS = [
     {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
     {"overspill.api"},
+    {"overspill.arguments"},
     {"overspill.ranks"},
     {"overspill.wrapping"},
     {"overspill.optimizer", "overspill.inference"},
@@ -28,7 +29,7 @@ LEVELS = [
     {"overspill.planning"},
     {"overspill.config"},
     {"overspill.measure", "overspill.observe"},
-    {"overspill.errors"},
+    {"overspill.errors", "overspill.paths"},
     {"overspill.io_engine", "overspill.optim"},
     {"overspill.schedule"},
     {"overspill.facts"},

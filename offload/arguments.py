@@ -1,0 +1,66 @@
+"""The model and optimizer arguments of public functions, checked before anything else is done."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .observed import Observed
+
+
+def require_model(model: object) -> None:
+    """
+    Raises:
+        TypeError: it is no module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got the class {model.__name__}; call it")
+    if isinstance(model, torch.optim.Optimizer):
+        raise TypeError(
+            f"model must be a torch.nn.Module, got the optimizer {type(model).__name__}; the model "
+            "comes first: wrap(model, optimizer)"
+        )
+    hint = ""
+    if isinstance(model, (tuple, list, dict)):
+        container = "ModuleDict" if isinstance(model, dict) else "ModuleList"
+        hint = (
+            f"; to wrap several modules, put them in a torch.nn.{container} and wrap it, with one "
+            "optimizer over its parameters"
+        )
+    raise TypeError(f"model must be a torch.nn.Module, got {_kind_of(model)}{hint}")
+
+
+def require_optimizer(optimizer: object) -> None:
+    """
+    Raises:
+        TypeError: it is no optimizer of torch's, or one that ``wrap`` has returned.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, Observed):
+        return
+    hint = "build one over model.parameters()"
+    if isinstance(optimizer, Observed):
+        hint = (
+            "wrap returned it, so it is wrapped already; build a new torch optimizer over the "
+            "parameters of this model"
+        )
+    elif isinstance(optimizer, (list, tuple)):
+        hint = (
+            "one engine takes one optimizer; give its parameters to the param groups of one "
+            "optimizer, each with its own options"
+        )
+    elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        hint = "pass scheduler.optimizer"
+    elif isinstance(optimizer, type):
+        hint = f"create an instance: {optimizer.__name__}(model.parameters(), ...)"
+    raise TypeError(
+        f"optimizer must be one torch.optim.Optimizer, got {_kind_of(optimizer)}; {hint}"
+    )
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,127 @@
+"""Tensors of a model that the engine does not hold: buffers, integer parameters, and parameters
+that were added after ``wrap``.  They stay on the device; commits and exports include them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..training import torch_private
+from .hub_names import tensors_of
+
+log = logging.getLogger("overspill")
+
+
+def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, torch.Tensor]:
+    """Return what ``state_dict`` has besides the parameters whose ids are ``managed``, each once.
+
+    Nothing is copied.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in tensors_of(model).items():
+        if id(tensor) not in managed:
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def renamed_parameters(
+    model: nn.Module, names: Iterable[str], parameters: Iterable[nn.Parameter]
+) -> dict[str, str | None]:
+    """Return the parameters that the model has no more under the name that they had: by that name
+    the one that they have now, or ``None`` if they have left the model."""
+    present = tensors_of(model)
+    moved = {n: p for n, p in zip(names, parameters, strict=True) if present.get(n) is not p}
+    if not moved:
+        return {}
+    name_of = {id(tensor): name for name, tensor in reversed(present.items())}
+    return {name: name_of.get(id(p)) for name, p in moved.items()}
+
+
+def require_values(model: nn.Module, managed: Container[int]) -> None:
+    """
+    Raises:
+        OffloadError: an integer parameter, or a buffer, is on meta: nothing gives it values.
+    """
+    for name, tensor in unmanaged_tensors(model, managed).items():
+        if tensor.is_meta:
+            raise OffloadError(
+                f"{name!r} ({tensor.dtype}) is on meta and has no values; build it with memory "
+                "(outside of overspill.empty_init() or torch.device('meta')), or name files that "
+                "have it in weights="
+            )
+
+
+class UnmanagedState:
+    """What a commit holds of the tensors that the engine does not, to be put into a model.
+
+    Checked when it is made, so that nothing has been changed if it does not fit.
+    """
+
+    def __init__(
+        self, model: nn.Module, stored: Mapping[str, torch.Tensor], added: Collection[str] = ()
+    ) -> None:
+        """
+        Args:
+            stored: the tensors of the commit, by name.
+            added: names of those that had joined the model after it was wrapped.
+
+        Raises:
+            OffloadError: the model has no such tensor, or has a parameter of another shape.
+        """
+        self._model, self._stored = model, dict(stored)
+        missing = [name for name in added if _owner(model, name) is None]
+        for name in missing:
+            del self._stored[name]
+        if missing:
+            log.warning(
+                "overspill: the commit also holds tensors that were added to the model after wrap, "
+                "and that this model does not have; they were not restored, and `overspill export` "
+                "writes them: %s", ", ".join(missing),
+            )  # fmt: skip
+        for name, value in self._stored.items():
+            _check(model, name, value)
+
+    def restore(self) -> None:
+        """Put the values into the model.  A buffer of another shape is replaced, as by modules that
+        size their buffers when they first run."""
+        for name, value in self._stored.items():
+            module, own = _owner(self._model, name), name.rpartition(".")[2]
+            assert module is not None, "checked when this was made"
+            there = getattr(module, own)
+            if there is None:
+                like = next(self._model.buffers(), next(self._model.parameters(), value))
+                setattr(module, own, value.to(like.device))
+            elif there.shape != value.shape:
+                setattr(module, own, value.to(there.device, there.dtype))
+            else:
+                there.detach().copy_(value)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that has a parameter or buffer of this name, even an empty one."""
+    path, _, own = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    parameter = torch_private.own_parameters(module).get(own)
+    return module if parameter is not None or own in torch_private.buffer_names(module) else None
+
+
+def _check(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    module, own = _owner(model, name), name.rpartition(".")[2]
+    if module is None:
+        raise OffloadError(
+            f"the commit holds {name!r}, of shape {tuple(value.shape)}, and the model has no such "
+            "parameter or buffer; build the model as it was then"
+        )
+    there = torch_private.own_parameters(module).get(own)
+    if there is not None and there.shape != value.shape:
+        raise OffloadError(
+            f"parameter {name!r} has shape {tuple(value.shape)} in the commit and "
+            f"{tuple(there.shape)} in the model; build the model as it was then"
+        )
