@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from .lifetime import Living
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
+from .movement.machinery import Machinery
 from .planning.bounds import move_seconds
 from .planning.costs import Costs
 from .planning.plan import Plan
@@ -33,8 +34,10 @@ from .state.importing import Others, open_weights
 from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
 from .state.torch_state import Make, OptimizerState
+from .state.unmanaged import renamed_parameters, unmanaged_tensors
 from .state.weight_door import WeightDoor
 from .state.weight_files import match_files, read_float
+from .training import torch_private
 from .training.adapting import Adapting
 from .training.backward import Backward
 from .training.choices import Choices
@@ -94,6 +97,7 @@ class Engine(Living):
             config, blueprint.update, groups, ledger, updater, residences, saved, showing, landing,
             commits,
         )  # fmt: skip
+        weights.require_gradients_unused = early.require_unused
         door = GradientDoor()
         collector = GradientCollector(
             ledger, updater, residences, backward, early,
@@ -131,11 +135,10 @@ class Engine(Living):
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        needed_s = move_seconds(blueprint.plan.link_bytes, config.rates)
-        self._figures = StepFigures(machinery.trace, needed_s, calibration)
-        self.state = OptimizerState(
+        self._figures = _figures_of(machinery, calibration)
+        self.state = loop.watch(OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
-        )
+        ))  # fmt: skip
         self.model, self.machinery, self._loop, self._weights = model, machinery, loop, weights
         self._contents, self._residences, self._materializing = contents, residences, materializing
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
@@ -232,6 +235,11 @@ class Engine(Living):
         """Steps taken."""
         return self.machinery.ledger.count
 
+    def require_gradients_unused(self) -> None:
+        """Raise if gradients cannot be dropped now, as a step that has begun has applied them."""
+        if not self.finished:
+            self._weights.require_gradients_unused()
+
     def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""
         return self._loop.declared(final)
@@ -284,9 +292,22 @@ class Engine(Living):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``overspill.named_weights``."""
-        for unit in self.machinery.parts.units:
+        yield from self._by_name(self._weights.read)
+
+    def _by_name(self, read: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters that the model has now: those of the engine, unit by unit, as
+        ``read`` gives them by index, then the others."""
+        parts = self.machinery.parts
+        renamed = renamed_parameters(self.model, parts.names, parts.parameters)
+        for unit in parts.units:
             for _, spec in unit.params:
-                yield spec.name, self._weights.read(spec.index)
+                if (name := renamed.get(spec.name, spec.name)) is not None:
+                    yield name, read(spec.index)
+        managed = frozenset(map(id, parts.parameters))
+        others = unmanaged_tensors(self.model, managed)
+        for name, value in others.items():
+            if isinstance(value, nn.Parameter):
+                yield name, value.detach().clone()
 
     def load_weights(self, path: Path, *, hub: bool = True) -> None:
         """All weights become those in safetensors files, and persistent buffers with them;
@@ -335,16 +356,15 @@ class Engine(Living):
 
     def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``OffloadedOptimizer.named_averages``."""
-        for unit in self.machinery.parts.units:
-            for _, spec in unit.params:
-                yield spec.name, self.average(spec.index)
+        yield from self._by_name(self.average)
 
     def give_back(self) -> None:
         """All parameters are ordinary ones again, with their weights; to be closed then."""
         self.quiesce()  # also ends what an exception has left of ``materialized``
         values = self._weights.read_all()
-        for p in self.parameters:
-            p.grad = None
+        with torch_private.without_overrides():
+            for p in self.parameters:
+                p.grad = None
         self._residences.give_away(values)
         self.let_go()
 
@@ -390,6 +410,11 @@ class Engine(Living):
             "a wrapped model cannot be pickled: its weights are not all in memory; save "
             "model.state_dict() instead"
         )
+
+
+def _figures_of(machinery: Machinery, calibration: Calibration | None) -> StepFigures:
+    needed_s = move_seconds(machinery.blueprint.plan.link_bytes, machinery.config.rates)
+    return StepFigures(machinery.trace, needed_s, calibration)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

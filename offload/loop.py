@@ -15,6 +15,7 @@ from .movement.machinery import Machinery
 from .planning.costs import Costs
 from .state.averages import Averages
 from .state.materializing import Materializing
+from .state.torch_state import OptimizerState
 from .state.weight_door import WeightDoor
 from .training.adapting import Adapting
 from .training.callers import wait_for_others
@@ -78,10 +79,16 @@ class Loop:
         self._executor.health.check()
         self._trainer.require()
 
+    def watch(self, state: OptimizerState) -> OptimizerState:
+        """Write what users change in copies of ``state`` back before it is used; returns it."""
+        self._state = state
+        return state
+
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.require_usable()
         self._frames.tidy()
+        self._state.write_back()
         self._weights.take_edits()
         self._weights.reconcile()
         self._landing.land()
@@ -97,6 +104,7 @@ class Loop:
             self._averages.require_ended()
             self._roster.check()
         self._weights.reconcile()
+        self._state.write_back()
         self._residences.refuse_edits()
         if self._commits is not None:
             self._commits.require_whole()
@@ -108,6 +116,7 @@ class Loop:
         self._trainer.claim()
         self._direct.finish()
         self._weights.reconcile(self._residences.groups[unit])
+        self._state.write_back()
         if torch.is_grad_enabled() and not in_backward():
             self._averages.require_ended()
             if self._commits is not None:
@@ -146,12 +155,14 @@ class Loop:
         self._roster.check()
         self._weights.reconcile()
         self._weights.refuse_joined()
+        self._state.write_back()
         if self._commits is not None:
             self._commits.require_whole()
         self._trace.compute_pause()
         self._held.reconcile()
         self._stepping.step()
         self._weights.reconcile()  # whoever has a tensor over a weight sees what it is now
+        self._state.renew()
         self._adapting.stepped()
 
     def declared(self, final: bool) -> Declared:
@@ -169,12 +180,16 @@ class Loop:
         commits = self._require_commits(what)
         self._weights.take_edits()
         self._weights.reconcile()
+        self._state.write_back()
         commits.commit()
 
     def rollback(self) -> Any:
         """Goes back to the last commit, and returns its ``extra``."""
         self._require_commits("rollback")
-        return self._stepping.rollback()
+        self._state.forget_changes()
+        extra = self._stepping.rollback()
+        self._state.renew()
+        return extra
 
     def _require_commits(self, what: str) -> Commits:
         self.require_usable()
@@ -214,4 +229,5 @@ class Loop:
         self._averages.end()
         self._weights.take_edits()
         self._weights.reconcile()
+        self._state.write_back()
         self._commits.close()

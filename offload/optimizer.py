@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from .errors import OffloadError
 from .observed import Observed
 from .optim.averaged import DECAY, check_decay
 from .optim.formats import round_to_upper
+from .paths import as_path
 from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
@@ -50,12 +51,28 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         mine = self.__dict__.get(name)
+        if name == "state" and "_engine" in self.__dict__ and value is not mine and not value:
+            self.state.clear()  # as it is reset by ``optimizer.state = defaultdict(dict)``
+            return
         if name in ("state", "param_groups") and "_engine" in self.__dict__ and value is not mine:
             raise OffloadError(
-                f"optimizer.{name} cannot be replaced, since the engine would not see the new one; "
-                "change the groups that are there (group['lr'] = ...), or use load_state_dict"
+                f"optimizer.{name} cannot be replaced, since the engine holds it; change what is "
+                "there (group['lr'] = ..., optimizer.state[p][name] = ...), assign an empty dict "
+                "to optimizer.state to reset it, or use load_state_dict"
             )
         super().__setattr__(name, value)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> NoReturn:
+        raise OffloadError(
+            "a wrapped optimizer cannot take over the state of a pickled one (__setstate__), since "
+            "the engine holds it; use optimizer.load_state_dict(other.state_dict())"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OffloadError(
+            "a wrapped optimizer cannot be copied or pickled, since the engine holds its state; "
+            "copy or save optimizer.state_dict()"
+        )
 
     # -- training -------------------------------------------------------------------------------
 
@@ -68,6 +85,15 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
                 loss = closure()
         self._engine.step()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero.
+
+        Raises:
+            OffloadError: ``update="backward"`` has applied them, and no step was taken since.
+        """
+        self._engine.require_gradients_unused()
+        super().zero_grad(set_to_none)
 
     def accumulate(self, *, final: bool) -> Declared:
         """Says whether the ``backward()`` inside is the last one of its step.
@@ -141,8 +167,9 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
         Raises:
             ValueError: other groups or names, or tensors of other shapes; nothing was changed.
         """
-        if isinstance(state_dict, (str, os.PathLike)):
-            state_dict = open_state(Path(state_dict), self._engine.model, self.param_groups)
+        if not isinstance(state_dict, Mapping):
+            folder = as_path(state_dict, "state_dict, which is no dict,")
+            state_dict = open_state(folder, self._engine.model, self.param_groups)
         optimizer_private.load_with_hooks(self, state_dict, self._load)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -169,11 +196,12 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
                 store; nothing was written.
         """
         refuse_reentry()
+        out = as_path(path, "path")
         model, config = self._engine.model, self._engine.config
         self._engine.commit("save")
         assert config.nvme is not None
         text, named = config_of(model), partial(as_on_hub, model)
-        export_store(config.nvme, Path(path), config=text, named=named, weights=config.weights)
+        export_store(config.nvme, out, config=text, named=named, weights=config.weights)
 
     # -- averages -------------------------------------------------------------------------------
 
@@ -214,7 +242,7 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
             OffloadError: no average is kept, ``path`` is there already, or its disk has no room;
                 nothing was written.
         """
-        engine = self._engine
+        out, engine = as_path(path, "path"), self._engine
         index = {id(p): number for number, p in enumerate(engine.parameters)}
 
         def read(t: torch.Tensor) -> torch.Tensor:
@@ -224,7 +252,7 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
             return round_to_upper(average) if t.dtype == torch.bfloat16 else average.to(t.dtype)
 
         engine.require_average()
-        export_model(engine.model, Path(path), engine.step_count, read)
+        export_model(engine.model, out, engine.step_count, read)
 
 
 def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:
@@ -264,9 +292,12 @@ def ema(optimizer: Given, decay: float) -> Given:
         ``optimizer``.
 
     Raises:
+        TypeError: ``optimizer`` is no optimizer of torch's.
         ValueError: ``decay`` is not at least 0 and less than 1.
         OffloadError: the optimizer is wrapped, and keeps no average.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"ema takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
     check_decay(decay)
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer._engine.require_average()

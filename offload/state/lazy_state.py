@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,17 +11,79 @@ from ..errors import OffloadError
 from .torch_state import OptimizerState
 
 
-class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
-    """By parameter, as torch's; those that have taken a step have one.  What it gives are copies:
-    ``load_state_dict`` puts other values into the engine."""
+class ParameterState(dict[str, Any]):
+    """The state of one parameter, as torch's optimizers have it; empty before its first step.
+
+    Tensors are copies, and what is changed in place in them is written back when the engine is used
+    next; what is set here is written at once.
+    """
+
+    def __init__(self, state: OptimizerState, index: int, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._state, self._index = state, index
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.update({name: value})
+
+    def update(self, *given: Any, **more: Any) -> None:
+        """Set several values; see ``dict.update``."""
+        values = dict(*given, **more)
+        if values:
+            self._state.write({self._index: values})
+            super().update(self._state.adopt(self._index, values))
+
+    def __ior__(self, given: Any) -> ParameterState:  # type: ignore[override,misc]
+        self.update(given)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return a value; set it first if it is not there."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def clear(self) -> None:
+        """Reset the parameter to what it has before its first step."""
+        self._state.reset([self._index])
+        super().clear()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise OffloadError(
+            "a single value of a parameter's state cannot be removed, since the optimizer needs "
+            "all of them; set it (state[p][name] = ...), or reset the parameter (state[p].clear())"
+        )
+
+    __delitem__ = pop = popitem = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: _cloned(value) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
+class LazyState(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """By parameter, as torch's; those that have taken a step are in it."""
 
     def __init__(self, state: OptimizerState) -> None:
         self._state = state
 
     def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
+        index = self._state.index_of(p)
+        values = self._state.lend(index) if self._state.has(p) else {}
+        return ParameterState(self._state, index, values)
+
+    def __setitem__(self, p: torch.Tensor, values: Mapping[str, Any]) -> None:
+        index = self._state.index_of(p)
+        if not values:
+            self._state.reset([index])
+        else:
+            self._state.write({index: values}, whole=True)
+
+    def __delitem__(self, p: torch.Tensor) -> None:
         if not self._state.has(p):
             raise KeyError(p)
-        return self._state.of(p)
+        self._state.reset([self._state.index_of(p)])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._state.those_that_have())
@@ -32,11 +94,20 @@ class LazyState(Mapping[torch.Tensor, dict[str, Any]]):
     def __contains__(self, p: object) -> bool:
         return self._state.has(p)
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise OffloadError(
-            "optimizer.state cannot be changed: the engine holds it; use optimizer.load_state_dict"
-        )
+    def pop(self, p: torch.Tensor, *default: Any) -> Any:
+        """Reset a parameter; return the state that it had."""
+        if not self._state.has(p):
+            if default:
+                return default[0]
+            raise KeyError(p)
+        found = {name: _cloned(value) for name, value in self[p].items()}
+        del self[p]
+        return found
 
-    __setitem__: Callable[..., None] = _refuse
-    __delitem__: Callable[..., None] = _refuse
-    clear: Callable[..., None] = _refuse
+    def clear(self) -> None:
+        """Reset all parameters to what they have before their first step."""
+        self._state.reset([self._state.index_of(p) for p in self._state.those_that_have()])
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

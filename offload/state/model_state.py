@@ -123,6 +123,7 @@ class StateHooks:
             if self._memo.get(index, (-1,))[0] != version:
                 copy = self._weights.copied(index, found)
                 self._memo[index] = (version, copy)
+                self._weights.lend_in_dict(index, copy, state)
             state[prefix + name] = self._memo[index][1]
 
     def _begin(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import OffloadError
 from ..movement.machinery import Machinery
 from ..optim.averaged import AVERAGE, check_kept
 from ..schedule.units import ParamSpec, Unit
@@ -16,7 +18,8 @@ from ..training.showing import Showing
 from .averages import Averages
 from .contents import STATE, Contents
 from .edits import Edits
-from .weight_door import WeightDoor
+from .lent_copies import LentCopies
+from .weight_door import WeightDoor, overwrite
 
 Groups = Sequence[dict[str, Any]]
 Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
@@ -44,6 +47,10 @@ class OptimizerState:
         self._blueprint = machinery.blueprint
         self._weights, self._showing, self._edits = weights, showing, edits
         self.averages, self._quiesce = averages, quiesce
+        self._ledger = machinery.ledger
+        self._edited = [0] * len(self._parts.units)  # how often a unit's state was edited
+        self._held: LentCopies[tuple[int, str]] = LentCopies()
+        self._in_dicts: LentCopies[tuple[int, str]] = LentCopies()
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
 
     # -- one parameter --------------------------------------------------------------------------
@@ -57,13 +64,175 @@ class OptimizerState:
         """The parameters that have taken a step."""
         return [p for p in self._parts.parameters if self.has(p)]
 
-    def of(self, p: torch.Tensor) -> dict[str, Any]:
-        """A copy of the state of a parameter that has one."""
-        index = self._index[id(p)]
+    def index_of(self, p: object) -> int:
+        """
+        Raises:
+            KeyError: the engine does not train such a parameter.
+        """
+        index = self._index.get(id(p))
+        if index is None or self._blueprint.rule_of(index) is None:
+            raise KeyError(p)
+        return index
+
+    def _read(self, index: int) -> dict[str, torch.Tensor]:
         self._quiesce()
         found = dict(self._contents.stored(*self._chunk_of(index))[index])
         found.pop("master", None)
         return {"step": self._step_of(index), **found}
+
+    # -- copies that users have -----------------------------------------------------------------
+
+    # See Note [Copies in state dicts].
+
+    def lend(self, index: int) -> dict[str, torch.Tensor]:
+        """Return copies of a parameter's state; the same ones again while somebody has them."""
+        self.write_back()
+        version = self._version(index)
+        held = {copy.key: copy.tensor for copy in self._held if copy.version == version}
+        found = self._read(index)
+        for name, value in found.items():
+            tensor = held.get((index, name))
+            if tensor is None:
+                self._held.add((index, name), value, version, by_bits=True)
+            else:
+                found[name] = tensor
+        return found
+
+    def adopt(self, index: int, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return what ``state[p]`` holds after ``values`` were written to it: the tensors that were
+        given, as in PyTorch, where those can hold it; else copies."""
+        version = self._version(index)
+        for name, value in values.items():
+            self._held.drop((index, name))
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                self._held.add((index, name), value, version, by_bits=True)
+        return self.lend(index)
+
+    def _version(self, index: int) -> tuple[int, int, int]:
+        unit = self._parts.unit_of[index]
+        return self._ledger.versions[unit], self._ledger.returns, self._edited[unit]
+
+    def write_back(self) -> None:
+        """Write what was changed in place in copies of state.
+
+        Raises:
+            OffloadError: a copy was changed after a step, or an edit, had changed the state itself.
+        """
+        if not (self._held or self._in_dicts):
+            return
+        changed = [*self._in_dicts.changed(), *self._held.changed()]
+        late = [copy for copy in changed if copy.version != self._version(copy.key[0])]
+        if late:
+            for copy in late:
+                copy.accept(self._version(copy.key[0]))
+            index, name = late[0].key
+            raise OffloadError(
+                f"{name!r} of the state of {self._parts.names[index]!r} was changed in place in a "
+                "copy from before the last step, and the change is lost; take optimizer.state[p] "
+                "or optimizer.state_dict() again after a step, and change that"
+            )
+        values: dict[int, dict[str, Any]] = {}
+        for copy in changed:
+            values.setdefault(copy.key[0], {})[copy.key[1]] = copy.tensor
+        if values:
+            self.write(values)
+        for copy in changed:
+            copy.accept(self._version(copy.key[0]))
+
+    def forget_changes(self) -> None:
+        """The state is about to become that of a commit: changes in copies are dropped."""
+        self._in_dicts.forget()
+        for copy in self._held.changed():
+            copy.accept(None)
+
+    def renew(self) -> None:
+        """Give copies that users have kept over a step what the state is now, as in PyTorch, where
+        they are the state."""
+        for copy in self._held:
+            if copy.alone or copy.tensor is None:
+                continue
+            index, name = copy.key
+            if copy.version != (version := self._version(index)):
+                overwrite(copy.tensor, self._read(index)[name])
+                copy.accept(version)
+
+    def write(self, values: Mapping[int, Mapping[str, Any]], *, whole: bool = False) -> None:
+        """Set values of the state of parameters, by index and name; the others stay.
+
+        ``whole``: all values of these parameters are given.
+
+        Raises:
+            ValueError: there is no value of this name, or it has another shape; nothing changed.
+        """
+        for index, given in values.items():
+            self._check(index, given, whole=whole)
+        self._edit(values)
+
+    def reset(self, indices: Iterable[int]) -> None:
+        """Give parameters the state that they have before their first step."""
+        given: dict[int, Mapping[str, Any]] = {}
+        for index in indices:
+            rule, group = self._blueprint.rule_of(index), self._parts.groups[index]
+            assert rule is not None and group is not None
+            starts, shape = rule.initial(self._groups[group]), self._parts.parameters[index].shape
+            moments = {
+                name: torch.full(shape, starts.get(name, 0.0), dtype=torch.float32, device="cpu")
+                for name in rule.moments
+            }
+            given[index] = {"step": 0, **moments}
+        self._edit(given)
+
+    def _check(self, index: int, given: Mapping[str, Any], *, whole: bool) -> None:
+        rule = self._blueprint.rule_of(index)
+        assert rule is not None
+        names, p = {"step", "master", *rule.moments}, self._parts.parameters[index]
+        for name, value in given.items():
+            if name not in names:
+                raise ValueError(
+                    f"the state of {self._parts.names[index]!r} has no {name!r}; it has "
+                    f"{', '.join(sorted(names - {'master'}))}"
+                )
+            shape = tuple(torch.as_tensor(value).shape)
+            expected = () if name == "step" else tuple(p.shape)
+            if shape != expected and not (name == "step" and shape == (1,)):
+                raise ValueError(
+                    f"{name!r} of the state of {self._parts.names[index]!r} has shape {expected}, "
+                    f"got {shape}"
+                )
+        missing = sorted(names - {"master"} - given.keys()) if whole else []
+        if missing:
+            raise ValueError(
+                f"the state of {self._parts.names[index]!r} needs {', '.join(missing)} as well"
+            )
+
+    def _edit(self, values: Mapping[int, Mapping[str, Any]]) -> None:
+        parts: dict[int, set[int]] = {}
+        for index, given in values.items():
+            edited = parts.setdefault(self._parts.unit_of[index], {STATE})
+            if "master" in given:
+                edited.add(index)
+
+        def value_of(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
+            given = values.get(spec.index)
+            if given is None:
+                return None
+            return {
+                "weight" if name == "master" else name: torch.as_tensor(value).detach()
+                for name, value in given.items()
+                if name != "step"
+            }
+
+        with self._edits.of(parts) as spoil:
+            self.averages.forget()
+            for unit, edited in parts.items():
+                if not self._contents.load(unit, value_of, first=False):
+                    spoil(unit)
+                if len(edited) > 1:
+                    self._showing.changed(unit, edited)
+                self._edited[unit] += 1
+            for index, given in values.items():
+                if "step" in given:
+                    self._steps[index] = int(torch.as_tensor(given["step"]).item())
 
     def _chunk_of(self, index: int) -> tuple[int, int]:
         """The unit of a parameter, and the number of its chunk there."""
@@ -81,7 +250,16 @@ class OptimizerState:
     def to_torch(self) -> dict[str, Any]:
         """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
         and the exact ``master`` of a weight that has one."""
-        return self.streamed(lambda name, shape, read: read())
+        self.write_back()
+        made = self.streamed(lambda name, shape, read: read())
+        numbered = [p for group in self._groups for p in group["params"]]
+        for number, values in made["state"].items():
+            index = self._index[id(numbered[number])]
+            made["state"][number] = found = OrderedDict(values)
+            version = self._version(index)
+            lent = [self._in_dicts.add((index, n), v, version) for n, v in found.items()]
+            self._in_dicts.add_all(found, lent)
+        return made
 
     def streamed(self, make: Make) -> dict[str, Any]:
         """As ``to_torch``, but with what ``make`` gives, told a tensor's name, its shape and how to
@@ -138,6 +316,7 @@ class OptimizerState:
             rule.scalars({**group, **loaded}, 1)
         self._weights.reconcile()
         self._fill(given, loaded_groups)
+        self.renew()
 
     def _given(self, given: Given, index: int) -> Mapping[str, Any]:
         return given.get(id(self._parts.parameters[index]), {})
@@ -153,7 +332,9 @@ class OptimizerState:
         }
         with self._edits.of(parts) as spoil:
             self.averages.forget()
+            self._in_dicts.forget()
             for unit in trained:
+                self._edited[unit.index] += 1
                 values = self._values(given, self._first_averages(unit, given))
                 if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)

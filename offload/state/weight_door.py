@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from ..training.showing import Showing
 from ..training.trainer import Trainer
 from .contents import Contents, Values
 from .edits import Edits
+from .lent_copies import LentCopies
 
 T = TypeVar("T")
 
@@ -51,7 +52,10 @@ class WeightDoor:
         self._contents, self._ledger = contents, ledger
         self._frames, self._trainer, self._edits = frames, trainer, edits
         self._loans: dict[int, _Loan] = {}
+        self._in_dicts: LentCopies[int] = LentCopies()  # see Note [Copies in state dicts]
         self._outside: list[Callable[[], None]] = []
+        # Told before ``p.grad`` is set: in the end by what applies gradients in backward.
+        self.require_gradients_unused: Callable[[], None] = lambda: None
 
     def name(self, index: int) -> str:
         """The parameter's name in the model."""
@@ -178,6 +182,8 @@ class WeightDoor:
         Raises:
             OffloadError: a copy was changed after an update had changed the weights.
         """
+        if self._in_dicts:
+            self._write_dicts()
         if not self._loans:
             return
         asked = {index: loan for index, loan in self._loans.items()
@@ -199,6 +205,27 @@ class WeightDoor:
             loan = self._loans[index]
             if loan.version != self._now(index):
                 self._renew(index, loan)
+
+    def lend_in_dict(self, index: int, copy: torch.Tensor, state: dict[str, Any]) -> None:
+        """Watch a copy that is in a state dict: what is changed there in place is written back."""
+        lent = self._in_dicts.add(index, copy, self._now(index))
+        self._in_dicts.add_all(state, [lent])
+
+    def _write_dicts(self) -> None:
+        changed = self._in_dicts.changed()
+        late = [copy for copy in changed if copy.version != self._now(copy.key)]
+        for copy in late:
+            copy.accept(copy.version)
+        if late:
+            raise OffloadError(
+                f"{self.name(late[0].key)!r} was changed in place in a state dict from before the "
+                "last update of the weights, and the change is lost; take model.state_dict() again "
+                "after a step, and change that, or the parameter itself"
+            )
+        if changed:
+            self._write({copy.key: copy.tensor for copy in changed if copy.tensor is not None})
+        for copy in changed:
+            copy.accept(self._now(copy.key))
 
     def look_outside(self, look: Callable[[], None]) -> None:
         """``look`` writes what was changed in weights where nobody tells of it."""
@@ -254,7 +281,7 @@ class WeightDoor:
             del self._loans[index]
 
     def _renew(self, index: int, loan: _Loan) -> None:
-        _overwrite(loan.copy, self._read(index))
+        overwrite(loan.copy, self._read(index))
         self._same(index, loan)
 
     def _same(self, index: int, loan: _Loan) -> None:
@@ -370,7 +397,7 @@ class WeightDoor:
             if self._parts.unit_of[index] not in units:
                 continue
             if index in given and not torch_private.same_memory(loan.copy, given[index]):
-                _overwrite(loan.copy, given[index])
+                overwrite(loan.copy, given[index])
             self._same(index, loan)
 
     @torch_private.without_grad
@@ -387,7 +414,7 @@ class WeightDoor:
 _AMID_READING = tuple(
     f.__code__ for f in (WeightDoor._read, WeightDoor.compute, WeightDoor.address)
 )
-_overwrite = torch_private.without_grad(torch.Tensor.copy_)
+overwrite = torch_private.without_grad(torch.Tensor.copy_)
 
 
 def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:

@@ -12,6 +12,7 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..movement.updates import Updater
 from ..schedule.ledger import Ledger
+from . import torch_private
 from .landing import Landing
 from .residences import Residences
 from .saved import SavedTensors
@@ -125,6 +126,23 @@ class Early:
                 "another step() takes the step as it is, rollback() goes back to the last commit"
             )
         self._told_of_dropped = False
+
+    def require_unused(self) -> None:
+        """Raise when gradients are dropped that this step's backward has applied already.
+
+        Raises:
+            OffloadError: they were; nothing has been dropped yet.
+        """
+        if self._ledger.early and not torch_private.in_backward():
+            names = ", ".join(map(self._showing.name_of, sorted(self._ledger.early)))
+            raise OffloadError(
+                f"the gradients of {names} cannot be dropped: update='backward' has applied them "
+                "already, as backward() computed them. Call step() before zero_grad(). For a loss "
+                "that only passes through this model (a discriminator that judges a generator), "
+                "freeze the model meanwhile (requires_grad_(False)), or wrap it with "
+                "update='next_forward'. To undo this update, call optimizer.rollback() (with a "
+                "durable store)"
+            )
 
     def refuse_updated(self, unit: int) -> None:
         """Raises when a gradient comes for a unit that this step's backward has updated already."""

@@ -44,6 +44,14 @@ def is_view(func: Any) -> bool:
     return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
 
 
+def sets_grad(func: Any) -> bool:
+    """Whether it is ``p.grad = ...`` or ``del p.grad``."""
+    return (
+        getattr(func, "__name__", "") in ("__set__", "__delete__")
+        and getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
+    )
+
+
 def cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a cast gives that changes nothing (``type()`` its text); ``None`` if it does change."""
     p = args[0]

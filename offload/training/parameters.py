@@ -30,6 +30,7 @@ from .operations import (
     cast_to_itself,
     grad,
     is_view,
+    sets_grad,
 )
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -129,6 +130,8 @@ class Hidden(Elsewhere, _Fixed):
             return func(known(p).empty(p.dtype), *args[1:], **kwargs)
         if name == "data_ptr":
             return address(args[0])
+        if sets_grad(func):
+            known(args[0]).access.require_gradients_unused()
         if func is torch.autograd.grad:
             return grad(*args, **kwargs)
         if name in ABOUT or (name in ("__get__", "__set__", "__delete__") and not is_view(func)):
