@@ -7,8 +7,9 @@ last bit) and every chunk on a 4096-byte one (direct I/O).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,6 +24,7 @@ from .products import (
     input_bytes,
     logits_bytes,
 )
+from .reached_modules import reached_modules
 
 FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
 
@@ -210,7 +212,47 @@ def partition(
         )
         of_units.append(item)
     return Partition(
-        tuple(units), tuple(of_units), tuple(parameters), tuple(owner[p] for p in parameters)
+        _with_reached(units, of_units, owner),
+        tuple(of_units),
+        tuple(parameters),
+        tuple(owner[p] for p in parameters),
+    )
+
+
+def _with_reached(
+    units: Sequence[Unit], found: Sequence[FoundUnit], owner: Mapping[nn.Parameter, int]
+) -> tuple[Unit, ...]:
+    """The units, each of which comes with those whose modules it seems to run, and they with it:
+    one by one they might lie so that the largest finds no place beside the others.
+
+    Only smaller ones: what a function merely refers to may be anything.
+    """
+    reached: dict[int, set[int]] = {}
+    for unit, item in zip(units, found, strict=True):
+        if item.direct_only or not unit.runs:
+            continue
+        inside = set(item.module.modules())
+        others = {
+            owner[p]
+            for module in reached_modules(item.module)
+            if module not in inside and item.module not in module.modules()
+            for p in module.parameters()
+            if p in owner
+        }
+        others |= {i for other in others for i in units[other].shares}
+        others -= {unit.index, *unit.shares}
+        if sum(units[i].weight_bytes for i in others) <= unit.weight_bytes:
+            reached[unit.index] = others
+    shares = {unit.index: set(unit.shares) for unit in units}
+    users = Counter(i for others in reached.values() for i in others)
+    for index, others in reached.items():
+        shares[index] |= others
+        for other in others:
+            if users[other] == 1:
+                shares[other] |= others | {index, *units[index].shares}
+    return tuple(
+        replace(u, shares=(*u.shares, *sorted(shares[u.index] - {u.index, *u.shares})))
+        for u in units
     )
 
 

@@ -84,7 +84,8 @@ class PagePart:
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that run together.  ``shares`` are units whose weights it reads too (tied weights).
+    """Modules that run together.  ``shares`` are units whose weights it reads too: tied weights,
+    and those of modules elsewhere that it runs.
 
     ``encloses`` says that other units run inside this one's forward: it is then kept resident.
     ``runs``: else it is the frozen weights of the unit behind it, which shares them.

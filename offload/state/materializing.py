@@ -63,7 +63,7 @@ class Materializing:
     def _return(self) -> None:
         """Where an exception cuts this off, the next use does it again."""
         if not self._machinery.closed:
-            self._residences.take_back(self._weights, self._showing.hidden)
+            self._residences.take_back(self._weights)
         self.active, self._residences.returning = False, None
 
     def abandon(self) -> None:

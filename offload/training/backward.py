@@ -59,7 +59,7 @@ class Backward:
         if any(unit in self._residences.groups[each] for each in self._units):
             return
         self._let_go()
-        self._residences.enter(unit)
+        self._residences.enter(unit, visible=False)  # see Note [Visible parameters]
         self._units.append(unit)
 
     def recomputes(self, unit: int) -> None:
@@ -71,7 +71,7 @@ class Backward:
         """All gradients of ``unit`` are there: its weights are of no more use."""
         if unit in self._units:
             self._units.remove(unit)
-            self._residences.leave(unit)
+            self._residences.leave(unit, visible=False)
 
     def _let_go(self, but: int | None = None) -> None:
         for unit in [each for each in self._units if each != but]:
@@ -81,7 +81,7 @@ class Backward:
 
     def _finish(self) -> None:
         while self._units:
-            self._residences.leave(self._units.pop())
+            self._residences.leave(self._units.pop(), visible=False)
         _tell(self._over)
 
     def abandon(self) -> None:

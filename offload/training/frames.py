@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
 
+from ..errors import BudgetError
 from . import torch_private
 from .backward import Backward
 from .recompute import Around
@@ -16,6 +18,7 @@ from .residences import Residences
 from .saved import SavedTensors
 from .trainer import Trainer
 
+log = logging.getLogger("overspill")
 T = TypeVar("T")
 
 
@@ -50,6 +53,7 @@ class Frames:
     ) -> None:
         self._residences, self._saved, self._backward = residences, saved, backward
         self._trainer, self._mine = trainer, _Stack()
+        self._told_nested = False
 
     def push_root(self) -> None:
         """A forward of the whole model begins: what autograd saves between units may leave too."""
@@ -64,6 +68,35 @@ class Frames:
         if self._mine.roots and not self._mine.frames:
             self._mine.roots -= 1
             torch_private.pop_saved_tensor_hooks()
+
+    def enter(self, unit: int) -> None:
+        """Onload a unit whose forward begins.
+
+        It may run inside another one although it is no part of it in the module tree, as adapters
+        do that replace ``forward``: no plan has room for both, so the outer ones are offloaded
+        then, and read op by op until they end.
+        """
+        try:
+            self._residences.enter(unit)
+        except BudgetError as error:
+            outer = [frame.unit for frame in self._mine.frames if not frame.away]
+            if not self.put_away():
+                raise
+            self._tell_nested(unit, outer, error)
+            self._residences.enter(unit)
+
+    def _tell_nested(self, unit: int, outer: Sequence[int], error: BudgetError) -> None:
+        if self._told_nested:
+            return
+        self._told_nested = True
+        units = self._residences.parts.units
+        log.warning(
+            "overspill: unit %r runs inside %s, which its place in the model does not show, and "
+            "there is no room for both; they are onloaded in turns, which is slow. To avoid that, "
+            "keep it on the device: resident=[%r] (or a larger budget: %s)",
+            units[unit].name, ", ".join(repr(units[each].name) for each in outer),
+            units[unit].name, error,
+        )  # fmt: skip
 
     def push(self, unit: int, around: Around | None = None, *, away: bool = False) -> None:
         """The unit, which is open, runs from now on, until ``pop``, and so does what is ``around``

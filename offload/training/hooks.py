@@ -186,7 +186,7 @@ class ModuleHooks:
             self._backward.recomputes(unit)
         around = self._recompute.begin(unit, module, args, kwargs)
         try:
-            self._residences.enter(unit)
+            self._frames.enter(unit)
         except BaseException:
             if around is not None:
                 around.end(completed=False)

@@ -119,6 +119,9 @@ class Residences:
         self.uses = [0] * count  # of a unit as a whole
         self.open = [0] * count  # of its weights, through itself or a unit that shares them
         self.kept: int | None = None  # open for who reads it from outside, hidden; in nobody's use
+        self._ahead: int | None = None  # the same, but its parameters are visible
+        self._visible = [False] * count  # whether its parameters show its weights
+        self._viewers = [0] * count  # uses that need them to, through itself or a unit that shares
         self.current: list[Residence | None] = [None] * count
         self.by_storage: dict[int, Residence] = {}
         self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
@@ -159,15 +162,14 @@ class Residences:
                 known.release(p, values[known.index])
             self._managed[unit] = ()
 
-    def take_back(self, access: WeightAccess, hidden: Container[int]) -> None:
-        """Parameters that were given away show what they did before; ``hidden``: fixed units that
-        show a stub."""
+    def take_back(self, access: WeightAccess) -> None:
+        """Parameters that were given away show what they did before."""
         for unit in self.parts.units:
             self._manage(unit, access)
-            if self.current[unit.index] is None or unit.index in hidden:
-                self._to_stubs(unit.index)
-            else:
+            if self._visible[unit.index]:
                 self._to_views(unit.index)
+            else:
+                self._to_stubs(unit.index)
 
     def close(self) -> list[torch_private.StorageWatch]:
         """All parameters show a stub for good.  Returns watches of the storages over memory of the
@@ -216,9 +218,11 @@ class Residences:
         """Nobody may see the weights of a unit that is there before ``resume``."""
         self._edits.look_while_shown(unit)
         self._to_stubs(unit)
+        self._visible[unit] = False
 
     def resume(self, unit: int) -> None:
         """They may be seen again."""
+        self._visible[unit] = True  # first: what is visible is found again after an exception
         self._to_views(unit)
 
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
@@ -241,6 +245,19 @@ class Residences:
         assert residence is not None
         return residence.views[self._place_in_unit[index]]
 
+    def refuse_placeholder(self, t: torch.Tensor) -> None:
+        """
+        Raises:
+            OffloadError: a tensor that autograd saves is the placeholder of a parameter.
+        """
+        if (index := self._stubs.index_of(t)) is not None:
+            raise OffloadError(
+                f"parameter {self.parts.names[index]!r} was used while its weights were offloaded, "
+                "by an operation that does not ask for them (compiled code of an extension, say), "
+                "so its result is NaN; call the module that holds the parameter, pass a copy "
+                "(p.data.clone()), or name the module in resident="
+            )
+
     def refuse_edits(self) -> None:
         """See ``EditWatch.refuse``."""
         self._edits.refuse()
@@ -261,17 +278,55 @@ class Residences:
     # An exception may come between any two lines.  What is granted, open or shown stays counted
     # until it is undone as a whole, so that ``reset`` finds it; no slot is let go that still shows.
 
-    def enter(self, unit: int) -> None:
-        """Compute is about to use the unit: fetches it, and points its parameters at it."""
+    # Note [Visible parameters]
+    # A unit that is onloaded need not be visible: its parameters may still be placeholders of the
+    # class ``Hidden``.  They point at their weights, and are of a plain class, only while the
+    # unit's own forward runs, for then the engine's hooks turn what autograd saves of them into
+    # handles.  Backward needs weights too, but by these handles.  Were they visible then, code
+    # that computes a forward again without calling the module (a checkpoint around ``forward``, or
+    # a reentrant one) would use them without hooks: autograd would save the parameter itself,
+    # which may be a placeholder again when it is needed, and gradients would be NaN.  Code that
+    # uses a hidden parameter is served by ``Hidden``, with hooks.
+
+    def enter(self, unit: int, *, visible: bool = True) -> None:
+        """Onload a unit for compute; ``visible``: its parameters show their weights.
+
+        Each call is paired with one of ``leave``.  See Note [Visible parameters].
+        """
         if not self.streamed[unit]:
             return
         if self.uses[unit] == 0:
             if self.kept == unit:
-                self._take_up(unit)
+                self._end_ahead()
+                self.kept = None
             else:
                 self._open(unit)
         self.uses[unit] += 1
+        if visible:
+            self._make_visible(unit)
         self.use_here(self.groups[unit])
+
+    @torch_private.without_grad
+    def _make_visible(self, unit: int) -> None:
+        for member in self._moving(unit):
+            self._viewers[member] += 1
+            if not self._visible[member]:
+                self.resume(member)
+
+    def _end_view(self, unit: int) -> None:
+        for member in self._moving(unit):
+            self._viewers[member] = max(0, self._viewers[member] - 1)
+
+    def _end_ahead(self) -> None:
+        unit, self._ahead = self._ahead, None
+        if unit is not None:
+            self._end_view(unit)
+
+    def _conceal(self, unit: int) -> None:
+        """Offloading aside, parameters that no use needs to see are placeholders again."""
+        for member in self._moving(unit):
+            if self._visible[member] and not self._viewers[member]:
+                self.suspend(member)
 
     @torch_private.without_grad
     def _open(self, unit: int) -> None:
@@ -284,7 +339,7 @@ class Residences:
                     self.open[member] += 1
                     if self.open[member] == 1:
                         self.places[member] = place
-                        self._show(member)
+                        self._bring(member)
         except BaseException:
             for member in opened:
                 self._hide(member)
@@ -302,7 +357,7 @@ class Residences:
                 time.sleep(_LOOK_S)  # another thread may have looked at weights that showed
         raise AssertionError("the last try returns or raises")
 
-    def _show(self, unit: int) -> None:
+    def _bring(self, unit: int) -> None:
         if self.accelerator.has_device_memory:
             place = self.place(unit)
             self.executor.compute.wait_for(place, "copy_in")
@@ -312,7 +367,6 @@ class Residences:
         residence.waited.update(residence.streams)
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
-        self._to_views(unit)
 
     def used_here(self, residence: Residence) -> None:
         """Compute of the calling thread uses a unit: maybe on another stream than the one it was
@@ -359,8 +413,8 @@ class Residences:
                     "inside `with overspill.materialized(model, writeback=True)`"
                 )
 
-    def leave(self, unit: int, *, keep: bool = False) -> None:
-        """The counterpart of ``enter``: the last use sends the parameters back to their stubs.
+    def leave(self, unit: int, *, keep: bool = False, visible: bool = True) -> None:
+        """End a use of a unit; the last one lets it be offloaded.  ``visible``: as for ``enter``.
 
         ``keep``: what is read once from outside is read again, in chunks or parameter by parameter,
         so the unit stays open until another one is opened or ``let_go`` is called.
@@ -368,11 +422,14 @@ class Residences:
         if not self.streamed[unit]:
             return
         self.uses[unit] -= 1
-        if self.uses[unit] == 0:
-            if keep:
-                self._keep(unit)
-            else:
-                self._close(unit)
+        if visible:
+            self._end_view(unit)
+        if self.uses[unit]:
+            self._conceal(unit)
+        elif keep:
+            self._keep(unit)
+        else:
+            self._close(unit)
 
     def open_ahead(self, unit: int) -> None:
         """Onload a unit for code that inspects its parameters and then calls it.
@@ -382,7 +439,7 @@ class Residences:
         if self.streamed[unit] and self.uses[unit] == 0:
             self.enter(unit)
             self.uses[unit] = 0
-            self.kept = unit
+            self.kept = self._ahead = unit
 
     def _close(self, unit: int) -> None:
         for member in self._moving(unit):
@@ -394,21 +451,12 @@ class Residences:
 
     def _keep(self, unit: int) -> None:
         self.let_go()
-        for member in self._moving(unit):
-            if self.open[member] == 1:
-                self.suspend(member)
+        self._conceal(unit)
         self.kept = unit
-
-    @torch_private.without_grad
-    def _take_up(self, unit: int) -> None:
-        self.kept = None
-        for member in self._moving(unit):
-            if self.open[member] == 1:
-                self._edits.look_while_shown(member)
-                self.resume(member)
 
     def let_go(self) -> None:
         """What is kept open for readers is so no more."""
+        self._end_ahead()
         unit, self.kept = self.kept, None
         if unit is not None:
             self._close(unit)
@@ -423,8 +471,8 @@ class Residences:
         """One use of a unit's weights is over; the last sends its parameters to their stubs."""
         if self.open[unit] != 1:
             self.open[unit] = max(0, self.open[unit] - 1)
-            if self.open[unit] == 1 and self.kept is not None and unit in self.groups[self.kept]:
-                self.suspend(unit)  # what is left is for readers alone
+            if self._visible[unit] and not self._viewers[unit]:
+                self.suspend(unit)
             return
         residence, place = self.current[unit], self.places[unit]
         if self.accelerator.has_device_memory and place is not None:
@@ -433,8 +481,8 @@ class Residences:
             else:  # interrupted before it was shown: what brings the weights may not be over
                 self.executor.compute.follow(place)
             self.executor.compute.mark(place)
-        self._edits.look_while_shown(unit)
-        self._to_stubs(unit)
+        if self._visible[unit]:
+            self.suspend(unit)
         if residence is not None:
             watch = torch_private.StorageWatch(residence.storage)
             held = self._held.add(unit, self.place(unit), watch)
@@ -442,7 +490,7 @@ class Residences:
             self.current[unit] = None
             del residence
             self._held.look(held)
-        self.open[unit] = 0
+        self.open[unit] = self._viewers[unit] = 0
 
     @property
     def in_use(self) -> bool:

@@ -108,6 +108,8 @@ class SavedTensors:
         if residence is not None:
             self._residences.used_here(residence)
             return self._handle(residence.unit, View.of(t))
+        if plain:
+            self._residences.refuse_placeholder(t)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
         if self.stash is None or not plain:
@@ -158,7 +160,7 @@ class SavedTensors:
         if inside:
             self._backward.enter(unit)
         else:
-            self._residences.enter(unit)
+            self._residences.enter(unit, visible=False)
         try:
             # Whoever keeps the tensor, or gives it out as a gradient, gets one of its own: a graph
             # of the backward itself, a reader outside of it, a Function written in Python.
@@ -166,7 +168,7 @@ class SavedTensors:
             return self._tensor(handle, copy=own)
         finally:
             if not inside:
-                self._residences.leave(unit)
+                self._residences.leave(unit, visible=False)
 
     @torch_private.without_grad
     def _tensor(self, handle: WeightHandle, *, copy: bool) -> torch.Tensor:

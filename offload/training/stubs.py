@@ -36,6 +36,16 @@ class Stubs:
             self._stub(spec.index, dtype).expand(shape) for spec, (dtype, _, shape, _) in shapes
         )
 
+    def index_of(self, t: torch.Tensor) -> int | None:
+        """Return the parameter whose placeholder a tensor is, or is a view of."""
+        nans = None if any(t.stride()) else self._nans.get(t.dtype)
+        if nans is None:
+            return None
+        place = (t.data_ptr() - nans.data_ptr()) // nans.itemsize
+        if not 0 <= place < nans.numel():
+            return None
+        return next(i for i, number in self._places[t.dtype].items() if number == place)
+
     def _stub(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         place, nans = self._places[dtype][index], self._nans[dtype]
         storage = torch_private.storage_over(nans[place : place + 1], keep=True)
