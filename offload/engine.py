@@ -14,7 +14,7 @@ from torch import nn
 from .config import OffloadConfig
 from .durable.commits import Commits
 from .durable.meta import random_states
-from .errors import OffloadError
+from .errors import OffloadError, clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
@@ -382,13 +382,21 @@ class Engine(Living):
                 "overspill: step %d, the last, took %.3g s: %s",
                 self.step_count, self.stats.step_s, self.stats.explain(),
             )  # fmt: skip
+        raised: BaseException | None = None
         try:
             self._loop.end()
+        except BaseException as error:
+            raised = error
+            raise
         finally:
-            self._door.close()
-            for each in self._while_open:
-                each.remove()
-            self.machinery.close()
+            clean_up(self._close_parts, "the end of the engine's threads", raised)
+            del raised
+
+    def _close_parts(self) -> None:
+        self._door.close()
+        for each in self._while_open:
+            each.remove()
+        self.machinery.close()
 
     @property
     def finished(self) -> bool:

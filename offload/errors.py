@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from .io_engine.errors import CorruptionError, IoError, OffloadError
 
-__all__ = ["BudgetError", "CorruptionError", "IoError", "OffloadError", "format_bytes"]
+__all__ = ["BudgetError", "CorruptionError", "IoError", "OffloadError", "clean_up", "format_bytes"]
+
+log = logging.getLogger("overspill")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -16,6 +21,17 @@ def format_bytes(nbytes: float) -> str:
         value, unit = value / 1024, unit + 1
     text = f"{value:.1f}".rstrip("0").rstrip(".")
     return f"{text} {_UNITS[unit]}"
+
+
+def clean_up(end: Callable[[], object], what: str, raised: BaseException | None) -> None:
+    """Call ``end``.  If an exception is on its way (``raised``), what goes wrong here is logged,
+    so that it does not take the place of that exception."""
+    try:
+        end()
+    except Exception as error:
+        if raised is None:
+            raise
+        log.error("overspill: after %s, %s failed: %s", type(raised).__name__, what, error)
 
 
 class BudgetError(OffloadError):

@@ -225,7 +225,8 @@ class Loop:
             return
         # What the training thread has on its way is on a stream that this one may not know.
         self._machinery.accelerator.synchronize()
-        self._residences.let_go()
+        # A forward that was interrupted has its unit open: pending updates may need the room.
+        self._residences.reset()
         self._averages.end()
         self._weights.take_edits()
         self._weights.reconcile()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 
 from typing_extensions import Self
 
 from .engine import Engine
+from .errors import clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .observe.export import save_trace
@@ -46,5 +48,8 @@ class Observed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        clean_up(self.close, "close()", raised)

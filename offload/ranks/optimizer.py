@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -265,10 +266,13 @@ class SpreadOptimizer(OffloadedOptimizer):
         """Whether something may be left on its way between ranks."""
         return False
 
-    def __exit__(self, *raised: object) -> None:
-        if raised[0] is not None:  # nobody would see the error while this waits for the others
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if raised is not None:  # nobody would see the error while this waits for the others
             self._holder.world.votes.ends(failing=True)
-        super().__exit__(*raised)
+        super().__exit__(kind, raised, trace)
 
     def close(self) -> None:
         """Ends all threads and frees all memory; every rank calls it."""

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OffloadError, clean_up
 from ..movement.machinery import Machinery
 from ..optim.averaged import AVERAGE
 from ..training.callers import callers
@@ -183,7 +183,7 @@ class Averaged:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._averages.end()
+        clean_up(self._averages.end, "the end of averaged()", error)
         self._open = False
 
     def __del__(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from types import TracebackType
 
 import torch
 from torch import nn
 
-from ..errors import OffloadError
+from ..errors import OffloadError, clean_up
 from ..movement.machinery import Machinery
 from ..training.residences import Residences
 from ..training.showing import Showing
@@ -102,8 +103,14 @@ class Materialized:
         self._open = True
         return self._model
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
         self._open = False
+        clean_up(self._end, "the end of materialized()", raised)
+
+    def _end(self) -> None:
         found = self._materializing.end()
         if self._writeback:
             self._materializing.write_back(found)
