@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,17 @@ class Loop:
         self._trainer.require()
 
     def watch(self, state: OptimizerState) -> OptimizerState:
-        """Write what users change in copies of ``state`` back before it is used; returns it."""
-        self._state = state
+        """Write what users change in copies of ``state`` back before it is used; returns it.
+
+        Not kept alive: it knows the model, and a graph that somebody has kept knows this.
+        """
+        self._watched = weakref.ref(state)
+        return state
+
+    @property
+    def _state(self) -> OptimizerState:
+        state = self._watched()
+        assert state is not None, "the engine has it"
         return state
 
     def quiesce(self) -> None:

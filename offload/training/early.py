@@ -66,7 +66,7 @@ class Early:
         self._residences, self._saved, self._showing = residences, saved, showing
         self._landing, self._commits = landing, commits
         self._declared: list[tuple[weakref.ref[Any], bool]] = []  # the innermost last
-        self._told_of_dropped = False
+        self._told_of_dropped = self._told_of_drop = False
         self._consumed: set[int] = set()  # parameters whose gradient an update has used up
 
     def may_update(self, unit: int, over: bool) -> bool:
@@ -130,10 +130,15 @@ class Early:
     def require_unused(self) -> None:
         """Raise when gradients are dropped that this step's backward has applied already.
 
+        Once in a step: after an exception in backward there may be no other way to go on.
+
         Raises:
             OffloadError: they were; nothing has been dropped yet.
         """
-        if self._ledger.early and not torch_private.in_backward():
+        if not self._ledger.early:
+            self._told_of_drop = False
+        elif not self._told_of_drop and not torch_private.in_backward():
+            self._told_of_drop = True
             names = ", ".join(map(self._showing.name_of, sorted(self._ledger.early)))
             raise OffloadError(
                 f"the gradients of {names} cannot be dropped: update='backward' has applied them "
@@ -141,7 +146,7 @@ class Early:
                 "that only passes through this model (a discriminator that judges a generator), "
                 "freeze the model meanwhile (requires_grad_(False)), or wrap it with "
                 "update='next_forward'. To undo this update, call optimizer.rollback() (with a "
-                "durable store)"
+                "durable store); to keep it and drop the other gradients, drop them once more"
             )
 
     def refuse_updated(self, unit: int) -> None:

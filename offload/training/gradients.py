@@ -148,7 +148,7 @@ class GradientCollector:
         self._early.refuse_updated(unit)
         pending = self._pending_of(unit)
         pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
-        pending.fresh[index] = grad.detach()
+        pending.fresh[index] = grad.detach().resolve_conj()
         self._renew(index)
         self.taken[index] = self.taken.get(index, 0) + 1
         with torch_private.without_overrides():
@@ -210,7 +210,7 @@ class GradientCollector:
         elif index in pending.added:
             pending.added[index] = pending.added[index] + grad
         else:
-            pending.added[index] = grad.detach().clone()
+            pending.added[index] = grad.detach().resolve_conj().clone()
         self._ledger.squares.pop(index, None)  # last: what has come is measured when it is gathered
 
     def awaits(self, index: int) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.durable.export import export_store
-from tests.devices import CPU, DEVICE, SIM, plainly
+from tests.devices import CPU, DEVICE, SIM
 
 ON: dict[str, dict[str, Any]] = {
     CPU: {"device": CPU, "host_memory": "1MiB"},
@@ -84,7 +84,7 @@ def _same(found: torch.Tensor | None, expected: torch.Tensor) -> None:
     one, other = found.detach().cpu(), expected.detach().cpu()
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
-    torch.testing.assert_close(one.double(), other.double(), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", sorted(ON))
@@ -99,7 +99,7 @@ def test_a_tensor_is_trained_saved_resumed_and_exported(
     optimizer = overspill.wrap(
         model, torch.optim.AdamW(_trained(model), lr=0.1), nvme=store, **ON[device]
     )
-    assert _steps(model, optimizer) == pytest.approx(_steps(plain, its), abs=1e-5)
+    assert _steps(model, optimizer) == pytest.approx(_steps(plain, its), rel=1e-5, abs=1e-5)
     _same(model.x, plain.x)
     _same(model.state_dict()["x"], plain.x)
     if role != "buffer":
@@ -113,7 +113,7 @@ def test_a_tensor_is_trained_saved_resumed_and_exported(
     _same(load_file(out / "model.safetensors").get("x"), plain.x)
     its.load_state_dict(torch.load(out / "optimizer.pt"))
     optimizer.load_state_dict(its.state_dict())
-    assert _steps(model, optimizer) == pytest.approx(_steps(plain, its), abs=1e-5)
+    assert _steps(model, optimizer) == pytest.approx(_steps(plain, its), rel=1e-5, abs=1e-5)
     optimizer.close()
     export_store(store, tmp_path / "exported")
     _same(load_file(tmp_path / "exported" / "model.safetensors").get("x"), plain.x)
@@ -125,7 +125,7 @@ def test_a_tensor_is_trained_saved_resumed_and_exported(
     inner = torch.optim.AdamW(_trained(again), lr=0.1)
     optimizer, _ = overspill.resume(again, store, inner, **options)
     _same(again.x, plain.x)
-    assert _steps(again, optimizer) == pytest.approx(_steps(plain, its), abs=1e-5)
+    assert _steps(again, optimizer) == pytest.approx(_steps(plain, its), rel=1e-5, abs=1e-5)
     overspill.unwrap(again)
     _same(again.x, plain.x)
 
@@ -154,14 +154,17 @@ def test_a_complex_layer_trains_as_in_torch_in_every_mode(device: str, tmp_path:
             x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(number)).to(DEVICE)
             loss = model(x).square().mean()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if not isinstance(optimizer, overspill.OffloadedOptimizer):
+                for p in model.parameters():  # torch's optimizers refuse a lazy conjugate
+                    p.grad = p.grad.resolve_conj()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
         return found
 
     plain = build()
-    expected = losses(plain, plainly(overspill.optim.AdamW, plain.parameters(), lr=0.05))
+    expected = losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
     for update in ("step", "next_forward"):
         model = build()
         inner = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -169,7 +172,7 @@ def test_a_complex_layer_trains_as_in_torch_in_every_mode(device: str, tmp_path:
         folder.mkdir()
         options = {**ON[device], "host_memory": "64KiB" if device == CPU else "1MiB"}
         with overspill.wrap(model, inner, nvme=folder, update=update, **options) as optimizer:
-            assert losses(model, optimizer) == pytest.approx(expected, rel=1e-6)
+            assert losses(model, optimizer) == pytest.approx(expected, rel=1e-5)
             for (name, p), (_, its) in zip(
                 model.named_parameters(), plain.named_parameters(), strict=True
             ):

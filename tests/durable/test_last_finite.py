@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -88,6 +89,8 @@ def test_an_update_that_overflows_is_never_committed(
             again = told > 0 and update == "backward" and "rollback()" in str(error)
             assert "not finite" in str(error) or again
             told += 1
+            with contextlib.suppress(OffloadError):  # of an update in backward it says so once
+                optimizer.zero_grad()
             optimizer.zero_grad()
     if way == "commit":
         with pytest.raises(OffloadError, match=r"not finite|part of the model"):

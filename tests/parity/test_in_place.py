@@ -98,7 +98,9 @@ def test_training_is_the_same_and_none_of_it_is_written(
     (tmp_path / "store").mkdir()
     model = build()
     options = {**TIGHT[place], "update": update, "durable": durable, "nvme": tmp_path / "store"}
-    with overspill.wrap(model, adamw(model), weights=file, rates=RATES, **options) as made:
+    with overspill.wrap(
+        model, adamw(model), weights=file, ignore_weights=["a"], rates=RATES, **options
+    ) as made:
         losses = steps(model, made, 0, 6)
         after = [p.detach().cpu().clone() for p in model.parameters()]
         layout = made.plan.detail.layout
@@ -153,10 +155,12 @@ def test_only_what_lies_in_the_files_as_in_memory_is_read_in_place(tmp_path: Pat
     file = file_of(inference.build().to(torch.bfloat16), tmp_path)
     model = inference.build()
     options: dict[str, Any] = {"host_memory": "64MiB", "rates": RATES, **inference.PLACES["device"]}
-    with overspill.wrap(model, weights=file, **options) as made:
+    with overspill.wrap(model, weights=file, ignore_weights=["a"], **options) as made:
         assert not made.plan.detail.layout.in_place
     model = inference.build()
-    with overspill.wrap(model, weights=file, precision="bf16", **options) as made:
+    with overspill.wrap(
+        model, weights=file, ignore_weights=["a"], precision="bf16", **options
+    ) as made:
         assert made.plan.detail.layout.in_place == {*range(inference.BLOCKS)}
         assert made.plan.tier_bytes[Tier.NVME] == made.plan.disk_bytes == 0
 
@@ -169,7 +173,7 @@ def test_a_run_goes_on_with_the_same_files_alone(tmp_path: Path, loaded: Any) ->
     model = build()
     options = {**TIGHT[place], "rates": RATES}
     with overspill.wrap(
-        model, adamw(model), weights=file, nvme=tmp_path / "store", **options
+        model, adamw(model), weights=file, ignore_weights=["a"], nvme=tmp_path / "store", **options
     ) as made:
         losses = steps(model, made, 0, 3)
     whole = file.read_bytes()
@@ -216,7 +220,7 @@ def test_a_store_moves_to_other_directories_without_them(tmp_path: Path) -> None
     options = {**TIGHT["device"], "rates": RATES}
     model = build()
     with overspill.wrap(
-        model, adamw(model), weights=file, nvme=tmp_path / "store", **options
+        model, adamw(model), weights=file, ignore_weights=["a"], nvme=tmp_path / "store", **options
     ) as made:
         expected = steps(model, made, 0, 2)
         made.commit()
@@ -235,7 +239,13 @@ def test_what_is_read_in_place_is_not_changed(tmp_path: Path) -> None:
     model = build()
     name, options = "1.base.weight", {**TIGHT["device"], "rates": RATES}
     with overspill.wrap(
-        model, adamw(model), weights=file, nvme=tmp_path, durable=False, **options
+        model,
+        adamw(model),
+        weights=file,
+        ignore_weights=["a"],
+        nvme=tmp_path,
+        durable=False,
+        **options,
     ) as made:
         losses = steps(model, made, 0, 1)
         same = {n: t.clone() for n, t in model.state_dict().items()}
@@ -264,7 +274,10 @@ def test_a_file_that_changes_amid_a_run_ends_it(tmp_path: Path) -> None:
     file = file_of(inference.build(), tmp_path)
     options = inference.PLACES["all tiers"] | {"host_memory": f"{READER + 600}KiB"}
     model = inference.build()
-    with overspill.wrap(model, weights=file, rates=RATES, **options) as made, torch.no_grad():
+    with (
+        overspill.wrap(model, weights=file, ignore_weights=["a"], rates=RATES, **options) as made,
+        torch.no_grad(),
+    ):
         model(normal(0, 3, 64))
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 0x10
@@ -284,12 +297,15 @@ def test_a_plan_says_so_and_reads_headers_alone(
     with overspill.empty_init():
         model = inference.build()
     made = overspill.plan(
-        model, device=CPU, weights=file, host_memory=f"{READER + 600}KiB", rates=RATES
+        model, device=CPU, weights=file, ignore_weights=["a"], rates=RATES,
+        host_memory=f"{READER + 600}KiB",
     ) if CPU == "cpu" else None  # fmt: skip
     if made is not None:
         assert made.fits and made.disk_bytes == 0 and made.link_bytes["read"] > 0
         assert made.tier_bytes[Tier.HOST] <= (READER + 600) << 10
-        short = overspill.plan(model, device=CPU, weights=file, host_memory="1MiB", rates=RATES)
+        short = overspill.plan(
+            model, device=CPU, weights=file, ignore_weights=["a"], host_memory="1MiB", rates=RATES
+        )
         assert not short.fits
 
 
@@ -309,7 +325,7 @@ def test_a_file_that_is_replaced_before_it_is_opened_is_told_of(
     options = inference.PLACES["all tiers"] | {"host_memory": f"{READER + 600}KiB"}
     model = inference.build()
     with (
-        overspill.wrap(model, weights=file, rates=RATES, **options),
+        overspill.wrap(model, weights=file, ignore_weights=["a"], rates=RATES, **options),
         torch.no_grad(),
         pytest.raises(overspill.CorruptionError, match="since its header was read"),
     ):
@@ -323,7 +339,7 @@ def test_other_weights_than_nobody_has_read_yet_are_told_of(tmp_path: Path) -> N
     options = {**TIGHT["device"], "rates": RATES}
     model = build()
     with overspill.wrap(
-        model, adamw(model), weights=file, nvme=tmp_path / "store", **options
+        model, adamw(model), weights=file, ignore_weights=["a"], nvme=tmp_path / "store", **options
     ) as made:
         made.commit()
     made, _ = overspill.resume(build(), tmp_path / "store", **options)
@@ -344,7 +360,12 @@ def test_folders_as_people_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     model = build()
     with overspill.wrap(
-        model, adamw(model), weights="snapshot", nvme="store", **TIGHT["device"]
+        model,
+        adamw(model),
+        weights="snapshot",
+        ignore_weights=["a"],
+        nvme="store",
+        **TIGHT["device"],
     ) as made:
         assert made.plan.detail.layout.in_place
         losses = steps(model, made, 0, 1)

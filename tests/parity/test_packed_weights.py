@@ -261,7 +261,7 @@ def test_weights_come_packed_from_files(form: Any, tmp_path: Path) -> None:
     place = next(iter(PLACES))
     options = {**PLACES[place], "host_memory": "64MiB", "device_memory": "400KiB"}
     with torch.no_grad(), overspill.wrap(
-        model, weights=file, frozen=form, rates=RATES, **options
+        model, weights=file, ignore_weights=["a"], frozen=form, rates=RATES, **options
     ) as made:  # fmt: skip
         assert not made.plan.detail.layout.in_place
         x = normal(0, 3, inference.WIDTH)

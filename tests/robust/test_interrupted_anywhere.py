@@ -7,6 +7,7 @@ the package; the lines are counted in a run before.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import sys
@@ -198,9 +199,9 @@ def play_on(folder: Path, number: int, few: int) -> int:
         where = f"line {at}: {wire.where}"
         try:
             with optimizer:
-                optimizer.zero_grad()
                 count = optimizer.step_count
                 try:
+                    optimizer.zero_grad()
                     restore_statistics(model, wanted[count])
                     for step in range(count, STEPS):
                         one_step(model, optimizer, step)
@@ -307,10 +308,11 @@ def test_between_two_lines_of_an_early_update(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(KeyboardInterrupt):
             model(*batch(0)).backward()
         monkeypatch.undo()
-        for _ in range(2):  # the torn gradient, and what was updated and then dropped
+        for _ in range(3):  # the torn gradient, twice, and what was updated and then dropped
             with pytest.raises(OffloadError):
                 optimizer.step()
-            optimizer.zero_grad()
+            with contextlib.suppress(OffloadError):  # which says once that they were applied
+                optimizer.zero_grad()
         optimizer.step()
         train(model, optimizer, 2)
 

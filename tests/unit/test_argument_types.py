@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: torch.optim.lr_scheduler.StepLR(_adamw(m), 1), r"pass scheduler\.optimizer",
     ),
     "model": (lambda m: _model(), r"got torch\.nn\.modules\.container\.Sequential"),
-    "another library's": (lambda m: Other(), "got tests.unit.test_argument_types.Other"),
+    "another library's": (lambda m: Other(), r"got (tests\.unit\.)?test_argument_types\.Other"),
     "state dict": (lambda m: _adamw(m).state_dict(), "got dict"),
     "False": (lambda m: False, "got bool"),
     "0": (lambda m: 0, "got int"),
@@ -131,9 +131,9 @@ def test_values_of_options_that_make_no_sense_are_refused(
     monkeypatch.chdir(tmp_path)
     for value in OPTIONS[name]:
         model = _model()
-        with pytest.raises((TypeError, ValueError), match=name) as found:
+        expected = (TypeError, ValueError, overspill.OffloadError)  # no such device, or folder
+        with pytest.raises(expected, match=rf"{name}|/nonexistent"):
             call(model, _adamw(model), **{**KEPT, name: value})
-        assert found.type in (TypeError, ValueError), f"{name}={value!r}: {found.value!r}"
     assert not list(tmp_path.iterdir()), "nothing was written to the current directory"
 
 

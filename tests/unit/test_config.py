@@ -69,7 +69,7 @@ def test_shares_and_auto_resolve() -> None:
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm"),
         ({"max_grad_norm": 1.0, "update": "backward"}, ValueError, "global norm"),
         ({"device": "cpu", "device_memory": "1GiB"}, ValueError, "one memory tier"),
-        ({"units": "block"}, TypeError, "list of module names"),
+        ({"units": "block"}, TypeError, "list of names"),
         ({"nvme": []}, ValueError, "empty list"),
         ({"init": 3}, TypeError, "callable"),
         ({"on_nonfinite": "rollback"}, ValueError, "goes back to the last commit; pass nvme="),
