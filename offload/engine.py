@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from .training.held_gradients import HeldGradients
 from .training.hooks import ModuleHooks
 from .training.landing import Landing
 from .training.modelled_compute import ModelledCompute
+from .training.pickling import Pickling, copied, reduced, spawning
 from .training.residences import Residences
 from .training.saved import SavedTensors
 from .training.showing import Showing
@@ -59,6 +60,7 @@ from .training.stepping import Stepping
 
 log = logging.getLogger("overspill")
 ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"
+_MARKS = (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__")
 
 
 class Engine(Living):
@@ -158,6 +160,7 @@ class Engine(Living):
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, homes, calibration, hooks)
+            hooks.append(Pickling(model))
             if not groups:
                 protocol = homes.machinery.executor.protocol
                 hooks.append(Forwards(model, protocol, engine.forwarded))
@@ -184,7 +187,7 @@ class Engine(Living):
         """Takes hooks and marks from the model."""
         for each in self._hooks:
             each.remove()
-        for name in (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
+        for name in _MARKS:
             self.model.__dict__.pop(name, None)
 
     # -- what is known of it --------------------------------------------------------------------
@@ -407,16 +410,23 @@ class Engine(Living):
         """This is a forked child: nothing of the engine works here, its memory least of all."""
         self._residences.close()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        if self._materializing.active:
+            return copied(self.model, memo, *_MARKS)
         raise OffloadError(
-            "a wrapped model cannot be copied: its weights are not all in memory; copy "
-            "model.state_dict(), or overspill.unwrap(model) first"
+            "a wrapped model cannot be copied: its weights are not all in memory. Copy it before "
+            "wrap, or inside `with overspill.materialized(model):`; for an average of the weights "
+            "use overspill.ema(optimizer, decay) before wrap"
         )
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> Any:
+        # For a data-loader worker whose collator holds the model, say.
+        if spawning() or self._materializing.active:
+            return reduced(self.model, *_MARKS)
         raise OffloadError(
-            "a wrapped model cannot be pickled: its weights are not all in memory; save "
-            "model.state_dict() instead"
+            "a wrapped model cannot be pickled: its weights are not all in memory. Save "
+            "model.state_dict(), or optimizer.save(path) (with a durable store), or pickle it "
+            "inside `with overspill.materialized(model):`"
         )
 
 

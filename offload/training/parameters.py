@@ -10,7 +10,7 @@ read is joined to the parameter in the graph, so that its gradient arrives as al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +32,7 @@ from .operations import (
     is_view,
     sets_grad,
 )
+from .pickling import on_meta, spawning
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
@@ -77,6 +78,9 @@ class Shown(_Fixed):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _plain_copy(self, memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, super().__reduce_ex__, protocol)
+
 
 class Hidden(Elsewhere, _Fixed):
     """Mixed into the class of a parameter whose weights are elsewhere."""
@@ -107,6 +111,9 @@ class Hidden(Elsewhere, _Fixed):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _plain_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, super().__reduce_ex__, protocol)
 
     def __repr__(self) -> str:
         mine = known(self)
@@ -144,6 +151,11 @@ class Hidden(Elsewhere, _Fixed):
         if getattr(func, "__module__", "") == "torch.nn.init":  # of leaves, outside of any graph
             return torch_private.without_grad(Operation().run)(func, args, kwargs)
         return Operation().run(func, args, kwargs)
+
+
+def _reduced(p: Any, plainly: Callable[[Any], Any], protocol: Any) -> Any:
+    """What pickle is to do: with its weights, an ordinary parameter is made."""
+    return on_meta(p) if spawning() else plainly(protocol)
 
 
 def _plain_copy(p: Any, memo: dict[int, Any]) -> nn.Parameter:

@@ -361,6 +361,45 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return bool(torch.nn.parameter.is_lazy(tensor))
 
 
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_OF_HOOKS = (
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+def without_hooks(module: torch.nn.Module, package: str) -> dict[str, Any]:
+    """A module's attributes, its hooks without those that are defined in a package."""
+    state = dict(vars(module))
+    gone: set[int] = set()
+    for name in _HOOKS:
+        kept = type(state[name])(
+            (number, hook)
+            for number, hook in state[name].items()
+            if _package_of(getattr(hook, "hook", hook)) != package
+        )
+        gone.update(state[name].keys() - kept.keys())
+        state[name] = kept
+    for name in _OF_HOOKS:
+        state[name] = type(state[name])(
+            (number, value) for number, value in state[name].items() if number not in gone
+        )
+    return state
+
+
+def _package_of(function: object) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def with_buffers(module: torch.nn.Module, make: Callable[[torch.Tensor], object]) -> dict[str, Any]:
+    """The attribute that holds a module's own buffers, with what ``make`` gives for each."""
+    buffers = module._buffers.items()
+    return {"_buffers": {n: None if b is None else make(b) for n, b in buffers}}
+
+
 def buffer_names(module: torch.nn.Module) -> list[str]:
     """The names of a module's own buffers, those that are ``None`` included."""
     return list(module._buffers)

@@ -1,0 +1,104 @@
+"""Pickles of a wrapped model's modules: for workers of a data loader, and of single modules.
+
+A module has hooks of the engine's, which are closures and cannot be pickled.  A pickle of a module
+is an ordinary module without them.  Where it is for a process that is being spawned, such as a
+data-loader worker whose collator holds the model, its parameters are on ``meta``: there nobody
+computes with them, and the weights need not fit in memory once more for every worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import io
+from functools import partial
+from multiprocessing import context
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import torch_private
+
+KEY = "__reduce_ex__"  # found on the instance, it comes before the class's
+
+
+def spawning() -> bool:
+    """Whether what is pickled is for a process that ``multiprocessing`` is about to start."""
+    return context.get_spawning_popen() is not None
+
+
+def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
+    """Return what pickle is to do for a module that has hooks of the engine's: an ordinary one.
+
+    ``leave_out``: attributes that the copy does not have.
+    """
+    state = torch_private.without_hooks(module, __name__.partition(".")[0])
+    for name in (KEY, *leave_out):
+        state.pop(name, None)
+    if spawning():
+        state |= torch_private.with_buffers(module, _Copied)
+    return copyreg.__newobj__, (type(module),), state  # type: ignore[attr-defined]
+
+
+def copied(module: nn.Module, memo: dict[int, Any], *leave_out: str) -> nn.Module:
+    """Return a deep copy of a module that has hooks of the engine's: an ordinary one."""
+    made = type(module).__new__(type(module))
+    memo[id(module)] = made
+    _, _, state = reduced(module, *leave_out)
+    made.__setstate__(copy.deepcopy(state, memo))
+    return made
+
+
+class _Copied:
+    """A buffer that is pickled by its bytes.
+
+    torch would move the model's own buffer to shared memory, to send a file descriptor.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        target = io.BytesIO()
+        torch.save(self._buffer.detach().cpu(), target)
+        return _loaded, (target.getvalue(),)
+
+
+def _loaded(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def on_meta(p: torch.Tensor) -> tuple[Any, ...]:
+    """Return what pickle is to do for a parameter that is sent to a spawned process."""
+    return _parameter_on_meta, (tuple(p.shape), p.dtype, p.requires_grad)
+
+
+def _parameter_on_meta(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool
+) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+
+
+class Pickling:
+    """Makes the modules inside of a model picklable; ``remove`` undoes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [module for module in model.modules() if module is not model]
+        for module in self._modules:
+            if KEY not in module.__dict__:
+                module.__dict__[KEY] = partial(_reduce, module)
+
+    def remove(self) -> None:
+        """Leave pickling to the modules' classes again."""
+        for module in self._modules:
+            if _is_ours(module.__dict__.get(KEY)):
+                del module.__dict__[KEY]
+
+
+def _reduce(module: nn.Module, _protocol: object) -> tuple[Any, ...]:
+    return reduced(module)
+
+
+def _is_ours(value: object) -> bool:
+    return isinstance(value, partial) and value.func is _reduce
