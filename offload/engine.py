@@ -387,7 +387,7 @@ class Engine(Living):
             )  # fmt: skip
         raised: BaseException | None = None
         try:
-            self._loop.end()
+            self._loop.end(self.state)
         except BaseException as error:
             raised = error
             raise

@@ -220,8 +220,13 @@ class Loop:
         """Takes the hooks of a forward that an exception has ended from the calling thread."""
         self._frames.forget()
 
-    def end(self) -> None:
-        """The calling thread ends all, whoever trains: the last step is committed, if it can be."""
+    def end(self, state: OptimizerState) -> None:
+        """The calling thread ends all, whoever trains: the last step is committed, if it can be.
+
+        Args:
+            state: the one that is watched. When the garbage collector ends the engine, weak
+                references to it have been cleared.
+        """
         self._trainer.closes()
         self._executor.health.closes()
         wait_for_others()
@@ -240,5 +245,5 @@ class Loop:
         self._averages.end()
         self._weights.take_edits()
         self._weights.reconcile()
-        self._state.write_back()
+        state.write_back()
         self._commits.close()

@@ -55,17 +55,32 @@ class Shards(nn.Module):
 
     def _share_buffers(self) -> None:
         """A forward may have given a name another tensor."""
-        kept = nn.Module()
+        kept = _Buffers()
         for prefix, module in self._of_model():
             for name, buffer in module.named_buffers(recurse=False):
-                path = f"{prefix}.{name}" if prefix else name
+                path = (f"{prefix}.{name}" if prefix else name).replace(".", _DOT)
                 persistent = torch_private.is_persistent(module, name)
-                kept.register_buffer(path.replace(".", _DOT), buffer, persistent=persistent)
+                kept.register_buffer(path, buffer, persistent=persistent)
+                kept.owners[path] = module, name
         self.add_module(BUFFERS, kept)  # in the place of the last one
 
     def forward(self) -> None:
         """Nothing runs here."""
         raise NotImplementedError
+
+
+class _Buffers(nn.Module):
+    """The buffers of another module's parts; one that is assigned here is assigned there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: dict[str, tuple[nn.Module, str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("owners", {}):
+            module, own = self.owners[name]
+            setattr(module, own, value)
 
 
 class ShardGroup(dict[str, Any]):

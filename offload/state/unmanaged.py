@@ -73,7 +73,8 @@ class UnmanagedState:
             OffloadError: the model has no such tensor, or has a parameter of another shape.
         """
         self._model, self._stored = model, dict(stored)
-        missing = [name for name in added if _owner(model, name) is None]
+        modules = _modules(model)
+        missing = [name for name in added if _owner(modules, name) is None]
         for name in missing:
             del self._stored[name]
         if missing:
@@ -83,13 +84,14 @@ class UnmanagedState:
                 "writes them: %s", ", ".join(missing),
             )  # fmt: skip
         for name, value in self._stored.items():
-            _check(model, name, value)
+            _check(modules, name, value)
 
     def restore(self) -> None:
         """Put the values into the model.  A buffer of another shape is replaced, as by modules that
         size their buffers when they first run."""
+        modules = _modules(self._model)
         for name, value in self._stored.items():
-            module, own = _owner(self._model, name), name.rpartition(".")[2]
+            module, own = _owner(modules, name), name.rpartition(".")[2]
             assert module is not None, "checked when this was made"
             there = getattr(module, own)
             if there is None:
@@ -101,19 +103,22 @@ class UnmanagedState:
                 there.detach().copy_(value)
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module | None:
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
     """The module that has a parameter or buffer of this name, even an empty one."""
     path, _, own = name.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
+    module = modules.get(path)
+    if module is None:
         return None
     parameter = torch_private.own_parameters(module).get(own)
     return module if parameter is not None or own in torch_private.buffer_names(module) else None
 
 
-def _check(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    module, own = _owner(model, name), name.rpartition(".")[2]
+def _check(modules: Mapping[str, nn.Module], name: str, value: torch.Tensor) -> None:
+    module, own = _owner(modules, name), name.rpartition(".")[2]
     if module is None:
         raise OffloadError(
             f"the commit holds {name!r}, of shape {tuple(value.shape)}, and the model has no such "

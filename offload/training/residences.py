@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from .held_slots import HeldSlots
 from .managed import Managed, WeightAccess, managed
 from .parameters import manage
 from .stubs import Stubs
+from .views import View, make_views
 
 
 @dataclass(frozen=True)
@@ -44,50 +45,6 @@ class Residence:
     streams: set[Hashable] = field(default_factory=set)
     waited: set[Hashable] = field(default_factory=set)
     lasting: dict[View, torch.Tensor] = field(default_factory=dict)
-
-
-class View(NamedTuple):
-    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start.
-
-    ``conjugated`` and ``negated`` are torch's lazy bits: memory holds the value without them.
-    """
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    conjugated: bool = False
-    negated: bool = False
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> View:
-        """Describe a tensor, to make it again over another copy of its memory."""
-        shape, stride = tuple(t.shape), tuple(t.stride())
-        return cls(int(t.storage_offset()), t.dtype, shape, stride, t.is_conj(), t.is_neg())
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Make the tensor over ``storage``."""
-        made = view_in(storage, 0, self.dtype, self.offset, self.shape, self.stride)
-        if self.conjugated:
-            made = made.conj()
-        return torch_private.negated(made) if self.negated else made
-
-
-def view_in(
-    storage: torch.UntypedStorage, byte_offset: int, dtype: torch.dtype,
-    offset: int, shape: Sequence[int], stride: Sequence[int],
-) -> torch.Tensor:  # fmt: skip
-    """A tensor over part of a storage; ``offset`` counts elements after ``byte_offset``."""
-    start = byte_offset // dtype.itemsize + offset
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, shape, stride)
-
-
-def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """Views of all parameters of a unit over its slot."""
-    return tuple(
-        view_in(storage, chunk.byte_offset, *spec.as_parameter(chunk.dtype))
-        for chunk, spec in unit.params
-    )
 
 
 _KEPT_VIEWS = 4  # for each parameter: as it is, transposed; parts of it may be without number

@@ -13,8 +13,9 @@ from . import torch_private
 from .activations import SavedHandle, Stash
 from .backward import Backward
 from .managed import Elsewhere
-from .residences import Residences, View
+from .residences import Residences
 from .resting import Rest
+from .views import View
 
 
 class WeightHandle:

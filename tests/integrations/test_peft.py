@@ -263,6 +263,7 @@ def test_of_several_adapters_those_with_values_keep_them(tmp_path: Path) -> None
                 setattr(model.get_submodule(owner), last, real)
         with overspill.wrap(
             model, adamw(torch.optim.AdamW, model), weights=tmp_path / "base", frozen="nf4",
+            ignore_weights=["model.layers.[23].*"] if layers == 2 else None,
             device=SIM, device_memory="64MiB", host_memory="64MiB", rates=overspill.Rates(),
         ):  # fmt: skip
             for name, p in model.named_parameters():

@@ -40,9 +40,11 @@ class Assigns(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("longer", torch.zeros(0))  # in every forward
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + 1
+        self.longer = torch.cat([self.longer, self.seen[None]])
         return super().forward(tokens)
 
 
@@ -143,6 +145,7 @@ def resumes_assigned_buffers(rank: int, folder: Path) -> None:
         assert model.seen.item() == 3
         optimizer.rollback()
         assert model.seen.item() == optimizer.step_count > 0
+        assert model.longer.tolist() == [1 + n for n in range(optimizer.step_count)]
         step(model, optimizer, 3, rank)
         assert model.seen.item() == optimizer.step_count
         taken = optimizer.step_count
@@ -151,6 +154,7 @@ def resumes_assigned_buffers(rank: int, folder: Path) -> None:
     again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
     with again:
         assert again.step_count == taken == model.seen.item()
+        assert model.longer.tolist() == [1 + n for n in range(taken)]
 
 
 def on_fsdp(rank: int, size: int, folder: Path) -> None:

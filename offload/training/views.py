@@ -1,0 +1,55 @@
+"""Tensors over the memory of a slot: described, and made again over another copy of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..schedule.units import Unit
+from . import torch_private
+
+
+class View(NamedTuple):
+    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start.
+
+    ``conjugated`` and ``negated`` are torch's lazy bits: memory holds the value without them.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugated: bool = False
+    negated: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> View:
+        """Describe a tensor, to make it again over another copy of its memory."""
+        shape, stride = tuple(t.shape), tuple(t.stride())
+        return cls(int(t.storage_offset()), t.dtype, shape, stride, t.is_conj(), t.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Make the tensor over ``storage``."""
+        made = view_in(storage, 0, self.dtype, self.offset, self.shape, self.stride)
+        if self.conjugated:
+            made = made.conj()
+        return torch_private.negated(made) if self.negated else made
+
+
+def view_in(
+    storage: torch.UntypedStorage, byte_offset: int, dtype: torch.dtype,
+    offset: int, shape: Sequence[int], stride: Sequence[int],
+) -> torch.Tensor:  # fmt: skip
+    """A tensor over part of a storage; ``offset`` counts elements after ``byte_offset``."""
+    start = byte_offset // dtype.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, shape, stride)
+
+
+def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
+    """Views of all parameters of a unit over its slot."""
+    return tuple(
+        view_in(storage, chunk.byte_offset, *spec.as_parameter(chunk.dtype))
+        for chunk, spec in unit.params
+    )
