@@ -58,14 +58,16 @@ def _rebuild(kind: type[IoError], message: str, attributes: dict[str, object]) -
     return error
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _REMEDIES = {
-    codes.ENOSPC: "free space in the file system",
+    codes.ENOSPC: "free space there, or choose another place",
     codes.EDQUOT: "raise the disk quota, or choose another directory",
     codes.EFBIG: "raise the file size limit (ulimit -f)",
     codes.EROFS: "the file system has become read-only; see the kernel log",
     codes.EIO: "the device failed; see the kernel log and its health, and choose another directory",
     codes.EACCES: "give this user write permission, or choose another directory",
     codes.EPERM: "give this user write permission, or choose another directory",
+    codes.ENOENT: "create the folder, or choose another one",
     codes.ELOOP: "it is a symbolic link, and none is followed here; remove the link",
     codes.ECANCELED: "it was cancelled before it started",
 }
@@ -76,9 +78,33 @@ def remedy_for(errno: int) -> str:
     return _REMEDIES.get(errno, "see the kernel log, or choose another directory")
 
 
-def refused(path: Path, what: str, error: OSError) -> IoError:
-    """The error for what the system refused to do with ``path``, with a remedy."""
+def format_bytes(nbytes: float) -> str:
+    """``nbytes`` with a binary unit and at most one decimal, as budgets are written: ``12 MiB``."""
+    value, unit = float(nbytes), 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    text = f"{value:.1f}".rstrip("0").rstrip(".")
+    return f"{text} {_UNITS[unit]}"
+
+
+def refused(path: Path, what: str, error: OSError, *, need_bytes: int = 0) -> IoError:
+    """The error for what the system refused to do with ``path``, with a remedy.
+
+    ``need_bytes``: how much was to be written, for a disk that is full; 0 if it is not known.
+    """
     code = error.errno or 0
+    room = _room(path, need_bytes) if code == codes.ENOSPC else ""
     return IoError(
-        f"{path}: {what}: {os.strerror(code)}; {remedy_for(code)}", path=str(path), errno=code
+        f"{path}: {what}: {os.strerror(code)}; {room}{remedy_for(code)}", path=str(path), errno=code
     )
+
+
+def _room(path: Path, need_bytes: int) -> str:
+    """What is needed and what is free, for a message."""
+    place = next((each for each in (path, *path.parents) if each.is_dir()), None)
+    if place is None:
+        return ""
+    system = os.statvfs(place)
+    needed = f"{format_bytes(need_bytes)} are needed, and " if need_bytes else ""
+    free = format_bytes(system.f_bavail * system.f_frsize)
+    return f"{needed}{free} are free in {place}; "

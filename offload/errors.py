@@ -5,22 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .io_engine.errors import CorruptionError, IoError, OffloadError
+from .io_engine.errors import CorruptionError, IoError, OffloadError, format_bytes
 
 __all__ = ["BudgetError", "CorruptionError", "IoError", "OffloadError", "clean_up", "format_bytes"]
 
 log = logging.getLogger("overspill")
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def format_bytes(nbytes: float) -> str:
-    """``nbytes`` with a binary unit and at most one decimal, as budgets are written: ``12 MiB``."""
-    value, unit = float(nbytes), 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    text = f"{value:.1f}".rstrip("0").rstrip(".")
-    return f"{text} {_UNITS[unit]}"
 
 
 def clean_up(end: Callable[[], object], what: str, raised: BaseException | None) -> None:
