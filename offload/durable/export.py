@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from ..errors import CorruptionError, OffloadError, format_bytes
+from ..io_engine.atomic_files import remove_abandoned, replacing_folder
 from ..io_engine.committed import find_store
 from ..observe.long_work import LongWork
 from ..state.weight_files import OPTIMIZER
-from .files import SHARD_BYTES, Note, is_of_an_export, write_shards, write_text, write_torch
+from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
 from .hub import Read, config_of, of_model
 from .inspect import require_unmoved
 from .source import StoreSource
@@ -44,7 +41,7 @@ def export_store(
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
     weights: Path | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes the last commit of a store to the folder ``out``; memory for a few parts is taken.
+    """Write the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
     Args:
         config: ``config.json`` of the model, or the folder it is in, to copy; or its text.
@@ -100,14 +97,17 @@ def write_export(
     config: str | None, step: int, *, shard_bytes: int = SHARD_BYTES,
     note: Note = lambda nbytes: None, check: Any = lambda: None,
 ) -> dict[str, int]:  # fmt: skip
-    """Writes all files beside ``out`` and renames the folder when they are flushed.
+    """Write all files to a draft beside ``out``, and rename the folder when they are flushed.
 
-    Whatever ends it before, ``out`` is not there, or empty as it was.
+    If anything ends it before, ``out`` does not exist, or is empty as it was. See Note [Atomic
+    writes].
     """
-    _remove_abandoned(out)
+    _require_free_name(out)
+    # Abandoned drafts take room: they go before the free room is looked at.
+    remove_abandoned(out.absolute().parent, re.escape(out.name))
     _require_room(out, weights, tree)
     work = LongWork(f"writing {out.name}", _bytes_of(weights, tree))
-    with _draft_of(out) as draft, work as done:
+    with replacing_folder(out) as draft, work as done:
         files: dict[str, Written] = {}
 
         def written(nbytes: int) -> None:
@@ -121,54 +121,7 @@ def write_export(
         files |= write_shards(weights, draft, written, shard_bytes)
         check()
         write_text(draft / SUMS, sums_text(files, step))
-        draft.replace(out)
-        fd = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
     return {name: file.nbytes for name, file in files.items()}
-
-
-@contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
-    """A new folder beside ``out``, under a name that nobody else has, locked as long as this
-    process writes to it; it goes at the end, unless it was renamed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f"{out.name}.{uuid.uuid4().hex}.part")
-    draft.mkdir()
-    fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without: then nobody removes it
-            fcntl.flock(fd, fcntl.LOCK_EX)  # waits for one that looks whether it is abandoned
-        yield draft
-    finally:
-        if draft.exists():
-            shutil.rmtree(draft, ignore_errors=True)
-        os.close(fd)
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Removes what exports to ``out`` have left that were killed: folders under such a name, with
-    nothing in them but what an export writes, which nobody has locked.  One that is empty may have
-    been made just now."""
-    if not out.parent.is_dir():
-        return
-    named = re.compile(re.escape(out.name) + r"\.[0-9a-f]{32}\.part")
-    for draft in [each for each in out.parent.iterdir() if named.fullmatch(each.name)]:
-        try:
-            fd = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue  # a link, or no folder: not ours
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            names = os.listdir(fd)
-            if names and all(map(is_of_an_export, names)):
-                shutil.rmtree(draft, ignore_errors=True)
-        except OSError:
-            continue  # it is being written
-        finally:
-            os.close(fd)
 
 
 def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None) -> int:
@@ -178,14 +131,17 @@ def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None)
     return sum(tensor.nbytes for tensor in weights) + moments
 
 
-def _require_room(
-    out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None
-) -> None:
+def _require_free_name(out: Path) -> None:
     there = out.is_symlink() or out.exists()
     if there and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise OffloadError(f"{out} is there already; choose another place, or remove it")
+
+
+def _require_room(
+    out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None
+) -> None:
     need = _bytes_of(weights, tree)
-    place = out.absolute().parent
+    place = out.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import re
@@ -16,12 +17,13 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..state.weight_files import DTYPES, INDEX, OPTIMIZER, SINGLE
-from .sums import SUMS, Written
+from ..state.weight_files import DTYPES, INDEX, SINGLE
+from .sums import Written
 from .tensors import Bytes, FileWriter, StreamedTensor, in_memory, stream
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 SHARD = "model-{:05}-of-{:05}.safetensors"
+WEIGHTS = (SINGLE, INDEX)  # one of them is there wherever weights are
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
 _NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
@@ -40,20 +42,21 @@ def replacing(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def is_of_an_export(name: str) -> bool:
-    """Whether an export writes files of this name."""
-    shard = re.sub(r"[0-9]{5}", "{:05}", name)
-    return shard == SHARD or name in ("config.json", OPTIMIZER, SINGLE, INDEX, SUMS)
+def is_of_weights(name: str) -> bool:
+    """Whether a file of this name belongs to the weights that ``write_shards`` writes."""
+    return re.sub(r"[0-9]{5}", "{:05}", name) == SHARD or name in WEIGHTS
 
 
 def write_shards(
     tensors: Sequence[StreamedTensor], out: Path, note: Note, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Written]:
-    """Writes ``model.safetensors``, or several and their index last.
+    """Write ``model.safetensors``, or several shards and their index last, to a draft folder.
+
+    See Note [Atomic writes]: the caller publishes the folder.
 
     Raises:
         ValueError: safetensors has no such dtype.
-        OSError: a file cannot be written.
+        IoError: a file cannot be written.
     """
     shards: list[list[StreamedTensor]] = [[]]
     held = 0
@@ -78,7 +81,7 @@ def write_shards(
 
 
 def write_text(path: Path, text: str) -> Written:
-    """A small file."""
+    """Write a small file to a draft folder, and sum it up."""
     data = np.frombuffer(text.encode(), np.uint8)
     writer = FileWriter(path, data.size)
     writer.write(data)
@@ -86,11 +89,13 @@ def write_text(path: Path, text: str) -> Written:
 
 
 def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note) -> Written:
-    """Writes one file in the safetensors format.
+    """Write one file in the safetensors format, to a draft.
+
+    See Note [Atomic writes]: the caller publishes the file.
 
     Raises:
         ValueError: safetensors has no such dtype.
-        OSError: the file cannot be written.
+        IoError: the file cannot be written.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -131,10 +136,14 @@ def _write_tensor(
 
 
 def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
-    """Writes what ``torch.save`` would, with every ``StreamedTensor`` in ``tree`` as a tensor.
+    """Write what ``torch.save`` would, with every ``StreamedTensor`` in ``tree`` as a tensor, to a
+    draft.
 
     torch writes the file with holes for the tensors' bytes; then they are filled from the first to
-    the last.
+    the last. In between, the file is a valid one full of zeros: see Note [Atomic writes].
+
+    Raises:
+        IoError: the file cannot be written.
     """
     streamed: list[StreamedTensor] = []
     empty = _replace(tree, streamed)
@@ -156,6 +165,13 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
         return writer.finish()
     finally:
         writer.abort()
+
+
+def torch_bytes(tree: Any) -> bytes:
+    """What ``torch.save`` writes of something small."""
+    target = io.BytesIO()
+    torch.save(tree, target)
+    return target.getvalue()
 
 
 def _holes(path: Path, sizes: Sequence[int]) -> list[int]:

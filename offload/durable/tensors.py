@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..io_engine.errors import refused
 from ..io_engine.native import crc32
 from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
@@ -129,11 +130,13 @@ def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
 
 
 class FileWriter:
-    """Writes a file from its start to its end on a thread of its own, and sums it up.
+    """Writes a draft from its start to its end on a thread of its own, and sums it up.
+
+    See Note [Atomic writes]: until it is finished the file has its full length, and holes.
 
     Past the page cache, where the file system can: what is written is not read again, and the
     flush at the end then waits for nothing.  At most four parts wait, so memory is bounded;
-    ``finish`` raises what went wrong.
+    ``finish`` raises what went wrong: ``IoError``, where a write failed.
     """
 
     def __init__(self, path: Path, nbytes: int, *, over: bool = False) -> None:
@@ -142,6 +145,7 @@ class FileWriter:
 
         ``over``: the file is there already, and what ``keep`` covers stays as it is.
         """
+        self._path, self._need_bytes = path, nbytes
         self._fd = _open(path, nbytes, 0 if over else os.O_CREAT | os.O_EXCL)
         self._before: BinaryIO | None = path.open("rb") if over else None
         self._stages: deque[tuple[Bytes, Future[None] | None]] = deque(
@@ -168,7 +172,7 @@ class FileWriter:
         """Waits, flushes to disk and closes.
 
         Raises:
-            OSError: a write failed.
+            IoError: a write failed.
         """
         self._end()
         self._raise()
@@ -200,7 +204,7 @@ class FileWriter:
                 try:
                     self._take(data)
                 except BaseException as error:  # carried to the thread that writes
-                    self._error = error
+                    self._error = self._named(error)
         if self._error is None:
             try:
                 self._put(self._held + -self._held % SECTOR_BYTES)
@@ -210,7 +214,15 @@ class FileWriter:
                 os.ftruncate(self._fd, self._nbytes)
                 os.fsync(self._fd)
             except OSError as error:
-                self._error = error
+                self._error = self._named(error)
+
+    def _named(self, error: BaseException) -> BaseException:
+        """Name the file in an error of the system's, which does not know it."""
+        if not isinstance(error, OSError):
+            return error
+        named = refused(self._path, "cannot write", error, need_bytes=self._need_bytes)
+        named.__cause__ = error
+        return named
 
     def _take(self, data: Bytes | int) -> None:
         if isinstance(data, int):
@@ -254,7 +266,7 @@ def _open(path: Path, nbytes: int, create: int) -> int:
     try:
         if nbytes:
             reserve(fd, nbytes)
-    except OSError:
+    except OSError as error:
         os.close(fd)
-        raise
+        raise refused(path, "cannot write", error, need_bytes=nbytes) from error
     return fd

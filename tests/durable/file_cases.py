@@ -30,7 +30,7 @@ KINDS = {
     r"overspill\.store\.\d+\.\d+": "overspill.store.PID.TIME",
     r"overspill\.manifest": "overspill.manifest",
     r"overspill\.manifest\.new": "overspill.manifest.new",
-    r"out\.[0-9a-f]{32}\.part": "OUT.HEX.part",
+    r"\.out\.[0-9a-f]{32}\.part": ".OUT.HEX.part",
     r"out": "OUT",
 }
 
@@ -82,7 +82,7 @@ class Watch:
         path = path.absolute()
         if self.folder not in path.parents:
             return
-        within = [each for each in path.parents if re.fullmatch(r"out\.\w{32}\.part", each.name)]
+        within = [each for each in path.parents if re.fullmatch(r"\.out\.\w{32}\.part", each.name)]
         if within:  # a file in a draft: the folder is what the table speaks of
             assert self._locked(within[0]), f"{path}: its draft is not locked"
             return
@@ -90,9 +90,10 @@ class Watch:
         self.seen.add((name, what, self._lock_of(path, source)))
 
     def _lock_of(self, path: Path, source: Path | None) -> str:
-        for folder in (path, source):
-            if folder is not None and folder.is_dir() and self._locked(folder):
-                return "the draft's own" if folder == source else "the folder's own"
+        if source is not None and self._locked(source.parent):
+            return "the draft's own"
+        if path.is_dir() and self._locked(path):
+            return "the folder's own"
         if path.name == LOCK_NAME:
             return "this one" if self._locked(path) else "none yet"
         if not self._locked(path.parent / LOCK_NAME):
@@ -173,8 +174,8 @@ def cases(folder: Path, watch: Watch) -> None:
 
     def die_exporting() -> None:
         watch.deaf = True
-        draft = folder / f"out.{'0' * 32}.part"
-        draft.mkdir()
+        draft = folder / f".out.{'0' * 32}.part" / "out"
+        draft.mkdir(parents=True)
         (draft / "model.safetensors").write_bytes(b"half")
 
     killed(die_exporting)

@@ -292,10 +292,10 @@ def test_a_store_behind_links_is_refused(tmp_path: Path, name: str) -> None:
 def test_an_export_leaves_strangers_alone(tmp_path: Path) -> None:
     (place,) = folders(tmp_path, "store")
     trained([place])
-    (stranger,) = folders(tmp_path, "out.part")
+    (stranger,) = folders(tmp_path, ".out.part")
     hexes = "0123456789abcdef" * 2
-    (notes,) = folders(tmp_path, f"out.{hexes}.part")
-    link = tmp_path / f"out.{hexes[::-1]}.part"
+    (notes,) = folders(tmp_path, f".out.{hexes}.part")
+    link = tmp_path / f".out.{hexes[::-1]}.part"
     with precious(stranger / "thesis.txt"), precious(notes / "thesis.txt") as kept:
         link.symlink_to(notes)
         export_store(place, tmp_path / "out")
@@ -315,15 +315,16 @@ def test_what_killed_exports_left_goes(tmp_path: Path) -> None:
     """And what others are writing at this moment stays."""
     (place,) = folders(tmp_path, "store")
     trained([place])
-    dead, alive = folders(tmp_path, f"out.{'0' * 32}.part", f"out.{'1' * 32}.part")
+    dead, alive = folders(tmp_path, f".out.{'0' * 32}.part", f".out.{'1' * 32}.part")
     for each in (dead, alive):
-        (each / "model-00001-of-00002.safetensors").write_bytes(b"some")
+        (each / "out").mkdir()
+        (each / "out" / "model-00001-of-00002.safetensors").write_bytes(b"some")
     fd = os.open(alive, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     export_store(place, tmp_path / "out")
     os.close(fd)
     assert alive.exists() and not dead.exists()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", alive.name, "store"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [alive.name, "out", "store"]
 
 
 def test_a_store_that_trains_on_is_not_called_damaged(tmp_path: Path) -> None:
