@@ -9,7 +9,6 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
 _NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
 Note = Callable[[int], None]  # told how many bytes were written
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A draft to write, which takes the place of ``path`` at the end: until then that is whole."""
-    draft = path.with_name(f"{path.name}.part")
-    draft.unlink(missing_ok=True)
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def is_of_weights(name: str) -> bool:

@@ -14,6 +14,9 @@ tensor.
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,30 @@ from accelerate.accelerator import Accelerator
 from accelerate.utils.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from torch import nn
 
-from ..durable.files import replacing, write_safetensors, write_torch
+from ..durable.files import is_of_weights, write_safetensors, write_torch
 from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
 from ..engine import engine_of
 from ..errors import OffloadError
+from ..io_engine.atomic_files import make_folder, remove_abandoned, replacing, replacing_folder
 from ..optimizer import OffloadedOptimizer
+from .checkpoints import newest_complete
+
+log = logging.getLogger("overspill")
+CHECKPOINTS, FOLDER = "checkpoints", "checkpoint_"  # as accelerate names them
+REQUIRED = ("random_states_0.pkl",)  # written after all else of accelerate's
+_OF_STATE = re.compile(
+    r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin|(optimizer|scheduler|sampler)(_\d+)?\.bin"
+    r"|dl_state_dict(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl)"
+)
 
 
 def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: Any) -> str:
-    """As ``accelerator.save_state``, whose files these are: ``accelerator.load_state`` of a plain
-    run reads them.
+    """Save as ``accelerator.save_state``, whose files these are: ``accelerator.load_state`` of a
+    plain run reads them.
+
+    The folder appears complete or not at all; one that is there is replaced as a whole, but files
+    of others in it stay.  Beyond ``total_limit``, old folders go once the new one is complete.
 
     Returns:
         The folder.
@@ -40,20 +56,40 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
     Raises:
         OffloadError: a model or an optimizer of the accelerator is not wrapped, or not for safe
             files.
+        IoError: the folder cannot be written; what was there before is as it was.
+        ValueError: ``output_dir`` is missing, or the next automatic name is taken.
     """
     if not more.get("safe_serialization", True):
         raise OffloadError("save_state writes safetensors only; leave safe_serialization out")
+    ours, naming = _Ours(accelerator), _Naming(accelerator, output_dir)
+    if accelerator.num_processes > 1:  # several processes write to one folder
+        with naming:
+            make_folder(naming.folder)
+            _save(accelerator, ours, naming.folder, more)
+    else:
+        with (
+            naming,
+            replacing_folder(
+                naming.folder, is_part=_is_of_state, is_entry=_is_entry, beside=naming.beside
+            ) as draft,
+        ):
+            _save(accelerator, ours, draft, more)
+    if accelerator.is_main_process:
+        naming.remove_oldest()
+    return str(naming.folder)
+
+
+def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, Any]) -> None:
     left: list[dict[str, Any]] = []
 
     def take(models: Any, states: list[dict[str, Any]], path: str) -> None:
         left.extend(states)  # that the hooks before have left
         states.clear()
 
-    ours = _Ours(accelerator)
     hook = accelerator.register_save_state_pre_hook(take)
     try:
         with ours:
-            folder = Path(accelerator.save_state(output_dir, **more))
+            accelerator.save_state(str(folder), **more)
     finally:
         hook.remove()
     if accelerator.is_main_process:
@@ -68,16 +104,85 @@ def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: 
             )
             with replacing(folder / f"{_numbered(OPTIMIZER_NAME, number)}.bin") as draft:
                 write_torch(tree, draft, lambda nbytes: None)
-    return str(folder)
+
+
+class _Naming:
+    """Where a state goes.  Inside its block accelerate, which would number the folder itself, is
+    given its name."""
+
+    def __init__(self, accelerator: Accelerator, output_dir: str | None) -> None:
+        """
+        Raises:
+            ValueError: no folder is named, or the next one that would be is there already.
+        """
+        self._project = accelerator.project_configuration
+        self._automatic = bool(self._project.automatic_checkpoint_naming)
+        self.beside: Path | None = None
+        if not self._automatic:
+            if output_dir is None:
+                raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
+            self.folder = Path(output_dir).absolute()
+            return
+        # Not among the checkpoints: accelerate takes whatever is there for one.
+        self.beside = Path(accelerator.project_dir).absolute()
+        name = f"{FOLDER}{accelerator.save_iteration}"
+        self.folder = self.beside / CHECKPOINTS / name
+        if self.folder.exists():
+            raise ValueError(
+                f"{self.folder} is there already; set "
+                "accelerator.project_configuration.iteration to the number to go on with"
+            )
+        remove_abandoned(self.beside, f"{FOLDER}[0-9]+")
+
+    def __enter__(self) -> None:
+        self._before = self._project.iteration
+        self._project.automatic_checkpoint_naming = False
+        make_folder(self.folder.parent)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._project.automatic_checkpoint_naming = self._automatic
+        if kind is not None:
+            self._project.iteration = self._before
+
+    def remove_oldest(self) -> None:
+        """Remove automatic folders beyond ``total_limit``."""
+        limit = self._project.total_limit
+        if not self._automatic or limit is None:
+            return
+        named = re.compile(FOLDER + r"([0-9]+)")
+        numbered = {
+            int(match[1]): each
+            for each in self.folder.parent.iterdir()
+            if (match := named.fullmatch(each.name))
+        }
+        for number in sorted(numbered)[: max(0, len(numbered) - max(1, limit))]:
+            log.info("overspill: removing %s (total_limit=%d)", numbered[number], limit)
+            shutil.rmtree(numbered[number])
+
+
+def _is_of_state(name: str) -> bool:
+    """Whether accelerate writes files of this name to a folder of state."""
+    return is_of_weights(name) or _OF_STATE.fullmatch(name) is not None
+
+
+def _is_entry(name: str) -> bool:
+    return name in (f"{SAFE_MODEL_NAME}.safetensors", f"{OPTIMIZER_NAME}.bin")
 
 
 def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: Any) -> None:
-    """As ``accelerator.load_state``, of what either has saved.
+    """Load as ``accelerator.load_state``, what either has saved.
+
+    Without ``input_dir``, of the folders that were named automatically, the newest complete one is
+    taken; a warning names those that are skipped.
 
     Raises:
         OffloadError: a model or an optimizer of the accelerator is not wrapped.
-        ValueError: the files do not fit the model.
+        ValueError: the files do not fit the model, or no folder is complete.
     """
+    project = accelerator.project_configuration
+    if input_dir is None and project.automatic_checkpoint_naming:
+        newest = newest_complete(Path(accelerator.project_dir) / CHECKPOINTS, FOLDER, REQUIRED)
+        input_dir = None if newest is None else str(newest)
     found: list[Path] = []
     left: list[Any] = []
 

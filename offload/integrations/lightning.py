@@ -24,10 +24,11 @@ from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 
 from ..api import wrap
 from ..config import OffloadConfig
-from ..durable.files import replacing, write_torch
+from ..durable.files import write_torch
 from ..durable.hub import in_full, streamed
 from ..durable.tensors import lazy
 from ..engine import engine_of
+from ..io_engine.atomic_files import make_folder, replacing
 from ..optimizer import OffloadedOptimizer, optimizer_of
 from ..training import optimizer_private
 
@@ -123,8 +124,13 @@ class OverspillStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """One torch file, as Lightning writes it.  To a file of this machine it is streamed; what
-        another ``CheckpointIO`` writes, or elsewhere, is whole in memory before."""
+        """Write one torch file, as Lightning does.  To a file of this machine it is streamed, and
+        appears complete or not at all; what another ``CheckpointIO`` writes, or elsewhere, is whole
+        in memory before.
+
+        Raises:
+            IoError: the file cannot be written; a checkpoint that was there stays.
+        """
         engine = engine_of(self._module)
         if engine is None:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -135,7 +141,7 @@ class OverspillStrategy(SingleDeviceStrategy):
             return super().save_checkpoint(in_full(tree), filepath, storage_options)
         if self.is_global_zero:
             path = Path(filepath)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             with replacing(path) as draft:
                 write_torch(tree, draft, lambda nbytes: None)
         return None

@@ -14,34 +14,41 @@ A script stays as it is but for one name::
 
 The model is wrapped when the trainer makes its optimizer, before the first step, evaluation or
 checkpoint that is loaded.  Checkpoints are the framework's own, written and read tensor by tensor.
+A checkpoint appears complete or not at all, and ``resume_from_checkpoint=True`` takes the newest
+that is complete.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers import Trainer, trainer_utils
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.training_args import OptimizerNames
 
 from ..api import wrap
 from ..config import OffloadConfig
-from ..durable.files import write_shards, write_torch
+from ..durable.files import WEIGHTS, is_of_weights, torch_bytes, write_shards, write_torch
 from ..durable.hub import of_model
 from ..durable.tensors import lazy
 from ..engine import engine_of
 from ..errors import OffloadError
+from ..io_engine.atomic_files import remove_abandoned, replacing, replacing_folder, write_bytes
 from ..optimizer import OffloadedOptimizer
 from ..state.hub_names import is_of_transformers
-from ..state.weight_files import INDEX, SINGLE
+from .checkpoints import newest_complete, problem_of
 
 log = logging.getLogger("overspill")
 ADAPTER = "adapter_model.safetensors"
+CARD = "README.md"
+PREFIX = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-"
 
 T = TypeVar("T", bound=Trainer)
 
@@ -159,17 +166,57 @@ class _Offloaded(Trainer):
 
     # -- checkpoints ----------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *a: Any, **more: Any) -> Any:
+        """Train as the framework does.
+
+        ``resume_from_checkpoint=True`` takes the newest complete checkpoint in ``output_dir``; a
+        warning names those that are skipped, and why.
+
+        Raises:
+            ValueError: the checkpoint that is named, or every one that is there, is incomplete.
+        """
+        found = resume_from_checkpoint
+        if found is True and self.args.output_dir is not None:
+            newest = newest_complete(Path(self.args.output_dir), PREFIX, (TRAINER_STATE_NAME,))
+            found = True if newest is None else str(newest)
+        elif isinstance(found, (str, os.PathLike)) and Path(found).is_dir():
+            problem = problem_of(Path(found), (TRAINER_STATE_NAME,))
+            if problem is not None:
+                raise ValueError(
+                    f"the checkpoint is incomplete: {problem}; name another one, or pass "
+                    "resume_from_checkpoint=True for the newest complete one"
+                )
+        return super().train(found, *a, **more)
+
+    def _get_output_dir(self, *args: Any, **more: Any) -> str:
+        staged = self.__dict__.get("_staged")
+        return super()._get_output_dir(*args, **more) if staged is None else str(staged)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.__dict__.get("_staged") is None:  # else `_save_checkpoint` does it at its end
+            super()._push_from_checkpoint(checkpoint_folder)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if engine_of(self.model) is None or state_dict is not None:
+        if engine_of(self.model) is None or state_dict is not None or not self.args.should_save:
             return super()._save(output_dir, state_dict)
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        staged = self.__dict__.get("_staged")
+        if staged is not None and staged in folder.parents:
+            return self._save_whole(folder)
+        with replacing_folder(folder, is_part=is_of_weights, is_entry=_is_entry) as draft:
+            if (folder / CARD).is_file():
+                shutil.copy2(folder / CARD, draft)  # peft adds to the card that is there
+            self._save_whole(draft)
+        return None
+
+    def _save_whole(self, folder: Path) -> None:
+        """Write the model, with all that belongs to it, to a draft folder."""
         if not is_of_transformers(self.model) or _has_adapters(self.model):
-            return super()._save(output_dir, _Lazily(self.model))
-        super()._save(output_dir, {})  # all but the weights
-        if self.args.should_save:
-            folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            for file in (SINGLE, INDEX):
-                (folder / file).unlink(missing_ok=True)
-            write_shards(of_model(self.model), folder, lambda nbytes: None)
+            return super()._save(str(folder), _Lazily(self.model))
+        super()._save(str(folder), {})  # all but the weights
+        for file in WEIGHTS:
+            (folder / file).unlink(missing_ok=True)
+        write_shards(of_model(self.model), folder, lambda nbytes: None)
         return None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -180,8 +227,9 @@ class _Offloaded(Trainer):
         tree = engine.streamed_state(
             lambda name, shape, read: lazy(name, torch.float32, shape, read)
         )
-        write_torch(tree, folder / OPTIMIZER_NAME, lambda nbytes: None)
-        torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        with replacing(folder / OPTIMIZER_NAME) as draft:
+            write_torch(tree, draft, lambda nbytes: None)
+        write_bytes(folder / SCHEDULER_NAME, torch_bytes(self.lr_scheduler.state_dict()))
         return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -208,9 +256,7 @@ class _Offloaded(Trainer):
     def _loads_itself(self, folder: Path) -> bool:
         """Whether a folder has the whole model, and not an adapter, in files that are read tensor
         by tensor."""
-        return is_of_transformers(self.model) and any(
-            (folder / name).is_file() for name in (SINGLE, INDEX)
-        )
+        return is_of_transformers(self.model) and any((folder / name).is_file() for name in WEIGHTS)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._offloaded is None:
@@ -228,6 +274,62 @@ class _Offloaded(Trainer):
         if engine is None:
             raise OffloadError("the model is not wrapped by overspill any more")
         return engine
+
+
+class _Whole(Trainer):
+    """Mixed in behind a trainer's own class: a checkpoint's folder appears complete or not at all.
+
+    ``Trainer`` writes it to a draft. Until it is published, ``_get_output_dir`` answers with the
+    draft's own folder.
+    """
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **more: Any) -> None:
+        if self.args.world_size > 1:  # several processes write to one folder
+            return super()._save_checkpoint(model, trial, *args, **more)
+        run, name = self._get_output_dir(trial=trial), f"{PREFIX}{self.state.global_step}"
+        target = Path(run, name)
+        remove_abandoned(Path(run), f"{PREFIX}[0-9]+")
+        with replacing_folder(target, is_part=_is_of_checkpoint, is_entry=_is_entry) as draft:
+            self._staged: Path | None = draft.parent
+            try:
+                best = f"{PREFIX}{getattr(self.state, 'best_global_step', None)}"
+                if best != name and Path(run, best).is_dir():
+                    (draft.parent / best).mkdir()  # the framework looks whether it is there
+                super()._save_checkpoint(model, trial, *args, **more)
+            finally:
+                self._staged = None
+                self._rename_best(draft.parent, run)
+            self.state.save_to_json(str(draft / TRAINER_STATE_NAME))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        self._rotate(run)
+        return None
+
+    def _rename_best(self, staged: Path, run: str) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == staged:
+            self.state.best_model_checkpoint = os.path.join(run, Path(best).name)
+
+    def _rotate(self, run: str) -> None:
+        """Remove older checkpoints beyond ``save_total_limit``, now that the new one is there."""
+        if hasattr(trainer_utils, "rotate_checkpoints"):
+            trainer_utils.rotate_checkpoints(
+                output_dir=run, save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
+            )  # fmt: skip
+        else:  # before transformers 5
+            rotate = self._rotate_checkpoints  # type: ignore[attr-defined]
+            rotate(use_mtime=False, output_dir=run)
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Whether a trainer writes files of this name to a checkpoint: an older one is replaced."""
+    others = (OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME, TRAINER_STATE_NAME, ADAPTER)
+    return is_of_weights(name) or name in others or name.startswith("rng_state")
+
+
+def _is_entry(name: str) -> bool:
+    return name in (*WEIGHTS, ADAPTER, TRAINER_STATE_NAME)
 
 
 def _has_adapters(model: Any) -> bool:
@@ -299,7 +401,10 @@ def offloaded(trainer_class: type[T]) -> type[T]:
         )
     if issubclass(trainer_class, _Offloaded):
         return trainer_class
-    made = type(f"Overspill{trainer_class.__name__}", (_Offloaded, trainer_class), {})
+    bases = (
+        (_Offloaded, _Whole) if trainer_class is Trainer else (_Offloaded, trainer_class, _Whole)
+    )
+    made = type(f"Overspill{trainer_class.__name__}", bases, {})
     made.__module__ = trainer_class.__module__
     made.__doc__ = trainer_class.__doc__
     return made
