@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from .atomic_files import make_folder, write_text
 from .backend import DEFAULT_BLOCK_BYTES, DEPTHS, BackendFactory, Tuning, choose
+from .errors import IoError
 from .types import SECTOR_BYTES
 
 MOST_BLOCK_BYTES = 1 << 30
@@ -59,12 +61,10 @@ def remember(directory: Path, tuning: Tuning) -> Path | None:
     path = settings_path(directory)
     content = {"about": _about(directory), "tuning": asdict(tuning)}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        log.warning("cannot keep the best I/O setting in %s: %s", path, error)
+        make_folder(path.parent)
+        write_text(path, json.dumps(content, indent=1) + "\n")
+    except IoError as error:
+        log.warning("cannot keep the best I/O setting: %s", error)
         return None
     return path
 

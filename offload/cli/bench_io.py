@@ -136,17 +136,19 @@ def _content(report: BenchReport) -> dict[str, Any]:
 
 def _prepare(out: Path) -> None:
     """Refuses what would otherwise fail when all has been measured."""
+    from ..io_engine.atomic_files import make_folder
     from ..observe.pictures import blank_figure
 
     blank_figure(100, 100)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
 
 
 def _save(report: BenchReport, content: dict[str, Any], out: Path) -> list[Path]:
+    from ..io_engine.atomic_files import write_text
     from ..observe.disk_pictures import draw_disk_bench
 
     data, picture = out / "io.json", out / "io.png"
-    data.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_text(data, json.dumps(content, indent=1) + "\n")
     draw_disk_bench(report, picture)
     return [data, picture]
 

@@ -42,19 +42,21 @@ def bench_optim(
     Rates are in 1e9 parameters per second.  The bound is the bytes of the format over the rate at
     which this machine's memory reads, changes and writes back a buffer.
     """
+    from ..io_engine.atomic_files import make_folder, write_text
     from ..optim.bench import CASES, update_costs
 
     with one_line_errors(debug):
         if not 1 <= parameters <= MOST_PARAMETERS:
             raise ValueError(f"--parameters must be 1 to {MOST_PARAMETERS}, not {parameters}")
+        if out is not None:
+            make_folder(out)
         cases = CASES[:4] if quick else CASES
         costs = update_costs(
             cases=cases, numel=parameters, rounds=min(3, rounds) if quick else rounds
         )
         content = _content(costs)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "optim.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_text(out / "optim.json", json.dumps(content, indent=1) + "\n")
     if as_json:
         typer.echo(json.dumps(content, indent=1))
     else:

@@ -20,8 +20,9 @@ def report(
 ) -> None:
     """Write a run as one page of HTML: figures, loss, lanes, memory, and what to change next."""
     with one_line_errors(debug):
+        from ..io_engine.atomic_files import write_text
         from ..observe.page import PAGE, page_of
 
         path = run / PAGE if out is None else out
-        path.write_text(page_of(run), encoding="utf-8")
+        write_text(path, page_of(run))
     typer.echo(f"wrote {path}")

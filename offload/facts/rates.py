@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -91,6 +92,26 @@ class Rates:
         return cls(**values)
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Writes what ``from_file`` reads."""
+        """Write what ``from_file`` reads.
+
+        Raises:
+            OSError: the file cannot be written; what was there before is as it was.
+        """
+        # As Note [Atomic writes] has it, but spelled out: facts import nothing of ours.
         text = json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
-        Path(path).write_text(text, encoding="utf-8")
+        draft = f"{os.fspath(path)}.{secrets.token_hex(16)}.part"
+        try:
+            with open(draft, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError as error:  # an error of a write does not name the file
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        finally:
+            Path(draft).unlink(missing_ok=True)
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

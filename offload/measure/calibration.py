@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,9 @@ from typing import Any
 
 import torch
 
+from ..errors import IoError
 from ..facts.rates import Rates, UpdateRate
+from ..io_engine.atomic_files import make_folder, write_text
 from ..optim.bench import Case
 from . import rates
 
@@ -80,7 +81,7 @@ class Calibration:
         self.keep()
 
     def keep(self) -> None:
-        """Writes all to the file; where that fails, says so."""
+        """Write all to the file; log a warning if that fails."""
         content = {
             "about": self.about,
             "rates": asdict(self.rates),
@@ -89,9 +90,10 @@ class Calibration:
             "doubt": self.doubt,
         }
         try:
-            _write(self.path, content)
-        except OSError as error:
-            log.warning("could not keep the measured rates in %s (%s)", self.path, error)
+            make_folder(self.path.parent)
+            write_text(self.path, json.dumps(content, indent=2, allow_nan=False))
+        except IoError as error:
+            log.warning("could not keep the measured rates: %s", error)
 
 
 def calibrate(
@@ -213,16 +215,3 @@ def file_system_of(folder: Path) -> str:
     while not folder.is_mount():
         folder = folder.parent
     return str(folder)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Writes beside and renames, so that two processes never read half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import format_bytes
-from .pictures import FAINT, PIXELS_PER_INCH, blank_figure
+from .pictures import FAINT, blank_figure, save_figure
 
 if TYPE_CHECKING:
     from ..io_engine.bench import BenchReport, Measurement
@@ -56,7 +56,7 @@ def draw_disk_bench(report: BenchReport, path: Path) -> None:
     figure.suptitle(
         f"{report.directory}: {format_bytes(report.nbytes)} a pass, {checks}", fontsize=11
     )
-    figure.savefig(path, dpi=PIXELS_PER_INCH)
+    save_figure(figure, path)
 
 
 def _line(upper: Any, lower: Any, line: Sequence[Measurement], style: str, colour: str) -> None:

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from ..errors import OffloadError
 from ..facts.trace import LANES, Level, Span, StepMark, TierBytes, Trace
+from ..io_engine.atomic_files import write_text
 from .pictures import draw_timeline
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Writes all that is recorded as Chrome trace JSON; the last steps as lanes for ``.png``."""
+    """Write all that is recorded as Chrome trace JSON; the last steps as lanes for ``.png``.
+
+    Raises:
+        IoError: the file cannot be written.
+    """
     if path.suffix == ".png":
         draw_timeline(trace, path)
         return
@@ -34,7 +39,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     events += [_counter(origin, level) for level in trace.levels()]
     tiers = {name: asdict(tier) for name, tier in trace.tiers.items()}
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"tiers": tiers}}
-    path.write_text(json.dumps(content))
+    write_text(path, json.dumps(content))
 
 
 def load_trace(path: Path) -> Trace:

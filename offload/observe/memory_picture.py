@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import OffloadError, format_bytes
 from ..facts.trace import Level, StepMark, TierBytes, Trace
-from .pictures import FAINT, PIXELS_PER_INCH, TIER_COLOURS, blank_figure, last_steps
+from .pictures import FAINT, TIER_COLOURS, blank_figure, last_steps, save_figure
 
 MIB, GIB = 2**20, 2**30
 FAR = 1.6  # times what is held: a budget beyond that is written, not drawn
@@ -64,7 +64,7 @@ def draw_memory(trace: Trace, path: Path, planned: Trace | None = None) -> None:
         f"{format_bytes(disk.budget_bytes)})"
     )  # fmt: skip
     below.set_xlabel(f"time, {unit}{told}")
-    figure.savefig(path, dpi=PIXELS_PER_INCH)
+    save_figure(figure, path)
 
 
 def _used(level: Level, tier: str) -> int:

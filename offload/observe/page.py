@@ -17,6 +17,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OffloadError
+from ..io_engine.atomic_files import write_text
 from .export import load_trace
 from .pictures import LANE_COLOURS, LANE_WORDS, TIER_COLOURS, last_steps
 
@@ -55,9 +56,9 @@ def page_of(folder: Path) -> str:
 
 
 def write_page(folder: Path) -> Path:
-    """Writes ``report.html`` beside the files of a run; raises as ``page_of`` does."""
+    """Write ``report.html`` beside the files of a run; raises as ``page_of`` does."""
     path = folder / PAGE
-    path.write_text(page_of(folder), encoding="utf-8")
+    write_text(path, page_of(folder))
     return path
 
 

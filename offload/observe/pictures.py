@@ -6,11 +6,13 @@ One colour belongs to each lane and to each tier, in every picture.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OffloadError, format_bytes
+from ..io_engine.atomic_files import write_bytes
 
 if TYPE_CHECKING:
     from ..facts.trace import Span, StepMark, Trace
@@ -37,6 +39,15 @@ PIXELS_PER_INCH = 100
 STEPS_DRAWN = 2
 
 
+def missing() -> str | None:
+    """Say what pictures lack here, and how to get it; ``None``: nothing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        return f'pictures need matplotlib ({error}); pip install "overspill[plot]"'
+    return None
+
+
 def blank_figure(
     width_px: int, height_px: int, *, rows: int = 1, columns: int = 1
 ) -> tuple[Any, Any]:
@@ -45,13 +56,11 @@ def blank_figure(
     Raises:
         OffloadError: matplotlib is missing.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OffloadError(
-            f'pictures need matplotlib ({error}); pip install "overspill[plot]"'
-        ) from error
+    if (lacking := missing()) is not None:
+        raise OffloadError(lacking)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(
         figsize=(width_px / PIXELS_PER_INCH, height_px / PIXELS_PER_INCH), layout="constrained"
     )
@@ -60,6 +69,24 @@ def blank_figure(
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, panels
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure in the format that the file's suffix names.
+
+    Raises:
+        IoError: the file cannot be written.
+        OffloadError: matplotlib knows no such format.
+    """
+    known = figure.canvas.get_supported_filetypes()
+    kind = path.suffix.removeprefix(".").lower() or "png"
+    if kind not in known:
+        raise OffloadError(
+            f"{path}: matplotlib writes no .{kind}; name a file that ends in .png, .svg or .pdf"
+        )
+    data = io.BytesIO()
+    figure.savefig(data, dpi=PIXELS_PER_INCH, format=kind)
+    write_bytes(path, data.getvalue())
 
 
 def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
@@ -79,7 +106,7 @@ def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     axes.grid(color=FAINT, linewidth=0.4, alpha=0.6)
     if curves:
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=PIXELS_PER_INCH)
+    save_figure(figure, path)
 
 
 def draw_timeline(trace: Trace, path: Path, planned: Trace | None = None) -> None:
@@ -103,7 +130,7 @@ def draw_timeline(trace: Trace, path: Path, planned: Trace | None = None) -> Non
             panel.set_title(title, loc="left", fontsize=11)
     below = axes[-1] if len(panels) > 1 else axes
     below.set_xlabel(f"time, {unit}   (a wait has the colour of the lane that was waited for)")
-    figure.savefig(path, dpi=PIXELS_PER_INCH)
+    save_figure(figure, path)
 
 
 def last_steps(trace: Trace) -> Sequence[StepMark]:
