@@ -81,7 +81,8 @@ class PlainWatch:
         """The table at the end, and the files written."""
         self._console.print(report.table())
         for name in FILES:
-            self._line(f"wrote {report.out / name}")
+            if (report.out / name).exists():  # pictures need a package that may be missing
+                self._line(f"wrote {report.out / name}")
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -91,4 +91,6 @@ def train(
             resume=tuple(resume or ()), offload=offload, spread=spread,
         )  # fmt: skip
         watch = make_watch(Console(quiet=True) if os.environ.get("RANK", "0") != "0" else None)
-        watch.result(run(job, watch))
+        report = run(job, watch)
+        if report is not None:
+            watch.result(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,23 +15,29 @@ from torch import nn
 
 from ..api import resume, wrap
 from ..facts.stats import MemoryStats
-from ..facts.trace import Trace
+from ..io_engine.atomic_files import make_folder
 from ..observe import pictures
-from ..observe.export import load_trace, save_trace
-from ..observe.memory_picture import draw_memory
-from ..observe.page import PLANNED, RUN, TRACE, write_page
+from ..observe.page import RUN, write_page
 from ..optimizer import OffloadedOptimizer
 from ..planning.plan import Plan
-from ..planning.replay import replay
+from ..state.weight_files import SINGLE
 from .compare import Comparison, in_memory_adamw, load_in_memory, weight_difference
 from .data import Batches, Corpus, load_corpus, load_tokenizer
 from .gains import after_a_run
 from .head import chunk_loss
 from .loop import LoopSettings, StepRecord, train
+from .outputs import (
+    draw_pictures,
+    require_folder,
+    require_room,
+    stores_of,
+    write_model,
+    write_traces,
+)
 from .progress import Progress, fingerprint
 from .ranks import ALONE, Ranks, joined, replicated, sharded
 from .report import Report, link_bytes
-from .save import read_along, save_masters, save_weights
+from .save import read_along, save_masters
 from .shapes import DEFAULT_SHAPE, ModelSource, find_model, plan_model
 
 LR_FROM_RANDOM, LR_FINE_TUNE = 3e-4, 2e-5
@@ -140,12 +146,16 @@ class Watch(Protocol):
         """Training is over, well or not."""
 
 
-def run(job: Job, watch: Watch) -> Report:
-    """Does the whole job; every file is in ``job.out`` afterwards.  On the ranks that torchrun has
+def run(job: Job, watch: Watch) -> Report | None:
+    """Do the whole job; every file is in ``job.out`` afterwards.  On the ranks that torchrun has
     started each calls it, and the first one writes.
 
+    Returns:
+        The report; ``None`` where the run that was resumed had done all steps, and lacked its model
+        only, which is written.
+
     Raises:
-        ValueError: model, data or an option makes no sense.
+        ValueError: model, data or an option makes no sense, or the files have no room.
         BudgetError: a budget is too small.
         OffloadError: a package is missing, or training failed.
     """
@@ -153,8 +163,9 @@ def run(job: Job, watch: Watch) -> Report:
         return _run(job, watch, ranks)
 
 
-def _run(job: Job, watch: Watch, ranks: Ranks) -> Report:
+def _run(job: Job, watch: Watch, ranks: Ranks) -> Report | None:
     _refuse_on_ranks(job, ranks)
+    require_folder(job.out)
     source = find_model(job.model)
     if source.positions is not None and job.seq > source.positions:
         raise ValueError(f"seq {job.seq} exceeds the {source.positions} positions of {source.name}")
@@ -168,30 +179,34 @@ def _run(job: Job, watch: Watch, ranks: Ranks) -> Report:
     on = f", {job.spread} on {ranks.size} ranks" if ranks.several else ""
     watch.note(f"model {source.name}: {start}{on}")
     watch.note(f"data {corpus.summary}")
-    comparison = None
+    if ranks.first and (lacking := pictures.missing()) is not None:
+        watch.note(f"no pictures will be drawn: {lacking}")
     try:
         trained = _train_offloaded(job, source, batches, tokenizer, progress, watch, ranks)
+        if trained is None:
+            return None
+        report = _report(job, source, corpus, start, trained, ranks)
+        if ranks.first:
+            report.write(job.out / RUN)  # before anything that may still fail
         if job.compare:
             batches.position = 0
             comparison = _train_in_memory(job, source, batches, trained, watch)
+            report = replace(report, comparison=comparison)
+            report.write(job.out / RUN)
     finally:
         _initial(job).unlink(missing_ok=True)
-    if not ranks.first:
-        return _report(job, source, corpus, start, trained, comparison, ranks)
-    curves = {"offloaded": [r.loss for r in trained.records]}
-    if comparison is not None:
-        curves["in memory"] = [r.loss for r in comparison.records]
-    pictures.draw_loss(curves, job.out / "loss.png")
-    report = _report(job, source, corpus, start, trained, comparison, ranks)
-    report.write(job.out / RUN)
-    write_page(job.out)
+    if ranks.first:
+        write_page(job.out)
+        curves = {"offloaded": [r.loss for r in report.records]}
+        if report.comparison is not None:
+            curves["in memory"] = [r.loss for r in report.comparison.records]
+        draw_pictures(job.out, curves)
     return report
 
 
 def _report(
-    job: Job, source: ModelSource, corpus: Corpus, start: str, trained: _Trained,
-    comparison: Comparison | None, ranks: Ranks,
-) -> Report:  # fmt: skip
+    job: Job, source: ModelSource, corpus: Corpus, start: str, trained: _Trained, ranks: Ranks
+) -> Report:
     return Report(
         model=source.name,
         start=start,
@@ -209,7 +224,7 @@ def _report(
         peak_rss_bytes=trained.peak_rss_bytes,
         planned_s=trained.planned_s,
         others=trained.others,
-        comparison=comparison,
+        comparison=None,
         out=job.out,
         ranks=ranks.size,
     )
@@ -260,15 +275,25 @@ def _refuse_on_ranks(job: Job, ranks: Ranks) -> None:
 def _train_offloaded(
     job: Job, source: ModelSource, batches: Batches, tokenizer: Any, progress: Progress,
     watch: Watch, ranks: Ranks,
-) -> _Trained:  # fmt: skip
+) -> _Trained | None:  # fmt: skip
     torch.manual_seed(job.seed)
     rss_before = psutil.Process().memory_info().rss
     model, trained = _model(job, source, ranks)
     parameters = sum(p.numel() for p in model.parameters())
+    require_room(job.out, model, job.offload.get("precision"), masters=job.compare)
     with _offloaded(job, source, trained, progress, ranks) as optimizer:
+        stores = stores_of(optimizer, job.resume or job.offload.get("nvme") or ())
         batches.position = progress.position
         watch.note(f"plan {optimizer.plan}")
-        job.out.mkdir(parents=True, exist_ok=True)
+        require_room(job.out, model, None, masters=job.compare)  # beside the store, by now
+        make_folder(job.out)
+        if progress.step == job.steps:
+            _write_model(job, source, model, tokenizer, stores, ranks)
+            watch.note(
+                f"the run had done all of its {job.steps} steps: wrote {job.out / SINGLE}; ask for "
+                "more steps to train on"
+            )
+            return None
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         if job.compare:
             save_masters(model, _initial(job))
@@ -284,16 +309,15 @@ def _train_offloaded(
             )  # fmt: skip
         finally:
             watch.end()
+        _write_model(job, source, model, tokenizer, stores, ranks)
         planned_s, others = None, dict[str, Any]()
         if ranks.first:
-            planned_s, trace = _write_files(job, source, model, optimizer, tokenizer)
+            planned_s, trace = write_traces(optimizer, job.out)
             if not ranks.several:
                 given = {**job.offload, "accumulate": job.accumulate}
                 given["nvme"] = given.get("nvme") or job.resume or None
                 skeleton, tokens = plan_model(job.model), job.batch * job.seq
                 others = after_a_run(skeleton, given, optimizer.plan, trace, tokens)
-        else:
-            read_along(model)
         return _Trained(
             records=tuple(records),
             plan=optimizer.plan,
@@ -330,9 +354,11 @@ def _offloaded(
     optimizer, extra = resume(model, list(job.resume), plain, **options)
     try:
         progress.take(extra)
-        if progress.step >= job.steps:
+        there = (job.out / SINGLE).exists()
+        if progress.step > job.steps or (progress.step == job.steps and there):
             raise ValueError(
-                f"resume: the run has done {progress.step} steps; ask for more than {job.steps}"
+                f"resume: the run has done {progress.step} steps; ask for more than {job.steps} to "
+                f"train on, or write its weights with `overspill export {job.resume[0]} FOLDER`"
             )
     except ValueError:
         optimizer.close()
@@ -348,25 +374,14 @@ def _initial(job: Job) -> Path:
     return job.out / "initial.safetensors"
 
 
-def _write_files(
-    job: Job, source: ModelSource, model: nn.Module, optimizer: OffloadedOptimizer, tokenizer: Any
-) -> tuple[float | None, Trace]:
-    """Writes what stays of the run; returns the seconds that the plan has for a step of it, and its
-    trace."""
-    optimizer.trace(job.out / TRACE)
-    trace = load_trace(job.out / TRACE)
-    again = replay(optimizer.plan, trace)
-    planned = None if again is None else again.trace
-    (job.out / PLANNED).unlink(missing_ok=True)  # of a run before
-    if planned is not None:
-        save_trace(planned, job.out / PLANNED)
-    pictures.draw_timeline(trace, job.out / "timeline.png", planned)
-    draw_memory(trace, job.out / "memory.png", planned)
-    save_weights(model, job.out / "model.safetensors")
-    source.config.save_pretrained(job.out)  # makes the folder one that --model takes
-    if tokenizer is not None:
-        tokenizer.save_pretrained(job.out)
-    return None if again is None else again.stats.step_s, trace
+def _write_model(
+    job: Job, source: ModelSource, model: nn.Module, tokenizer: Any, stores: Sequence[Path],
+    ranks: Ranks,
+) -> None:  # fmt: skip
+    if ranks.first:
+        write_model(model, source, tokenizer, job.out, stores)
+    else:
+        read_along(model)
 
 
 def _train_in_memory(
@@ -388,5 +403,5 @@ def _train_in_memory(
     return Comparison(
         tuple(records),
         max(abs(mine.loss - other.loss) for mine, other in losses),
-        weight_difference(model, job.out / "model.safetensors"),
+        weight_difference(model, job.out / SINGLE),
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import format_bytes
 from ..facts.stats import MemoryStats
 from ..facts.trace import LANES
+from ..io_engine.atomic_files import write_text
 from ..planning.plan import Plan
 from .compare import Comparison
 from .loop import StepRecord
@@ -99,8 +100,12 @@ class Report:
     # -- run.json -------------------------------------------------------------------------------
 
     def write(self, path: Path) -> None:
-        """Writes all figures as JSON."""
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        """Write all figures as JSON.
+
+        Raises:
+            IoError: the file cannot be written.
+        """
+        write_text(path, json.dumps(self.as_json(), indent=2) + "\n")
 
     def as_json(self) -> dict[str, Any]:
         """All figures as plain values."""

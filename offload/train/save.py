@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from torch import nn
 from ..durable.files import write_safetensors
 from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
+from ..io_engine.atomic_files import replacing
 from ..observe.long_work import LongWork
 from ..training import torch_private
 
@@ -74,11 +73,7 @@ def save_masters(model: nn.Module, path: Path) -> int:
 
 
 def _write(tensors: list[StreamedTensor], path: Path) -> int:
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with LongWork(f"writing {path.name}", sum(t.nbytes for t in tensors)) as done:
-            written = write_safetensors(tensors, draft, done)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    work = LongWork(f"writing {path.name}", sum(t.nbytes for t in tensors))
+    with replacing(path) as draft, work as done:
+        written = write_safetensors(tensors, draft, done)
     return written.nbytes
