@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
+from ..io_engine.pins import Identity
 from ..movement.commit_writer import CommitWriter
 from ..movement.machinery import Machinery
 from ..schedule.describe import item_of
@@ -73,6 +74,7 @@ class Commits:
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
+        self._pin: Identity | None = None  # for which the last step was not committed
         # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
         self._half: dict[int, set[int]] = {}
         # The state before the first step is to be committed too.
@@ -91,7 +93,22 @@ class Commits:
 
     def wanted(self, count: int) -> bool:
         """Whether step ``count`` is to be committed."""
-        return count % self._config.commit_every == 0
+        return count % self._config.commit_every == 0 and not self._put_off(count)
+
+    def _put_off(self, count: int) -> bool:
+        """Whether a reader has commits put off; log when that begins and ends."""
+        before, self._pin = self._pin, self._writer.pin
+        if self._pin is None:
+            if before is not None:
+                log.info("overspill: commits go on with step %d", count)
+            return False
+        if before is None:
+            log.warning(
+                "overspill: another process reads the last commit (overspill export or inspect): "
+                "steps from %d on are not committed until it has ended", count,
+            )  # fmt: skip
+        # Between two readers there is a commit, however soon the second one comes.
+        return before is None or before == self._pin
 
     def _stepped(self, step: Prepared) -> None:
         """A step was taken; on the machine's thread."""

@@ -14,12 +14,12 @@ from torch import nn
 
 from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.atomic_files import remove_abandoned, replacing_folder
-from ..io_engine.committed import find_store
+from ..io_engine.committed import FoundStore, find_store
 from ..observe.long_work import LongWork
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
 from .hub import Read, config_of, of_model
-from .inspect import require_unmoved
+from .inspect import read_pinned, require_unmoved
 from .source import StoreSource
 from .sums import SUMS, Written, sums_text
 from .tensors import StreamedTensor, whole_stacks
@@ -43,6 +43,8 @@ def export_store(
 ) -> Exported:  # fmt: skip
     """Write the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
+    A run that trains in the store goes on meanwhile, but commits nothing.
+
     Args:
         config: ``config.json`` of the model, or the folder it is in, to copy; or its text.
         optimizer: also write ``optimizer.pt``: moments and masters in fp32.
@@ -54,25 +56,32 @@ def export_store(
 
     Raises:
         OffloadError: ``out`` is there already, too little of its disk is free, or the store's owner
-            went on training meanwhile.
+            committed all the same: it calls ``commit()``, or the store cannot be written to.
         IoError, CorruptionError: the store cannot be read; nothing was exported.
     """
-    store = find_store(paths)
-    source = StoreSource(store, store.last(), weights)
-    try:
-        tree = source.state_dict() if optimizer else None
-        text = None if config is None else config_text(config)
-        files = write_export(
-            out, named(source.weights()), tree, text, source.generation.step,
-            shard_bytes=shard_bytes, note=note,
-            check=lambda: require_unmoved(store, source.generation, find_store(paths)),
-        )  # fmt: skip
-    except CorruptionError:
-        require_unmoved(store, source.generation, find_store(paths))
-        raise
-    finally:
-        source.close()
-    return Exported(source.generation.step, files)
+    text = None if config is None else config_text(config)
+
+    def read(store: FoundStore) -> Exported:
+        source = StoreSource(store, store.last(), weights)
+
+        def check(*, always: bool = False) -> None:
+            if always or not store.layout.checksum:  # else every block was compared with its own
+                require_unmoved(store, source.generation, find_store(paths))
+
+        try:
+            tree = source.state_dict() if optimizer else None
+            files = write_export(
+                out, named(source.weights()), tree, text, source.generation.step,
+                shard_bytes=shard_bytes, note=note, check=check,
+            )  # fmt: skip
+        except CorruptionError:
+            check(always=True)
+            raise
+        finally:
+            source.close()
+        return Exported(source.generation.step, files)
+
+    return read_pinned(paths, read)
 
 
 def export_model(model: nn.Module, out: Path, step: int, read: Read) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import IoError, OffloadError
 from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import Generation
 from ..io_engine.mending import repair
+from ..io_engine.pins import MOST_READS, CommitPin
 from ..io_engine.reading import StoreReader
 from ..io_engine.store import STORE_NAME
 
@@ -52,7 +53,7 @@ class Inspection:
 
 
 def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None) -> Inspection:
-    """Looks at a store; changes and locks nothing.
+    """Look at a store; change nothing.  What trains in it commits nothing meanwhile.
 
     ``note`` is told of bytes that were verified.
 
@@ -61,7 +62,12 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
         CorruptionError: its layout is damaged.
         OffloadError: its owner went on training, and has overwritten what was looked at.
     """
-    store = find_store(paths)
+    if not verify:
+        return _inspected(find_store(paths), paths, note, verify=False)
+    return read_pinned(paths, lambda store: _inspected(store, paths, note, verify=True))
+
+
+def _inspected(store: FoundStore, paths: Paths, note: Note | None, *, verify: bool) -> Inspection:
     wrong, verified = list(store.damage), 0
     if verify and store.generations:
         found: list[str] = []
@@ -157,16 +163,41 @@ def repair_store(paths: Paths) -> str:
     return f"the store is at generation {last.number}, step {last.step}"
 
 
+class StoreMovedError(OffloadError):
+    """The owner of a store has committed while its last commit was read."""
+
+
+T = TypeVar("T")
+
+
+def read_pinned(paths: Paths, read: Callable[[FoundStore], T]) -> T:
+    """Give what ``read`` makes of a store, whose owner commits nothing meanwhile.
+
+    See Note [Pinned commits]: where a commit comes all the same, ``read`` is called again.
+
+    Raises:
+        StoreMovedError: its owner went on, and has overwritten what was read.
+    """
+    with CommitPin(find_store(paths).directories[0]):
+        for left in reversed(range(MOST_READS)):
+            try:
+                return read(find_store(paths))
+            except StoreMovedError:
+                if not left:
+                    raise
+    raise AssertionError("the last try returns or raises")
+
+
 def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) -> None:
-    """Raises if the store's owner has committed since: its steps may have overwritten what was
+    """Raise if the store's owner has committed since: its steps may have overwritten what was
     read of ``generation``.
 
     Raises:
-        OffloadError: it has.
+        StoreMovedError: it has.
     """
     last = now.generations[-1].number if now.generations else 0
     if now.layout.store != store.layout.store or last != generation.number:
-        raise OffloadError(
+        raise StoreMovedError(
             f"{store.directories[0]}: training went on from generation {generation.number} to "
             f"{last} meanwhile; try when it has ended, or call optimizer.save(path) in it"
         )

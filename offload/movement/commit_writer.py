@@ -17,6 +17,7 @@ from ..errors import OffloadError
 from ..facts.trace import Trace
 from ..io_engine import IoEngine
 from ..io_engine.manifest import Manifest
+from ..io_engine.pins import Identity, pin_of
 from ..schedule.messages import Commit, Key, Write
 from .extents import Extents
 
@@ -70,6 +71,12 @@ class CommitWriter:
     def agrees(self) -> bool:
         """Whether commits are agreed on: then all decide alike whether there is one."""
         return self._agreement is not None
+
+    @property
+    def pin(self) -> Identity | None:
+        """What readers hold who need the last commit to stay what it is.  Several ranks heed none:
+        they could not decide alike.  See Note [Pinned commits]."""
+        return None if self.agrees else pin_of(self._manifest.path.parent)
 
     def ends(self) -> None:
         """What is committed from now on are the last ones."""
