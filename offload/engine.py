@@ -41,6 +41,7 @@ from .training import torch_private
 from .training.adapting import Adapting
 from .training.backward import Backward
 from .training.choices import Choices
+from .training.conversions import Conversions, in_engine
 from .training.driven import Driven
 from .training.early import Declared, Early
 from .training.forwards import Forwards
@@ -137,6 +138,7 @@ class Engine(Living):
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
+        hooks.append(Conversions(model, in_engine, lambda: machinery.closed))
         self._figures = _figures_of(machinery, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce

@@ -20,6 +20,7 @@ from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
 from ..plans import calibrated
+from ..training.conversions import Conversions
 from ..training.roster import Roster
 from .bridge import Bridge
 from .ddp import Replicated
@@ -73,6 +74,7 @@ class Sharding:
         self._parts: Sequence[SpreadModule] = self._way.parts
         self.shards = Shards(self.model, self._parts)
         self._bridges: list[Bridge | ReplicaBridge] = []
+        self._conversions: Conversions | None = None
 
     def refuse(self, config: OffloadConfig) -> None:
         """
@@ -95,6 +97,8 @@ class Sharding:
         for bridge in self._bridges:
             bridge.give_back()
         self._bridges.clear()
+        if self._conversions is not None:
+            self._conversions.remove()
         for module in self._way.held:
             for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
                 module.__dict__.pop(name, None)
@@ -159,6 +163,10 @@ class Sharding:
             }  # fmt: skip
             for module in self._way.held:
                 module.__dict__.update(marks)
+            ids = set(map(id, self.model.parameters()))
+            self._conversions = Conversions(
+                self.model, lambda p: id(p) in ids, lambda: machinery.closed
+            )
             return made
 
         return make

@@ -103,9 +103,9 @@ class Hidden(Elsewhere, _Fixed):
         if (value.shape, value.dtype, value.device) != like:
             raise OffloadError(
                 f"the data of parameter {mine.access.name(mine.index)!r} was replaced by another "
-                f"shape, dtype or device ({tuple(value.shape)}, {value.dtype}, {value.device}), as "
-                "model.to, half and the like do; overspill.unwrap(model) first, or pass precision= "
-                "to wrap"
+                f"shape, dtype or device ({tuple(value.shape)}, {value.dtype}, {value.device}); it "
+                f"has {tuple(like[0])}, {like[1]}, {like[2]}: assign a tensor of these, pass "
+                "precision= to wrap for another dtype, or call overspill.unwrap(model) first"
             )
         mine.access.replace(mine.index, value.detach())
 

@@ -51,7 +51,30 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
     return module._parameters
 
 
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply"}
+
+
+def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:
+    """Give a module an ``_apply`` of its own, through which all its conversions go; ``None``: the
+    one of its class."""
+    if apply is None:
+        module.__dict__.pop("_apply", None)
+    else:
+        module.__dict__["_apply"] = apply
+
+
+def apply_of_class(
+    module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> torch.nn.Module:
+    """Convert a module as its class does."""
+    found: torch.nn.Module = type(module)._apply(module, convert, recurse)
+    return found
+
+
+def bound_apply(module: torch.nn.Module) -> Callable[..., torch.nn.Module]:
+    """The ``_apply`` of a module that has none of its own."""
+    found: Callable[..., torch.nn.Module] = module._apply
+    return found
 
 
 def with_members(

@@ -253,6 +253,28 @@ def test_loops_with_all_ways_to_update(size: int, tmp_path: Path) -> None:
     spawn(size, loops, tmp_path, True)
 
 
+def conversions(rank: int, size: int, folder: Path) -> None:
+    """``double`` and the like change nothing of a wrapped model, nor of its losses."""
+    for make in (sharded, lambda: nn.parallel.DistributedDataParallel(net())):
+        losses: list[list[float]] = []
+        for converted in (False, True):
+            model = make()
+            with wrapped(model) as optimizer:
+                losses.append([step(model, optimizer, 0, rank)])
+                if converted:
+                    model.double()
+                    assert {p.dtype for p in model.parameters()} == {torch.float32}
+                    next(iter(model.children())).half()
+                losses[-1].append(step(model, optimizer, 1, rank))
+                overspill.unwrap(model)
+            assert all("_apply" not in vars(module) for module in model.modules())
+        assert losses[0] == losses[1]
+
+
+def test_conversions_on_two_ranks(tmp_path: Path) -> None:
+    spawn(2, conversions, tmp_path)
+
+
 def held(rank: int, size: int, folder: Path) -> tuple[int, int]:
     """Bytes that a rank holds in host memory, and the elements of its shards."""
     model = sharded()
