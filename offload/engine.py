@@ -138,7 +138,6 @@ class Engine(Living):
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
         hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        hooks.append(Conversions(model, in_engine, lambda: machinery.closed))
         self._figures = _figures_of(machinery, calibration)
         self.state = loop.watch(OptimizerState(
             model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
@@ -162,9 +161,11 @@ class Engine(Living):
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, homes, calibration, hooks)
+            machinery = homes.machinery
             hooks.append(Pickling(model))
+            hooks.append(Conversions(model, in_engine, lambda: machinery.closed))
             if not groups:
-                protocol = homes.machinery.executor.protocol
+                protocol = machinery.executor.protocol
                 hooks.append(Forwards(model, protocol, engine.forwarded))
             engine.may_close()
             # Found on the instance, these refuse copies and pickles of the model before they begin.

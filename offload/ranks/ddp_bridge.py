@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import OffloadError
-from ..training import torch_private
+from ..training import module_private, torch_private
 from ..training.driven import Driven
 from ..training.handles import remove_all
 from ..training.managed import Managed
@@ -52,7 +52,7 @@ class ReplicaBridge:
         self._handles: list[Any] = []
         self._managed: list[Managed] = []
         self._over = False
-        self._modules, self._at_root = modules, torch_private.has_compiled(ddp)
+        self._modules, self._at_root = modules, module_private.has_compiled(ddp)
 
     def attach(self) -> None:
         """Parameters may be awaited from now on.  After an exception ``give_back`` undoes it."""

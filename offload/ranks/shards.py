@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..training import torch_private
+from ..training import module_private
 from .parts import OwnRows, SpreadModule
 
 _DOT = "/"  # in names of modules, which may have none of the others
@@ -59,7 +59,7 @@ class Shards(nn.Module):
         for prefix, module in self._of_model():
             for name, buffer in module.named_buffers(recurse=False):
                 path = (f"{prefix}.{name}" if prefix else name).replace(".", _DOT)
-                persistent = torch_private.is_persistent(module, name)
+                persistent = module_private.is_persistent(module, name)
                 kept.register_buffer(path, buffer, persistent=persistent)
                 kept.owners[path] = module, name
         self.add_module(BUFFERS, kept)  # in the place of the last one

@@ -23,7 +23,7 @@ from torch import nn
 
 from ..io_engine.ranges import FileState
 from ..planning.sections import joined
-from ..training import torch_private
+from ..training import module_private
 from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, WeightFiles
 
@@ -67,7 +67,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        own = {**torch_private.own_parameters(module), **torch_private.persistent_buffers(module)}
+        own = {**module_private.own_parameters(module), **module_private.persistent_buffers(module)}
         found |= {dot + name: t for name, t in own.items() if t is not None}
     return found
 

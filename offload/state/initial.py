@@ -14,7 +14,7 @@ from ..planning.found import FoundUnit
 from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
 from ..schedule.units import ParamSpec
-from ..training import torch_private
+from ..training import module_private, torch_private
 
 
 @contextlib.contextmanager
@@ -80,14 +80,14 @@ def on_whole_stacks(
         stacks = stacks_of(holder)
         if not stacks:
             return module
-        own = dict(torch_private.own_parameters(holder))
+        own = dict(module_private.own_parameters(holder))
         if stack is not None:
             own = {name: p if p is None else _none_of(p) for name, p in own.items()}
         own |= {name: _none_of(next(iter(each)).section) for name, each in stacks.items()}
         if isinstance(module, Section) and stack is not None:
             own[stack] = module.section
         others = {name: m for name, m in holder.named_children() if name not in stacks}
-        return torch_private.with_members(holder, others, own)
+        return module_private.with_members(holder, others, own)
 
     return lambda module: init(shown(module))
 

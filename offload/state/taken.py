@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..schedule.units import ParamSpec, Unit
-from ..training import torch_private
+from ..training import module_private, torch_private
 from ..training.managed import managed
 from .homes import Homes
 from .unmanaged import unmanaged_tensors
@@ -50,7 +50,7 @@ class Taken:
             if not tensor.is_meta:
                 self._contents.append((tensor, tensor.detach().clone()))
         for module in self._model.modules():
-            for name in torch_private.buffer_names(module):
+            for name in module_private.buffer_names(module):
                 self._buffers.append((module, name, getattr(module, name)))
 
     def move_unmanaged(self) -> None:

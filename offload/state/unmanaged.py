@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import torch_private
+from ..training import module_private
 from .hub_names import tensors_of
 
 log = logging.getLogger("overspill")
@@ -113,8 +113,8 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
     module = modules.get(path)
     if module is None:
         return None
-    parameter = torch_private.own_parameters(module).get(own)
-    return module if parameter is not None or own in torch_private.buffer_names(module) else None
+    parameter = module_private.own_parameters(module).get(own)
+    return module if parameter is not None or own in module_private.buffer_names(module) else None
 
 
 def _check(modules: Mapping[str, nn.Module], name: str, value: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def _check(modules: Mapping[str, nn.Module], name: str, value: torch.Tensor) -> 
             f"the commit holds {name!r}, of shape {tuple(value.shape)}, and the model has no such "
             "parameter or buffer; build the model as it was then"
         )
-    there = torch_private.own_parameters(module).get(own)
+    there = module_private.own_parameters(module).get(own)
     if there is not None and there.shape != value.shape:
         raise OffloadError(
             f"parameter {name!r} has shape {tuple(value.shape)} in the commit and "

@@ -13,7 +13,7 @@ from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
 from ..io_engine.atomic_files import replacing
 from ..observe.long_work import LongWork
-from ..training import torch_private
+from ..training import module_private
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:
@@ -33,7 +33,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:
     for name, p in model.named_parameters():
         yield p, lazy(name, p.dtype, p.shape, value_of(p))
     for prefix, module in model.named_modules():
-        for name, buffer in torch_private.persistent_buffers(module).items():
+        for name, buffer in module_private.persistent_buffers(module).items():
             yield buffer, in_memory(f"{prefix}.{name}" if prefix else name, buffer)
 
 

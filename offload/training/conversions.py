@@ -19,12 +19,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from . import torch_private
+from . import module_private, torch_private
 from .managed import managed
 
 log = logging.getLogger("overspill")
@@ -47,13 +46,13 @@ class Conversions:
         self._modules: list[nn.Module] = []
         me = weakref.ref(self)
         for module in holders(model, held):
-            torch_private.set_apply(module, Kept(module, me))
+            module_private.set_apply(module, Kept(module, me))
             self._modules.append(module)
 
     def remove(self) -> None:
         """Give the modules their own conversions back."""
         for module in self._modules:
-            torch_private.set_apply(module, None)
+            module_private.set_apply(module, None)
         self._modules.clear()
 
     def keep(self, module: nn.Module, convert: Convert) -> bool:
@@ -76,10 +75,8 @@ class Conversions:
 
 
 class Kept:
-    """A module's ``_apply`` while it is wrapped.
-
-    A copy of the module, or a pickle, is an ordinary module with the method of its class.
-    """
+    """A module's ``_apply`` while it is wrapped.  Copies and pickles of the module are without it:
+    see ``pickling``."""
 
     def __init__(self, module: nn.Module, conversions: weakref.ref[Conversions]) -> None:
         self._module, self._conversions = weakref.ref(module), conversions
@@ -89,16 +86,7 @@ class Kept:
         assert module is not None, "only the module has this"
         if conversions is not None and conversions.keep(module, convert):
             return module
-        return torch_private.apply_of_class(module, convert, recurse)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy is there already, and has no `_apply` of its own yet.
-        module = self._module()
-        assert module is not None, "only the module has this"
-        return torch_private.bound_apply(memo.get(id(module), module))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return torch_private.bound_apply, (self._module(),)
+        return module_private.apply_of_class(module, convert, recurse)
 
 
 def in_engine(p: nn.Parameter) -> bool:

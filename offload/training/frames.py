@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import BudgetError
-from . import torch_private
+from . import module_private, torch_private
 from .backward import Backward
 from .recompute import Around
 from .residences import Residences
@@ -154,7 +154,7 @@ class Frames:
         runs there reads parameters without asking."""
         here = [frame for frame in self._mine.frames if not frame.away]
         found = self._residences.parts.found
-        if any(torch_private.is_scripted(found[frame.unit].module) for frame in here):
+        if any(module_private.is_scripted(found[frame.unit].module) for frame in here):
             return False
         for frame in here:
             frame.away = True

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import torch_private
+from . import module_private
 
 _OTHERS = ("transformers.", "peft.tuners.lora.", "peft.tuners.tuners_utils")
 LIBRARIES = ("torch.nn.", *_OTHERS)  # whose modules are known
@@ -73,7 +73,7 @@ def known(module: nn.Module) -> bool:
 def _as_usual(module: nn.Module) -> bool:
     """Whether nothing runs around the module's forward, and it has no state that moves with it."""
     held = type(module) in (nn.ParameterDict, nn.ParameterList)  # nobody can call them
-    if not (held or torch_private.calls_as_modules_do(module)) or "forward" in vars(module):
+    if not (held or module_private.calls_as_modules_do(module)) or "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
         return False
@@ -105,7 +105,7 @@ class _Reader:
         if not all(_of_libraries(each) for each in forwards if isinstance(each, FunctionType)):
             return False
         for each in self._parts.values():
-            held = (value for _, value in torch_private.own_attributes(each))
+            held = (value for _, value in module_private.own_attributes(each))
             if not type(each).__module__.startswith(_OTHERS) and not self._holds(held):
                 return False
         return self._named("forward") and all(map(self._named, self._overridden()))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import torch_private
+from . import module_private
 
 KEY = "__reduce_ex__"  # found on the instance, it comes before the class's
 
@@ -33,11 +33,11 @@ def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
 
     ``leave_out``: attributes that the copy does not have.
     """
-    state = torch_private.without_hooks(module, __name__.partition(".")[0])
+    state = module_private.without_hooks(module, __name__.partition(".")[0])
     for name in (KEY, *leave_out):
         state.pop(name, None)
     if spawning():
-        state |= torch_private.with_buffers(module, _Copied)
+        state |= module_private.with_buffers(module, _Copied)
     return copyreg.__newobj__, (type(module),), state  # type: ignore[attr-defined]
 
 
@@ -60,9 +60,9 @@ class _Copied:
         self._buffer = buffer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        target = io.BytesIO()
-        torch.save(self._buffer.detach().cpu(), target)
-        return _loaded, (target.getvalue(),)
+        memory = io.BytesIO()
+        torch.save(self._buffer.detach().cpu(), memory)
+        return _loaded, (memory.getvalue(),)
 
 
 def _loaded(data: bytes) -> Any:

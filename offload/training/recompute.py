@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..planning.partition import Partition
-from . import torch_private
+from . import module_private, torch_private
 from .known_code import known
 
 log = logging.getLogger("overspill")
@@ -275,7 +275,7 @@ def _state_of(module: nn.Module) -> _State:
     for name, buffer in module.named_buffers():
         found[name] = buffer, torch_private.version_of(buffer)
     for prefix, each in module.named_modules():
-        for name, value in torch_private.own_attributes(each):
+        for name, value in module_private.own_attributes(each):
             found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
     return found
 

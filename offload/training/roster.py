@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import OffloadError
-from .torch_private import own_parameters
+from .module_private import own_parameters
 
 _AGAIN = (
     "keep state = optimizer.state_dict(), overspill.unwrap(model), wrap again, and "

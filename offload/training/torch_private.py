@@ -5,11 +5,10 @@ Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
@@ -44,59 +43,6 @@ def tell_if_untried(version: str) -> None:
             "run in memory, or run its tests (pytest tests/parity tests/unit)",
             ", ".join(TRIED), version,
         )  # fmt: skip
-
-
-def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    """The parameters that a module holds itself, by their names there; it follows changes."""
-    return module._parameters
-
-
-_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply"}
-
-
-def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:
-    """Give a module an ``_apply`` of its own, through which all its conversions go; ``None``: the
-    one of its class."""
-    if apply is None:
-        module.__dict__.pop("_apply", None)
-    else:
-        module.__dict__["_apply"] = apply
-
-
-def apply_of_class(
-    module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool
-) -> torch.nn.Module:
-    """Convert a module as its class does."""
-    found: torch.nn.Module = type(module)._apply(module, convert, recurse)
-    return found
-
-
-def bound_apply(module: torch.nn.Module) -> Callable[..., torch.nn.Module]:
-    """The ``_apply`` of a module that has none of its own."""
-    found: Callable[..., torch.nn.Module] = module._apply
-    return found
-
-
-def with_members(
-    module: torch.nn.Module, modules: Mapping[str, torch.nn.Module | None],
-    parameters: Mapping[str, torch.nn.Parameter | None],
-) -> torch.nn.Module:  # fmt: skip
-    """A module like this one, that holds others."""
-    made = copy.copy(module)
-    made._modules, made._parameters = dict(modules), dict(parameters)
-    return made
-
-
-def put_in_place(module: torch.nn.Module, name: str, other: torch.nn.Module) -> None:
-    """A module takes the place of a parameter of that name.  An exception between the lines leaves
-    the parameter."""
-    module._modules[name] = other
-    del module._parameters[name]
-
-
-def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
-    """What a module has beside what every module has (parameters, buffers, hooks, its mode)."""
-    return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
@@ -169,19 +115,19 @@ def made_since(t: torch.Tensor, clock: int) -> bool:
     return t.grad_fn is not None and int(t.grad_fn._sequence_nr()) >= clock
 
 
+def in_computation() -> bool:
+    """Whether a module's forward, a Function's, or a backward pass is among this thread's
+    callers."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    return in_backward() or in_module() or any(frame.f_code is apply for frame in callers())
+
+
 def in_module() -> bool:
     """Whether a module's forward, or compiled code, is among this thread's callers."""
     return any(
         "_call_impl" in frame.f_code.co_name or _is_compiled(frame)  # or what dynamo makes of it
         for frame in callers()
     )
-
-
-def in_computation() -> bool:
-    """Whether a module's forward, a Function's, or a backward pass is among this thread's
-    callers."""
-    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return in_backward() or in_module() or any(frame.f_code is apply for frame in callers())
 
 
 def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
@@ -211,25 +157,6 @@ def in_compiled_code() -> bool:
 def has_memory(t: torch.Tensor) -> bool:
     """Whether a tensor is a view of plain memory: no sparse one, nor one of several lengths."""
     return t.layout is torch.strided and not t.is_nested and not t._is_zerotensor()
-
-
-def calls_as_modules_do(module: torch.nn.Module) -> bool:
-    """Whether nothing but the engine runs around a module's forward: no ``__call__`` of its own, no
-    hooks of others, on it or on all modules."""
-    if type(module).__call__ is not torch.nn.Module.__call__:
-        return False
-    own = (module._forward_pre_hooks, module._forward_hooks)
-    shared = torch.nn.modules.module
-    if shared._global_forward_pre_hooks or shared._global_forward_hooks:
-        return False
-    package = __name__.partition(".")[0]
-    hooks = (hook for each in own for hook in each.values())
-    return all(getattr(hook, "__module__", "").partition(".")[0] == package for hook in hooks)
-
-
-def is_scripted(module: torch.nn.Module) -> bool:
-    """Whether a part of a module runs in TorchScript, which asks no tensor's class."""
-    return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -367,12 +294,6 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return [a for s, a in pairs if s.alias_info is not None and s.alias_info.is_write]
 
 
-def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own buffers that belong into a state dict."""
-    skip = module._non_persistent_buffers_set
-    return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
-
-
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether several elements lie in one place of memory."""
     spans = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -382,50 +303,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a parameter or buffer gets its shape in the first forward."""
     return bool(torch.nn.parameter.is_lazy(tensor))
-
-
-_HOOKS = (
-    "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-_OF_HOOKS = (
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)  # fmt: skip
-
-
-def without_hooks(module: torch.nn.Module, package: str) -> dict[str, Any]:
-    """A module's attributes, its hooks without those that are defined in a package."""
-    state = dict(vars(module))
-    gone: set[int] = set()
-    for name in _HOOKS:
-        kept = type(state[name])(
-            (number, hook)
-            for number, hook in state[name].items()
-            if _package_of(getattr(hook, "hook", hook)) != package
-        )
-        gone.update(state[name].keys() - kept.keys())
-        state[name] = kept
-    for name in _OF_HOOKS:
-        state[name] = type(state[name])(
-            (number, value) for number, value in state[name].items() if number not in gone
-        )
-    return state
-
-
-def _package_of(function: object) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]
-
-
-def with_buffers(module: torch.nn.Module, make: Callable[[torch.Tensor], object]) -> dict[str, Any]:
-    """The attribute that holds a module's own buffers, with what ``make`` gives for each."""
-    buffers = module._buffers.items()
-    return {"_buffers": {n: None if b is None else make(b) for n, b in buffers}}
-
-
-def buffer_names(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own buffers, those that are ``None`` included."""
-    return list(module._buffers)
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
@@ -450,14 +327,6 @@ class StorageWatch:
 def as_plain(t: torch.Tensor) -> torch.Tensor:
     """The tensor without its subclass."""
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
-
-
-def has_compiled(module: torch.nn.Module) -> bool:
-    """Whether a part of it, or all, was compiled: by ``torch.compile`` or its own ``compile``."""
-    return any(
-        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
-        for each in module.modules()
-    )
 
 
 def joins_uneven(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
@@ -537,8 +406,3 @@ def without_grad(function: F) -> F:
             guard.__exit__(None, None, None)
 
     return quietly  # type: ignore[return-value]
-
-
-def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
-    """Whether ``state_dict`` has this buffer of the module's own."""
-    return buffer not in module._non_persistent_buffers_set

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.training import module_private
 from overspill.training import torch_private as private
 
 
@@ -131,7 +132,7 @@ def test_operations_and_what_they_mutate() -> None:
 def test_persistent_buffers() -> None:
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert set(private.persistent_buffers(module)) == {
+    assert set(module_private.persistent_buffers(module)) == {
         "running_mean", "running_var", "num_batches_tracked"
     }  # fmt: skip
 
@@ -200,10 +201,10 @@ def test_the_clock_of_the_graph() -> None:
 def test_a_module_with_other_members() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3))
     module.scale = torch.nn.Parameter(torch.ones(2))
-    other = private.with_members(module, {}, {"scale": torch.nn.Parameter(torch.zeros(1))})
+    other = module_private.with_members(module, {}, {"scale": torch.nn.Parameter(torch.zeros(1))})
     assert type(other) is torch.nn.Sequential and [*other.state_dict()] == ["scale"]
     assert [*module.state_dict()] == ["scale", "0.weight", "0.bias"], "it is as it was"
-    private.put_in_place(module, "scale", other)
+    module_private.put_in_place(module, "scale", other)
     assert module.scale is other and [*module.state_dict()][-1] == "scale.scale"
 
 

@@ -1,0 +1,142 @@
+"""What ``nn.Module`` keeps to itself: its members, hooks, conversions and marks of compilers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
+    """The parameters that a module holds itself, by their names there; it follows changes."""
+    return module._parameters
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply"}
+
+
+def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:
+    """Give a module an ``_apply`` of its own, through which all its conversions go; ``None``: the
+    one of its class."""
+    if apply is None:
+        module.__dict__.pop("_apply", None)
+    else:
+        module.__dict__["_apply"] = apply
+
+
+def apply_of_class(
+    module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> torch.nn.Module:
+    """Convert a module as its class does."""
+    found: torch.nn.Module = type(module)._apply(module, convert, recurse)
+    return found
+
+
+def with_members(
+    module: torch.nn.Module, modules: Mapping[str, torch.nn.Module | None],
+    parameters: Mapping[str, torch.nn.Parameter | None],
+) -> torch.nn.Module:  # fmt: skip
+    """A module like this one, that holds others."""
+    made = copy.copy(module)
+    made._modules, made._parameters = dict(modules), dict(parameters)
+    return made
+
+
+def put_in_place(module: torch.nn.Module, name: str, other: torch.nn.Module) -> None:
+    """A module takes the place of a parameter of that name.  An exception between the lines leaves
+    the parameter."""
+    module._modules[name] = other
+    del module._parameters[name]
+
+
+def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """What a module has beside what every module has (parameters, buffers, hooks, its mode)."""
+    return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
+
+
+def calls_as_modules_do(module: torch.nn.Module) -> bool:
+    """Whether nothing but the engine runs around a module's forward: no ``__call__`` of its own, no
+    hooks of others, on it or on all modules."""
+    if type(module).__call__ is not torch.nn.Module.__call__:
+        return False
+    own = (module._forward_pre_hooks, module._forward_hooks)
+    shared = torch.nn.modules.module
+    if shared._global_forward_pre_hooks or shared._global_forward_hooks:
+        return False
+    package = __name__.partition(".")[0]
+    hooks = (hook for each in own for hook in each.values())
+    return all(getattr(hook, "__module__", "").partition(".")[0] == package for hook in hooks)
+
+
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Whether a part of a module runs in TorchScript, which asks no tensor's class."""
+    return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own buffers that belong into a state dict."""
+    skip = module._non_persistent_buffers_set
+    return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
+
+
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+_OF_HOOKS = (
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+def without_hooks(module: torch.nn.Module, package: str) -> dict[str, Any]:
+    """A module's attributes, without hooks and conversions that are defined in a package."""
+    state = dict(vars(module))
+    if _package_of(type(state.get("_apply"))) == package:
+        del state["_apply"]
+    gone: set[int] = set()
+    for name in _HOOKS:
+        kept = type(state[name])(
+            (number, hook)
+            for number, hook in state[name].items()
+            if _package_of(getattr(hook, "hook", hook)) != package
+        )
+        gone.update(state[name].keys() - kept.keys())
+        state[name] = kept
+    for name in _OF_HOOKS:
+        state[name] = type(state[name])(
+            (number, value) for number, value in state[name].items() if number not in gone
+        )
+    return state
+
+
+def _package_of(function: object) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def with_buffers(module: torch.nn.Module, make: Callable[[torch.Tensor], object]) -> dict[str, Any]:
+    """The attribute that holds a module's own buffers, with what ``make`` gives for each."""
+    buffers = module._buffers.items()
+    return {"_buffers": {n: None if b is None else make(b) for n, b in buffers}}
+
+
+def buffer_names(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own buffers, those that are ``None`` included."""
+    return list(module._buffers)
+
+
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Whether a part of it, or all, was compiled: by ``torch.compile`` or its own ``compile``."""
+    return any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+        for each in module.modules()
+    )
+
+
+def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
+    """Whether ``state_dict`` has this buffer of the module's own."""
+    return buffer not in module._non_persistent_buffers_set
