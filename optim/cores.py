@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .cgroups import cpu_quota
+
 MOST_THREADS = 256
 CPUS = Path("/sys/devices/system/cpu")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def allowed_cpus() -> set[int]:
@@ -18,12 +19,14 @@ def allowed_cpus() -> set[int]:
 
 
 def quota_cpus() -> int:
-    """Whole CPUs' worth of time that the container grants, at least 1; many without a limit."""
-    try:
-        quota, period = QUOTA.read_text().split()[:2]
-    except (OSError, ValueError):
-        return MOST_THREADS  # no cgroup v2 here: nothing to honour
-    return MOST_THREADS if quota == "max" else max(1, int(quota) // int(period))
+    """Whole CPUs' worth of time that control groups grant, at least 1; many without a limit."""
+    quota = cpu_quota()
+    return MOST_THREADS if quota is None else max(1, int(quota))
+
+
+def usable_cpus() -> int:
+    """CPUs that this process can keep busy: those of its affinity mask, within the quota."""
+    return min(len(allowed_cpus()), quota_cpus())
 
 
 def default_threads() -> int:

@@ -6,13 +6,12 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from ..errors import format_bytes
 from ..io_engine.backend import choose
+from ..optim.cgroups import SYSTEM, cpu_quota
 from ..optim.cores import default_threads
 from ..optim.kernels import native_isa
-from ..planning.budgets import free_host_bytes
+from ..planning.budgets import MACHINE, free_host_memory, total_host_bytes
 from .finding import Finding, State
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -25,21 +24,24 @@ CAP_IPC_LOCK = 14
 ENOUGH_LOCKED = GIB  # of transfer memory that io_uring may hold for good
 
 
-def memory() -> Finding:
-    """What host memory budgets are of."""
-    free = free_host_bytes()
-    system = psutil.virtual_memory()
-    total = int(system.total)
-    limited = free < 0.9 * int(system.available)  # less: other processes have taken it meanwhile
+def memory(root: Path = SYSTEM) -> Finding:
+    """Report the host memory that budgets are taken from, and what limits it."""
+    left, total = free_host_memory(root), total_host_bytes(root)
+    limit = min(left, key=lambda each: left[each])
+    free = left[limit]
     found = f"{format_bytes(free)} free of {format_bytes(total)}"
-    figures = {"total_bytes": total, "free_bytes": free, "limited_by_cgroup": limited}
+    figures = {
+        "total_bytes": total, "free_bytes": free, "limited_by": limit,
+        "limited_by_cgroup": limit.startswith("control group"),
+    }  # fmt: skip
     what = 'host_memory="auto" takes what is free less a margin'
-    if limited:
-        what += "; the container's limit is what counts here, not the machine's memory"
+    if limit != MACHINE:
+        what += f"; the limit of {limit} counts here, not the machine's memory"
     if free < 2 * GIB:
         return Finding(
             "host memory", found, State.SLOW, f"{what}; with so little, most state goes to disk",
-            "end what else uses memory, or raise the container's limit", figures,
+            "end what else uses memory" + ("" if limit == MACHINE else f", or raise {limit}"),
+            figures,
         )  # fmt: skip
     return Finding("host memory", found, State.GOOD, what, figures=figures)
 
@@ -93,8 +95,10 @@ def may_lock_anything(status: Path = Path("/proc/self/status")) -> bool:
 def processors() -> Finding:
     """Which instructions updates use, on how many cores."""
     isa, cores = native_isa(), default_threads()
-    figures = {"isa": isa, "threads": cores}
-    found = f"{cores} cores, {isa}"
+    quota = cpu_quota()
+    figures = {"isa": isa, "threads": cores, "quota_cpus": quota}
+    limited = "" if quota is None else f" (control groups allow {quota:.3g} CPUs)"
+    found = f"{cores} cores{limited}, {isa}"
     if isa in FAST_ISA:
         return Finding(
             "processors", found, State.GOOD, "updates run at the rate of memory", figures=figures

@@ -23,6 +23,7 @@ from ..errors import IoError
 from ..facts.rates import Rates, UpdateRate
 from ..io_engine.atomic_files import make_folder, write_text
 from ..optim.bench import Case
+from ..optim.cores import usable_cpus
 from . import rates
 
 __all__ = ["Calibration", "Task", "calibrate"]
@@ -202,7 +203,7 @@ def _about(
     return {
         "format": FORMAT,
         "machine": platform.node(),
-        "processor": f"{platform.machine()} x {len(os.sched_getaffinity(0))}",
+        "processor": f"{platform.machine()} x {usable_cpus()}",
         "torch": torch.__version__,
         "device": name,
         "file_systems": [file_system_of(Path(folder)) for folder in directories],

@@ -1,7 +1,8 @@
-"""From what the user asked for to bytes per tier: free memory measured, cgroup limits honoured."""
+"""Resolve the budgets a user asked for to bytes per tier, within what this machine has free."""
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from ..config import OffloadConfig, parse_size
 from ..errors import format_bytes
 from ..facts.machine import Machine
+from ..optim.cgroups import SYSTEM, memory_limits
 from .plan import Budgets
 
 HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things
@@ -19,26 +21,42 @@ DEVICE_MARGIN = 0.25  # of free device memory stays free for what a running unit
 DISK_MARGIN = 0.05
 SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
 
-_CGROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
+MACHINE = "the machine"
+# Limits on the address space of a process, and what they count of it (/proc/self/status).
+_RLIMITS = {
+    "VmSize": ("ulimit -v", resource.RLIMIT_AS),
+    "VmData": ("ulimit -d", resource.RLIMIT_DATA),
+}
 
 
-def free_host_bytes() -> int:
-    """Host memory that can be had now: the least of what the system and the cgroup leave."""
-    free = int(psutil.virtual_memory().available)
-    for limit_file, used_file in _CGROUPS:
-        try:
-            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
-        except (OSError, ValueError):
-            continue
-        if limit.isdigit():
-            free = min(free, max(0, int(limit) - used))
-    return free
+def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
+    """Return the bytes of host memory that this process can still take, by what limits them.
+
+    The limits are the machine's free memory, every control group of this process that has a limit,
+    and ``ulimit``.
+    """
+    found = {MACHINE: int(psutil.virtual_memory().available)}
+    found |= {f"control group {each.group}": each.free_bytes for each in memory_limits(root)}
+    limits = {what: resource.getrlimit(kind)[0] for what, (_, kind) in _RLIMITS.items()}
+    if all(limit == resource.RLIM_INFINITY for limit in limits.values()):
+        return found
+    for line in (root / "proc/self/status").read_text(encoding="utf-8").splitlines():
+        what, _, value = line.partition(":")
+        limit = limits.get(what, resource.RLIM_INFINITY)
+        if limit != resource.RLIM_INFINITY:
+            found[_RLIMITS[what][0]] = max(0, limit - 1024 * int(value.split()[0]))
+    return found
+
+
+def free_host_bytes(root: Path = SYSTEM) -> int:
+    """Return the bytes of host memory that this process can still take, under every limit."""
+    return min(free_host_memory(root).values())
+
+
+def total_host_bytes(root: Path = SYSTEM) -> int:
+    """Return the most host memory that this process could ever have, in bytes."""
+    groups = [limit.limit_bytes for limit in memory_limits(root)]
+    return min([int(psutil.virtual_memory().total), *groups])
 
 
 def free_disk_bytes(directories: Sequence[Path]) -> int:
@@ -75,7 +93,7 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
 
 def beyond_this_machine(budgets: Budgets) -> str | None:
     """What to say of a host budget that is more than the machine has."""
-    total = psutil.virtual_memory().total
+    total = total_host_bytes()
     if budgets.host <= total:
         return None
     asked, has = format_bytes(budgets.host), format_bytes(total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from ..config import OffloadConfig, parse_size
 from ..errors import OffloadError
 from ..facts.rates import Rates
+from ..optim.cores import usable_cpus
 from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
 from .stores import holds_store, in_the_way, rank_folder, runs_in
 from .voting import Votes
@@ -247,8 +247,7 @@ class World:
             changed["nvme_memory"] = disk // self.local_size
             changed["nvme"] = tuple(map(self._own_folder, config.nvme or ()))
         if config.threads is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-            changed["threads"] = max(1, cores // self.local_size)
+            changed["threads"] = max(1, usable_cpus() // self.local_size)
         return replace(config, **changed)
 
     def _own_folder(self, folder: Path) -> Path:
