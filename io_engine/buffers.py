@@ -26,6 +26,7 @@ MOST_WORKERS = 16
 
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
+_MAP_NORESERVE = 0x4000
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -62,10 +63,13 @@ def _end(
 class _Mapping:
     """Pages that numpy arrays are views of; unmapped on ``close``, or with the last view."""
 
-    def __init__(self, nbytes: int, on_release: Callable[[], None] | None) -> None:
+    def __init__(
+        self, nbytes: int, on_release: Callable[[], None] | None, *, populate: bool
+    ) -> None:
         self.nbytes = nbytes
         whole = nbytes + HUGE_PAGE_BYTES
-        base = _libc.mmap(None, whole, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+        flags = _MAP_PRIVATE_ANONYMOUS | (0 if populate else _MAP_NORESERVE)
+        base = _libc.mmap(None, whole, _PROT_READ_WRITE, flags, -1, 0)
         if base == _MAP_FAILED:
             code = ctypes.get_errno()
             raise OffloadError(
@@ -256,7 +260,7 @@ def allocate_host(
     if nbytes <= 0:
         raise ValueError(f"a buffer needs a positive number of bytes, not {nbytes}")
     granule = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else os.sysconf("SC_PAGE_SIZE")
-    mapping = _Mapping(-(-nbytes // granule) * granule, on_release)
+    mapping = _Mapping(-(-nbytes // granule) * granule, on_release, populate=populate)
     if populate:
         mapping.populate()
     return Lease(mapping, nbytes)

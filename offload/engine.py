@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,8 +198,11 @@ class Engine(Living):
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run follows."""
-        return self.machinery.blueprint.plan
+        """The plan that the run follows, with what has come of it since."""
+        plan, pageable = self.machinery.blueprint.plan, self.machinery.memory.pageable_bytes
+        if not pageable:
+            return plan
+        return replace(plan, detail=replace(plan.detail, pageable_bytes=pageable))
 
     @property
     def config(self) -> OffloadConfig:

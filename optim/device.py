@@ -121,6 +121,16 @@ def launch(source: str, kernel: str, blocks: int, arguments: Sequence[Any], like
             _module(source).get_function(kernel)((blocks,), (THREADS,), tuple(arguments))
 
 
+def _verdict_flag(device: torch.device) -> Tensor:
+    """A number that a kernel on ``device`` can write: in page-locked memory, or, where none can be
+    had, on the device."""
+    locked = device.type == "cuda"  # tests compile the kernels for the CPU
+    try:
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=locked)
+    except RuntimeError:
+        return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def _by_value(structure: ctypes.Structure) -> Any:
     """A kernel's argument as CuPy passes one by value: an array of one element of its bytes."""
     numpy = importlib.import_module("numpy")
@@ -157,7 +167,7 @@ def update(
     # The kernel itself writes its verdict to the host. A copy of it, or of the job, would wait for
     # all that was given to the link before: records of state, on their way.
     on_gpu = weight.device.type == "cuda"
-    flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+    flag = _verdict_flag(weight.device)
     launch("adam.cu", name, blocks, (_by_value(job), _address(flag)), weight)
     if on_gpu:
         done = torch.cuda.Event(blocking=True)  # who waits sleeps, and does not spin

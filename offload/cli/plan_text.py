@@ -91,6 +91,7 @@ def plan_json(
         "activation_bytes": plan.detail.activation_bytes,
         "activations_fit": plan.detail.activations_fit,
         "stall_s": {} if stats is None else {k: v.stall_s for k, v in stats.lanes.items()},
+        "pageable_bytes": plan.detail.pageable_bytes,
         "prefetch_depth": None if plan.detail.layout is None else plan.detail.layout.prefetch_depth,
         "step_s_with": dict(gains),
         "endurance_days": endurance_days(plan, endurance),

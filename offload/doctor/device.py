@@ -8,9 +8,13 @@ from pathlib import Path
 import torch
 
 from ..errors import format_bytes
+from ..io_engine import allocate_host
 from ..measure.calibration import kept_rates
+from ..movement.accelerators.vendors import LOCK_REMEDY, VENDORS, Vendor
+from ..planning.budgets import free_host_bytes
 from .finding import Finding, State
 
+LOCKED_PIECE, LOCKED_PIECES = 64 << 20, 16  # bytes, and how many are tried at most
 DRIVER = Path("/proc/driver/nvidia/version")
 NODES = Path("/dev")
 PCI = Path("/sys/bus/pci/devices")
@@ -47,8 +51,38 @@ def look() -> Iterator[Finding]:
     )  # fmt: skip
     if device.type == "cuda":
         yield driver()
+    yield page_locking(device)
     if properties is not None:
         yield link(_pci(properties), str(device))
+
+
+def page_locking(device: torch.device) -> Finding:
+    """Report whether host memory can be page-locked for the device, which is tried with some."""
+    about, vendor = "page-locked memory", VENDORS.get(device.type, Vendor())
+    slow = "pageable memory: results are the same, but copies are slower, and not beside compute"
+    if vendor.register is None or vendor.unregister is None:
+        return Finding(about, "PyTorch has no call for it on this device", State.SLOW, slow)
+    most = max(1, min(LOCKED_PIECES, free_host_bytes() // 4 // LOCKED_PIECE))
+    locked, reason = list[int](), ""
+    with allocate_host(most * LOCKED_PIECE, populate=False) as memory:
+        try:
+            while len(locked) < most and not reason:
+                address = memory.address + len(locked) * LOCKED_PIECE
+                try:
+                    vendor.register(address, LOCKED_PIECE, device)
+                    locked.append(address)
+                except RuntimeError as error:
+                    reason = str(error)
+        finally:
+            for address in locked:
+                vendor.unregister(address)
+    nbytes = len(locked) * LOCKED_PIECE
+    figures = {"locked_bytes": nbytes, "tried_bytes": most * LOCKED_PIECE}
+    if reason:
+        found = f"{format_bytes(nbytes)}, then refused ({reason})"
+        return Finding(about, found, State.SLOW, f"the rest is {slow}", LOCK_REMEDY, figures)
+    found = f"{format_bytes(nbytes)}, as much as was tried"
+    return Finding(about, found, State.GOOD, "copies run beside compute", figures=figures)
 
 
 def missing(nodes: Path | None = None) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 from ..io_engine import Extent, IoEngine, IoStats, Lease, Ticket
 from ..io_engine.ranges import MOST_THREADS, FilePart, FileRanges, RangeReader
+
+log = logging.getLogger("overspill")
 
 MIB = 1 << 20
 DISK_BYTES = 96 * MIB
@@ -183,7 +186,10 @@ def file(path: Path, limit_s: float) -> float | None:
 
 
 def link(device: torch.device, limit_s: float) -> Link:
-    """Copies between page-locked host memory and a GPU."""
+    """Measure copies between host memory and a device.
+
+    Where no memory can be page-locked, runs copy pageable memory, and both pairs of rates are its.
+    """
 
     def copied_s(dst: torch.Tensor, src: torch.Tensor) -> float:
         def run() -> None:
@@ -192,8 +198,12 @@ def link(device: torch.device, limit_s: float) -> Link:
 
         return best_s(run, limit_s / 5)
 
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     loose = torch.ones(LINK_BYTES, dtype=torch.uint8, device="cpu")
+    try:
+        host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
+    except RuntimeError as error:
+        log.info("overspill: measuring copies of pageable memory: %s", error)
+        host = loose
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
     latency_s = copied_s(there[:64], host[:64])
     pairs = ((there, host), (host, there), (there, loose), (loose, there))

@@ -36,6 +36,7 @@ class Memory:
             Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
         }
         self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
+        self.pageable_bytes = 0  # of host memory that the device uses, what cannot be page-locked
         self._annexed: Lease | None = None
         self._held = HeldMemory()
         try:
@@ -52,18 +53,21 @@ class Memory:
                     self._budgets[Tier.HOST], regions.device_bytes, self._allocate_unpacked
                 )
             if layout.saved.host:
-                annex = Annex(regions.host_bytes, layout.saved.host, self._annex, self._take)
-                self._held.take_annex(annex, self._free_annex)
+                # Its pages are taken as it fills; a limit on address space (ulimit -v) is met here.
+                self._held.take_annex(
+                    lambda: self._annex(regions.host_bytes, layout.saved.host), self._free_annex
+                )
         except BaseException:
             self.close()
             raise
 
-    def _annex(self, nbytes: int) -> torch.Tensor:
+    def _annex(self, base: int, nbytes: int) -> Annex:
         self._annexed = allocate_host(nbytes, populate=False)
-        return torch.from_numpy(self._annexed.array)
+        return Annex(base, torch.from_numpy(self._annexed.array), self._lock)
 
-    def _take(self, address: int, nbytes: int) -> None:
-        self._accelerator.page_lock(address, nbytes)
+    def _lock(self, address: int, nbytes: int) -> None:
+        if not self._accelerator.page_lock(address, nbytes):
+            self.pageable_bytes += nbytes
 
     def _free_annex(self) -> None:
         if self._annexed is not None:
@@ -72,7 +76,7 @@ class Memory:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self.lease = allocate_host(nbytes, populate=self._at_once)
-        self._accelerator.page_lock(self.lease.address, self.lease.nbytes)
+        self._lock(self.lease.address, self.lease.nbytes)
         return torch.from_numpy(self.lease.array)[:nbytes]
 
     def _allocate_unpacked(self, nbytes: int) -> tuple[torch.Tensor, Callable[[], None]]:

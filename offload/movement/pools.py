@@ -76,18 +76,14 @@ class Budget:
 class Annex:
     """Host memory beyond the arena, which is taken as it is used: it fills from its beginning."""
 
-    def __init__(
-        self, base: int, nbytes: int, allocate: Callable[[int], torch.Tensor],
-        take: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, base: int, memory: torch.Tensor, take: Callable[[int, int], None]) -> None:
         """
         Args:
             base: of its places.
-            allocate: gives address space.
+            memory: address space, of which no page is taken yet.
             take: called with address and length of every piece before it is first used.
         """
-        self._base, self._nbytes, self._allocate, self._take = base, nbytes, allocate, take
-        self._memory: torch.Tensor | None = None
+        self._base, self._memory, self._take = base, memory, take
         self.taken_bytes = 0
 
     def has(self, place: Place) -> bool:
@@ -95,11 +91,9 @@ class Annex:
 
     def bytes_of(self, place: Place) -> torch.Tensor:
         """The flat uint8 view of a place."""
-        if self._memory is None:
-            self._memory = self._allocate(self._nbytes)
         end = place.offset - self._base + place.nbytes
         while self.taken_bytes < end:
-            piece = min(ANNEX_PIECE, self._nbytes - self.taken_bytes)
+            piece = min(ANNEX_PIECE, self._memory.numel() - self.taken_bytes)
             self._take(self._memory.data_ptr() + self.taken_bytes, piece)
             self.taken_bytes += piece
         return self._memory.narrow(0, place.offset - self._base, place.nbytes)
@@ -166,10 +160,10 @@ class HeldMemory:
             self._undo.append(free)
             self.arenas = replace(self.arenas, host=allocate(nbytes))
 
-    def take_annex(self, annex: Annex, free: Callable[[], None]) -> None:
-        """Host memory beyond the arena, which nothing is taken of yet."""
+    def take_annex(self, allocate: Callable[[], Annex], free: Callable[[], None]) -> None:
+        """Allocate the address space of host memory beyond the arena, but none of its pages."""
         self._undo.append(free)
-        self.arenas = replace(self.arenas, annex=annex)
+        self.arenas = replace(self.arenas, annex=allocate())
 
     def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                     free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip

@@ -33,10 +33,11 @@ def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
     """Return the bytes of host memory that this process can still take, by what limits them.
 
     The limits are the machine's free memory, every control group of this process that has a limit,
-    and ``ulimit``.
+    strict overcommit, and ``ulimit``.
     """
     found = {MACHINE: int(psutil.virtual_memory().available)}
     found |= {f"control group {each.group}": each.free_bytes for each in memory_limits(root)}
+    found |= _strict_overcommit(root)
     limits = {what: resource.getrlimit(kind)[0] for what, (_, kind) in _RLIMITS.items()}
     if all(limit == resource.RLIM_INFINITY for limit in limits.values()):
         return found
@@ -46,6 +47,19 @@ def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
         if limit != resource.RLIM_INFINITY:
             found[_RLIMITS[what][0]] = max(0, limit - 1024 * int(value.split()[0]))
     return found
+
+
+def _strict_overcommit(root: Path) -> dict[str, int]:
+    """What is left where the kernel counts memory that is allocated, used or not."""
+    try:
+        if (root / "proc/sys/vm/overcommit_memory").read_text().strip() != "2":
+            return {}
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kib = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        left = kib["CommitLimit"] - kib["Committed_AS"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return {}
+    return {"vm.overcommit_memory=2": max(0, 1024 * left)}
 
 
 def free_host_bytes(root: Path = SYSTEM) -> int:

@@ -127,6 +127,9 @@ class PlanDetail:
         activations_short: whether no tier that they may be in has room for them.
         left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
+        pageable_bytes: of a run's host memory, what the driver or a limit refused to page-lock:
+            copies of it are correct, but slower.  0 in a plan without a run, which allocates
+            nothing.
     """
 
     layout: Layout | None = field(default=None, repr=False)
@@ -143,6 +146,7 @@ class PlanDetail:
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)
+    pageable_bytes: int = 0
 
     @property
     def activation_bytes(self) -> int | None:
@@ -202,6 +206,9 @@ class Plan:
             return "does not fit: " + "; ".join(map(str, self.shortfalls))
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
         held = f"holds {tiers or 'nothing'}, {self.detail.about_activations}"
+        if self.detail.pageable_bytes:
+            pageable = format_bytes(self.detail.pageable_bytes)
+            held += f"; {pageable} of host memory cannot be page-locked, so copies are slower"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

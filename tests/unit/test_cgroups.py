@@ -1,4 +1,5 @@
-"""Limits of control groups: versions 1 and 2, on the process's own group and on its ancestors."""
+"""What limits host memory and processors: control groups of versions 1 and 2, the process's own and
+its ancestors, and limits on allocated memory."""
 
 from __future__ import annotations
 
@@ -214,6 +215,15 @@ def test_ulimit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     left = budgets.free_host_memory()
     assert 0 < left["ulimit -d"] < 1 << 34
     assert 1 << 49 < left["ulimit -v"] < 1 << 50
+
+
+@pytest.mark.parametrize(("mode", "limited"), [("0", False), ("2", True)])
+def test_strict_overcommit_counts(mode: str, limited: bool, tmp_path: Path) -> None:
+    """Then memory that is allocated counts, and a budget is allocated in one piece."""
+    tree = Tree(tmp_path, "", "")
+    tree.write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    tree.write("proc/meminfo", "MemTotal: 9 kB\nCommitLimit: 5000 kB\nCommitted_AS: 3000 kB\n")
+    assert (free_host_bytes(tmp_path) == 2000 << 10) is limited
 
 
 SCRIPT = """

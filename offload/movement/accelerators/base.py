@@ -122,8 +122,13 @@ class Accelerator(Protocol):
         Nothing may be under way there."""
         ...
 
-    def page_lock(self, address: int, nbytes: int) -> None:
-        """Lets the device reach this host memory by itself; undone by ``close``."""
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        """Lock host memory, until ``close``, so that copies run beside compute.
+
+        Returns:
+            Whether it is locked.  What the driver or a limit refuses stays pageable: copies of it
+            are correct, but slower.  The first refusal is logged as a warning.
+        """
         ...
 
     def copy_in(

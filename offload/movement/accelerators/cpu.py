@@ -67,8 +67,8 @@ class CpuAccelerator(InOrder):
     def free(self, memory: torch.Tensor) -> None:
         self._refuse("to free an arena")
 
-    def page_lock(self, address: int, nbytes: int) -> None:
-        return None
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        return True
 
     def copy_in(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone

@@ -100,8 +100,8 @@ class SimAccelerator(InOrder):
     def free(self, memory: torch.Tensor) -> None:
         return None  # it goes with its last view
 
-    def page_lock(self, address: int, nbytes: int) -> None:
-        return None
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        return True
 
     def _on_device(self, memory: torch.Tensor) -> bool:
         start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes

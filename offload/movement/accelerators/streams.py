@@ -6,7 +6,6 @@ constructing it does.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import queue
@@ -24,7 +23,7 @@ from ...facts.rates import Rates
 from ...facts.trace import Instant
 from .base import CopyDone, Event, Fill, OnDone, aligned_bytes, copied_bytes, deliver, halves
 from .stream_clock import StreamClock, StreamInstant
-from .vendors import VENDORS, Vendor
+from .vendors import LOCK_REMEDY, VENDORS, Vendor
 
 log = logging.getLogger("overspill")
 
@@ -129,14 +128,6 @@ class _CopyStream:
         self._thread.join()
 
 
-@functools.cache
-def _tell_unlocked(kind: str) -> None:
-    log.warning(
-        "overspill: host memory cannot be page-locked for %r; copies will be slow and will not run "
-        "beside compute", kind,
-    )  # fmt: skip
-
-
 def _event_of(event: Event) -> Any:
     if not isinstance(event, _StreamEvent):
         raise TypeError(f"an event of another accelerator: {event!r}")
@@ -154,6 +145,7 @@ class StreamsAccelerator:
         self.name = str(device)
         self._vendor = VENDORS.get(device.type, Vendor())
         self._locked: list[tuple[int, int]] = []  # (address, bytes) of each registered piece
+        self._warned = False
         self._lock = threading.Lock()
         self._closed = False
         self._make = _Maker(device, self._vendor)
@@ -176,11 +168,11 @@ class StreamsAccelerator:
     def free(self, memory: torch.Tensor) -> None:
         memory.untyped_storage().resize_(0)
 
-    def page_lock(self, address: int, nbytes: int) -> None:
+    def page_lock(self, address: int, nbytes: int) -> bool:
         self._refuse_closed()
         if self._vendor.register is None:
-            _tell_unlocked(self.device.type)
-            return
+            self._warn_pageable(nbytes, "PyTorch has no call for it on this device", "")
+            return False
         # As a whole: CUDA refuses any copy, a user's too, from one registered piece to the next.
         # Noted before: a signal that came meanwhile is raised once the driver is through.
         self._locked.append((address, nbytes))
@@ -188,19 +180,28 @@ class StreamsAccelerator:
             self._vendor.register(address, nbytes, self.device)
         except RuntimeError as error:
             self._locked.remove((address, nbytes))
-            raise OffloadError(
-                f"could not page-lock {format_bytes(nbytes)} of host memory at {address:#x} for "
-                f"{self.device} ({error}); lower host_memory, or raise the memory limit of this "
-                "container"
-            ) from error
+            self._warn_pageable(nbytes, str(error), f"; {LOCK_REMEDY}")
+            return False
+        return True
+
+    def _warn_pageable(self, nbytes: int, reason: str, remedy: str) -> None:
+        """Log the first refusal; the plan counts all of them."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "overspill: %s of host memory cannot be page-locked for %s (%s). It stays "
+                "pageable: results are the same, but copies are slower and do not run beside "
+                "compute%s", format_bytes(nbytes), self.device, reason, remedy,
+            )  # fmt: skip
 
     def _pieces(
         self, host: torch.Tensor, device: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """``(host, device)`` pairs none of which crosses from one registered piece to the next."""
+        """``(host, device)`` pairs, each of which lies in one registered piece or in none."""
         start = host.data_ptr()
         stop = start + host.numel()
-        cuts = [address - start for address, _ in self._locked if start < address < stop]
+        borders = (each for at, nbytes in self._locked for each in (at, at + nbytes))
+        cuts = {border - start for border in borders if start < border < stop}
         if not cuts:
             return [(host, device)]
         edges = [0, *sorted(cuts), host.numel()]

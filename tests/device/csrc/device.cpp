@@ -263,7 +263,8 @@ void Device::release(const Memory::Block& block, std::vector<Race>& races) {
   // Who copies out holds the memory until the copy is over, whoever then drops it last: that order
   // is the host's, and not known to the thread.  A copy that still runs is a race.
   for (const Race& race : found) {
-    const bool copied = !race.first_wrote && std::string(race.first.name) == "copy out";
+    const std::string name = race.first.name;
+    const bool copied = !race.first_wrote && (name == "copy out" || name == "pageable copy out");
     if (!copied || !queues_[race.first.stream].over(race.first.at)) races.push_back(race);
   }
   queue.clock = kept;
