@@ -38,6 +38,7 @@ _libc.mmap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -192,6 +193,16 @@ class Lease:
     @property
     def released(self) -> bool:
         return self._mapping is None
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of which the system has given pages; the others are taken when used."""
+        if self._mapping is None:
+            return 0
+        page = os.sysconf("SC_PAGE_SIZE")
+        there = np.zeros(-(-self._mapping.nbytes // page), np.uint8)
+        if _libc.mincore(self.address, self._mapping.nbytes, there.ctypes.data) != 0:
+            return 0  # it has been returned meanwhile
+        return page * int(np.count_nonzero(there & 1))
 
     def before_release(self, act: Callable[[], None]) -> None:
         """Has ``act`` called before the memory is returned, by whom and whenever that is done.

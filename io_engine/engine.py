@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -150,6 +151,16 @@ class IoEngine:
             mover, [str(file.path) for file in self._files], slow_after_s=slow_after_s
         )
         self._shut = weakref.finalize(self, shut_down, self._dispatcher, self._files, os.getpid())
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the store files take on disk now, in bytes."""
+        return sum(file.disk_bytes for file in self._files)
+
+    @property
+    def owned_directories(self) -> tuple[Path, ...]:
+        """The directories that no other store may be in while this one is open."""
+        return tuple(file.directory for file in self._files if not file.ephemeral)
 
     # -- places and memory ----------------------------------------------------------------------
 

@@ -90,13 +90,17 @@ class DirectoryLock:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                owner = self._owner()
+                owner, here = self._owner() or "another process", self._is_held_here()
                 self.let_go()
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise refused(self._path, "cannot lock", error) from error
+                if here:
+                    who, end = f"this process ({owner})", "close that store"
+                else:
+                    who, end = owner, "end that process"
                 raise IoError(
-                    f"{directory}: the store here is in use by {owner or 'another process'}; "
-                    "choose another directory, or end that process first",
+                    f"{directory}: the store here is in use by {who}; choose another directory, or "
+                    f"{end} first",
                     path=str(directory),
                     errno=error.errno,
                 ) from None
@@ -134,6 +138,12 @@ class DirectoryLock:
             return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
         except FileNotFoundError:
             return False
+
+    def _is_held_here(self) -> bool:
+        """Whether another lock of this process has the file."""
+        mine = os.fstat(self._fd)
+        others = [lock for lock in list(_held) if lock is not self and lock._fd >= 0]
+        return any(os.path.samestat(mine, os.fstat(lock._fd)) for lock in others)
 
     def _owner(self) -> str:
         """``process 123 on host`` as the lock file has it; empty if it says nothing."""

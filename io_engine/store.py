@@ -86,6 +86,11 @@ class StoreFile:
             self.close()
             raise
 
+    @property
+    def disk_bytes(self) -> int:
+        """What the file takes on disk now."""
+        return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
+
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -23,11 +24,12 @@ from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
 from .lifetime import end_unused
+from .open_engines import engines_in, open_engines, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer, optimizer_of
-from .paths import as_paths
+from .paths import as_path, as_paths
 from .planning.plan import Plan
 from .plans import make_plan
-from .ranks.stores import find_run, in_the_way, runs_in
+from .ranks.stores import find_run, in_the_way, runs_in, with_ranks
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
@@ -364,6 +366,7 @@ def resume(
     options = _options(locals(), "model", "path", "optimizer")
     _require(model, optimizer)
     end_unused()  # one of them may have the store
+    refuse_folders_in_use(as_paths(path, "path"))
     if (found := _resumed_of_ranks(model, path, optimizer, options)) is not None:
         return found
     with own_store(path) as store:
@@ -390,14 +393,34 @@ def _resumed(
     return made, extra
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Gives back an ordinary model with its trained weights; ends the engine.
+@overload
+def unwrap(model: nn.Module) -> nn.Module: ...
+
+
+@overload
+def unwrap(model: str | os.PathLike[str]) -> None: ...
+
+
+def unwrap(model: nn.Module | str | os.PathLike[str]) -> nn.Module | None:
+    """Give back an ordinary model with its trained weights, and end its engine.
 
     Needs memory for the whole model on its device.  Gradients are dropped.
 
+    Given a folder instead, close the engine of this process that uses it as ``nvme``, as
+    ``close()`` of its optimizer does: the last step is committed, threads end, memory and disk are
+    freed.  No weights are loaded; ``overspill.resume`` continues from the store.  This is for an
+    engine of which nothing else is at hand, such as one that a notebook's traceback keeps alive.
+
+    Returns:
+        The model; ``None`` for a folder.
+
     Raises:
-        OffloadError: the model is not wrapped, or its engine was closed.
+        OffloadError: the model is not wrapped, its engine was closed, or no engine of this process
+            uses the folder.
     """
+    if isinstance(model, (str, os.PathLike)):
+        _close_engines_in(as_path(model, "model"))
+        return None
     require_model(model)
     if (over_ranks := _over_ranks(model)) is not None:
         over_ranks.give_back()
@@ -406,6 +429,18 @@ def unwrap(model: nn.Module) -> nn.Module:
     engine.give_back()
     engine.close()
     return model
+
+
+def _close_engines_in(folder: Path) -> None:
+    found = engines_in(with_ranks(folder))
+    if not found:
+        used = [str(place) for each in open_engines() for place in each.folders]
+        raise OffloadError(
+            f"{folder}: no engine of this process uses this folder; "
+            + (f"open engines use {', '.join(used)}" if used else "none is open with nvme=")
+        )
+    for engine in found:
+        (engine if engine.made is None else engine.made).close()
 
 
 def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:

@@ -114,7 +114,8 @@ class OffloadConfig:
         device: ``"cuda[:i]"`` or another accelerator of torch's, ``"cpu"``, ``"sim"``; ``None``
             takes the accelerator, else the CPU.
         device_memory, host_memory: what the engine may HOLD there: bytes, ``"10GiB"``, ``"80%"``
-            of what is free, or ``"auto"`` (free memory less a margin, cgroup limits honoured).
+            of what is free, or ``"auto"`` (what is free, less a margin).  Free is what control
+            groups and ``ulimit`` leave, without what open engines of this process may still take.
         nvme: a directory, or a list of directories that are striped; ``None`` for no third tier.
         nvme_memory: disk the store may use, as above.
         precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps them.

@@ -25,6 +25,7 @@ from .measure.calibration import Calibration
 from .measure.steps import StepFigures
 from .movement.machinery import Machinery
 from .planning.bounds import move_seconds
+from .planning.budgets import Untaken
 from .planning.costs import Costs
 from .planning.plan import Plan
 from .schedule.units import ParamSpec
@@ -186,6 +187,26 @@ class Engine(Living):
     def model_holds(self, made: object) -> None:
         """Whoever has the model finds what ``wrap`` has given for it."""
         self.model.__dict__[OPTIMIZER] = made
+
+    @property
+    def made(self) -> Any:
+        """What ``wrap`` has given for the model: an optimizer, or what streams its weights."""
+        return self.model.__dict__.get(OPTIMIZER)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """What was given as ``nvme``."""
+        return self.config.nvme or ()
+
+    @property
+    def store_directories(self) -> tuple[Path, ...]:
+        """The directories that no other store may be in while this engine is open."""
+        io = self.machinery.store.io
+        return () if io is None else io.owned_directories
+
+    def untaken(self) -> Untaken:
+        """What the engine may still take of this machine within its budgets."""
+        return self.machinery.untaken()
 
     def let_go(self) -> None:
         """Takes hooks and marks from the model."""

@@ -95,6 +95,11 @@ class Living:
 _open: weakref.WeakSet[Living] = weakref.WeakSet()
 
 
+def living() -> list[Living]:
+    """Return all that were not closed yet."""
+    return list(_open)
+
+
 def end_unused() -> None:
     """Closes engines whose model and optimizer nobody has any more, for the room that they hold."""
     if _open:

@@ -15,9 +15,11 @@ from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
 from .io_engine.ranges import held_bytes, threads_for
+from .lifetime import end_unused
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator
+from .open_engines import untaken
 from .optim import Master, Rule
 from .optim.bench import case_of
 from .optim.formats import granule_of
@@ -97,9 +99,8 @@ def make_blueprint(
         kept = adapter_parameters(model) | _named(model, config.resident or ())
         parts = with_pages(model, parts, config.frozen, kept)
     if machine is None or machine.host_memory is None:
-        budgets = resolve_budgets(
-            config, accelerator.device if accelerator.has_device_memory else None
-        )
+        there = accelerator.device if accelerator.has_device_memory else None
+        budgets = resolve_budgets(config, there, untaken())
     else:
         budgets = machine_budgets(config, machine)
     update = "next_forward" if config.update == "auto" else config.update
@@ -246,6 +247,7 @@ def make_plan(
         if machine.host_memory is not None:
             options["device"] = "cpu" if machine.device_memory is None else "sim"
     config = OffloadConfig.from_options(options)
+    end_unused()
     if optimizer is None:
         if example is not None:
             raise ValueError("example= runs a backward; without an optimizer give tokens=")

@@ -23,6 +23,7 @@ from .lifetime import end_unused
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
 from .movement.machinery import Machinery
+from .open_engines import refuse_folders_in_use, warn_of_open_engines
 from .optim.untrained import NoOptimizer
 from .optimizer import OffloadedOptimizer
 from .planning.blueprint import Blueprint
@@ -165,6 +166,9 @@ class Begun:
         self._machinery: list[Machinery] = []
         self._taken: Taken | None = None
         end_unused()
+        if config.durable:
+            refuse_folders_in_use(config.nvme or ())
+        warn_of_open_engines(config)
         self.accelerator = make_accelerator(config.device, config.rates)
 
     def open(self, blueprint: Blueprint, found: OwnedStore | None = None) -> tuple[Homes, Taken]:

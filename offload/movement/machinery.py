@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..facts.tier import Tier
 from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
 from ..io_engine.ranges import held_bytes, threads_for
 from ..optim.kernels import set_threads, threads, threads_beside
 from ..planning.blueprint import Blueprint
+from ..planning.budgets import Untaken
 from ..planning.sources import describe_sources
 from ..schedule.ledger import Ledger
 from ..schedule.messages import Freed
@@ -104,6 +109,19 @@ class Machinery:
             "names": None if config.units is None else list(config.units),
             "sources": describe_sources(self.blueprint.sources, self.layout.in_place),
         }  # fmt: skip
+
+    def untaken(self) -> Untaken:
+        """What the run may still take of this machine within its budgets."""
+        memory, io = self.memory.untaken(), self.store.io
+        device, disk = dict[torch.device, int](), dict[int, int]()
+        if self.accelerator.device.type != "cpu":
+            device[self.accelerator.device] = memory.get(Tier.DEVICE, 0)
+        if io is not None and self.config.nvme is not None:
+            need = self.blueprint.plan.disk_bytes + self.layout.saved.disk - io.disk_bytes
+            for folder in filter(Path.is_dir, self.config.nvme):
+                number = folder.stat().st_dev
+                disk[number] = disk.get(number, 0) + max(0, need) // len(self.config.nvme)
+        return Untaken(memory[Tier.HOST], device, disk)
 
     def when_still(self, hide: Callable[[], Sequence[MemoryWatch]]) -> None:
         """``hide`` is called at the end, when nothing moves any more, and gives watches of what may

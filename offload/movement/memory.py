@@ -25,7 +25,7 @@ class Memory:
         Raises:
             BudgetError: a tier has no room; nothing stays taken.
         """
-        regions = layout.regions
+        regions, self._room, self._saved_here = layout.regions, layout.saved, 0
         self._accelerator = accelerator
         # What is read in place is there when it is first read, and so is the memory for it.
         self._at_once = accelerator.has_device_memory or not layout.in_place
@@ -114,6 +114,7 @@ class Memory:
         """So much of what autograd saved is where compute has it, whoever has allocated it, and on
         disk."""
         self._budgets[Tier.NVME].count(disk)
+        self._saved_here = nbytes
         annex = self.arenas.annex
         taken = 0 if annex is None else annex.taken_bytes
         if self._accelerator.has_device_memory:
@@ -121,6 +122,18 @@ class Memory:
             self._budgets[Tier.HOST].count(taken)
         else:
             self._budgets[Tier.HOST].count(nbytes + taken)
+
+    def untaken(self) -> dict[Tier, int]:
+        """What may still be taken within the budgets, in bytes, by the memory that it is taken of.
+
+        That is address space without pages, and room for what autograd saves.
+        """
+        leases = [lease for lease in (self.lease, self._annexed) if lease is not None]
+        host = sum(lease.nbytes - min(lease.nbytes, lease.resident_bytes()) for lease in leases)
+        saved = max(0, self._room.compute - self._saved_here)
+        if self._accelerator.has_device_memory:
+            return {Tier.HOST: host, Tier.DEVICE: saved}
+        return {Tier.HOST: host + saved}
 
     def stats(self) -> dict[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -73,9 +75,58 @@ def total_host_bytes(root: Path = SYSTEM) -> int:
     return min([int(psutil.virtual_memory().total), *groups])
 
 
-def free_disk_bytes(directories: Sequence[Path]) -> int:
-    """Disk that an equal stripe over all directories can take: the smallest times their number."""
-    return min(shutil.disk_usage(folder).free for folder in directories) * len(directories)
+@dataclass(frozen=True)
+class Untaken:
+    """What engines of this process may still take within their budgets, in bytes.
+
+    It is free by what the system says, and is promised all the same.
+
+    Attributes:
+        host: of host memory.
+        device: of each device's memory.
+        disk: of each file system, by ``st_dev``.
+    """
+
+    host: int = 0
+    device: Mapping[torch.device, int] = field(default_factory=dict)
+    disk: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, parts: Iterable[Untaken]) -> Untaken:
+        """Return the sum of all."""
+        host, device, disk = 0, Counter[torch.device](), Counter[int]()
+        for each in parts:
+            host += each.host
+            device.update(each.device)
+            disk.update(each.disk)
+        return cls(host, device, disk)
+
+
+NOTHING = Untaken()
+
+
+def free_disk_bytes(directories: Sequence[Path], untaken: Untaken = NOTHING) -> int:
+    """Return the bytes that a store with an equal stripe in each directory can take.
+
+    Directories on one file system share its free space.
+    """
+    sharing = Counter(folder.stat().st_dev for folder in directories)
+    stripes = [
+        (shutil.disk_usage(folder).free - untaken.disk.get(number, 0)) // sharing[number]
+        for folder in directories for number in (folder.stat().st_dev,)
+    ]  # fmt: skip
+    return max(0, min(stripes)) * len(directories)
+
+
+def _free_device_bytes(device: torch.device, untaken: Untaken) -> int:
+    """What of a device's memory is free and promised to no other engine."""
+    free = int(torch.accelerator.get_memory_info(device)[0])
+    promised = untaken.device.get(device, 0)
+    if promised and hasattr(torch.accelerator, "memory_reserved"):  # from torch 2.9 on
+        # The allocator keeps what it has freed, and gives it to other engines' activations first.
+        reserved = torch.accelerator.memory_reserved(device)
+        promised -= min(promised, reserved - torch.accelerator.memory_allocated(device))
+    return max(0, free - promised)
 
 
 def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
@@ -121,15 +172,19 @@ def _size_of(text: str, name: str) -> int:
     return size.nbytes
 
 
-def resolve_budgets(config: OffloadConfig, device: torch.device | None) -> Budgets:
-    """The budgets in bytes.
+def resolve_budgets(
+    config: OffloadConfig, device: torch.device | None, untaken: Untaken = NOTHING
+) -> Budgets:
+    """Return the budgets in bytes.
 
-    ``device``: the one that has memory of its own; for ``sim``, the CPU.
+    Args:
+        device: the one that has memory of its own; for ``sim``, the CPU.
+        untaken: what is promised to other engines; budgets that are not given in bytes leave it.
 
     Raises:
         ValueError: ``device_memory`` was given but there is no device memory; a missing folder.
     """
-    host_free = free_host_bytes()
+    host_free = max(0, free_host_bytes() - untaken.host)
     host = parse_size(config.host_memory, "host_memory")
     there: int | None = None
     compute = host_free  # also with "sim", whose activations are in host memory
@@ -138,7 +193,7 @@ def resolve_budgets(config: OffloadConfig, device: torch.device | None) -> Budge
         if device.type == "cpu":
             there = asked.resolve(SIM_DEVICE_BYTES, 0)
         else:
-            compute = free = int(torch.accelerator.get_memory_info(device)[0])
+            compute = free = _free_device_bytes(device, untaken)
             there = asked.resolve(free, int(free * DEVICE_MARGIN))
     elif config.device_memory != "auto":
         raise ValueError(
@@ -151,7 +206,7 @@ def resolve_budgets(config: OffloadConfig, device: torch.device | None) -> Budge
         for folder in config.nvme:
             if not folder.is_dir():
                 raise ValueError(f"nvme: {folder} is not a directory; create it first")
-        free = free_disk_bytes(config.nvme)
+        free = free_disk_bytes(config.nvme, untaken)
         asked = parse_size(config.nvme_memory, "nvme_memory")
-        nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free)
+        nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free_disk_bytes(config.nvme))
     return Budgets(there, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)

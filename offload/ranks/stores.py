@@ -27,6 +27,12 @@ def rank_folder(rank: int, size: int) -> str:
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
+def with_ranks(folder: Path) -> list[Path]:
+    """The folder, and those of ranks below it."""
+    below = folder.iterdir() if folder.is_dir() else ()
+    return [folder, *(each for each in below if _RANK.fullmatch(each.name))]
+
+
 def holds_store(folder: Path) -> bool:
     """Whether there is a store that is to be kept."""
     found = read_manifest(folder) if folder.is_dir() else None

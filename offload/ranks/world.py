@@ -18,8 +18,15 @@ import torch.distributed as dist
 from ..config import OffloadConfig, parse_size
 from ..errors import OffloadError
 from ..facts.rates import Rates
+from ..open_engines import untaken
 from ..optim.cores import usable_cpus
-from ..planning.budgets import DISK_MARGIN, HOST_MARGIN, free_disk_bytes, free_host_bytes
+from ..planning.budgets import (
+    DISK_MARGIN,
+    HOST_MARGIN,
+    Untaken,
+    free_disk_bytes,
+    free_host_bytes,
+)
 from .stores import holds_store, in_the_way, rank_folder, runs_in
 from .voting import Votes
 
@@ -233,11 +240,13 @@ class World:
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
-            free = free_host_bytes()
+            # Each rank here has engines of about the same size.
+            promised = Untaken.together([untaken()] * self.local_size)
+            free = max(0, free_host_bytes() - promised.host)
             memory = host.resolve(free, int(free * HOST_MARGIN))
             if config.nvme is None:
                 return memory, None
-            disk = free_disk_bytes(config.nvme)
+            disk = free_disk_bytes(config.nvme, promised)
             asked = parse_size(config.nvme_memory, "nvme_memory")
             return memory, asked.resolve(disk, int(disk * DISK_MARGIN))
 

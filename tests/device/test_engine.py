@@ -147,6 +147,26 @@ def test_an_interrupt_while_host_memory_is_locked(
     assert native.registered_bytes() == locked
 
 
+def test_two_open_engines_share_the_devices_memory(native: ModuleType) -> None:
+    """What activations of the first may still take is not given to the second."""
+    free = int(torch.accelerator.get_memory_info()[0])
+    options: dict[str, Any] = {"device": "testdev", "host_memory": "64MiB", "rates": RATES}
+
+    def budget(optimizer: Any) -> int:
+        nbytes: int = optimizer.memory[Tier.DEVICE].budget_bytes
+        return nbytes
+
+    models = [TinyLM().cpu() for _ in range(2)]
+    with overspill.wrap(models[0], adamw(models[0]), **options) as one:
+        train(models[0], one, 2)
+        with overspill.wrap(models[1], adamw(models[1]), **options) as other:
+            assert 0 < budget(other) and budget(one) + budget(other) <= free
+            train(models[1], other, 2)
+    model = TinyLM().cpu()
+    with overspill.wrap(model, adamw(model), **options) as alone:
+        assert budget(alone) > 2 * budget(other)
+
+
 def test_the_device_runs_out_of_memory_in_a_step(native: ModuleType, tmp_path: Path) -> None:
     """At any allocation; the step that is made again gives the bits of one that was not cut."""
     torch.manual_seed(0)

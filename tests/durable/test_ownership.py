@@ -248,7 +248,7 @@ def test_a_store_in_use_is_not_repaired(tmp_path: Path) -> None:
     model = build()
     with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
         train(model, optimizer, 1)
-        with pytest.raises(overspill.IoError, match="in use by process"):
+        with pytest.raises(overspill.IoError, match="in use by this process"):
             repair_store(tmp_path)
 
 

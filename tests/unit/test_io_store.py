@@ -153,7 +153,8 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 def test_a_second_owner_is_told_of_the_first(tmp_path: Path) -> None:
     with IoEngine(tmp_path, MIB):
-        with pytest.raises(IoError, match=f"in use by process {os.getpid()} on "):
+        here = rf"in use by this process \(process {os.getpid()} on .*close that store first"
+        with pytest.raises(IoError, match=here):
             IoEngine(tmp_path, MIB)
         done = run(
             """
@@ -164,6 +165,7 @@ def test_a_second_owner_is_told_of_the_first(tmp_path: Path) -> None:
             tmp_path,
         )
         assert f"in use by process {os.getpid()} on " in done.stderr
+        assert "end that process first" in done.stderr
         assert sorted(os.listdir(tmp_path)) == ["overspill.lock", "overspill.store"]
         with IoEngine(tmp_path, MIB, ephemeral=True):  # has no name that could be in the way
             pass

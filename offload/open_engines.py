@@ -1,0 +1,104 @@
+"""Open engines of this process: what they may still take, what keeps them alive, whose folder."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from .config import OffloadConfig, parse_size
+from .engine import Engine
+from .errors import IoError, format_bytes
+from .facts.tier import Tier
+from .holders import holder_of
+from .lifetime import living
+from .planning.budgets import Untaken, total_host_bytes
+
+log = logging.getLogger("overspill")
+
+
+def open_engines() -> list[Engine]:
+    """Return the engines of this process that have not been closed."""
+    return [each for each in living() if isinstance(each, Engine) and not each.finished]
+
+
+def untaken() -> Untaken:
+    """Return what all open engines may still take within their budgets."""
+    return Untaken.together(engine.untaken() for engine in open_engines())
+
+
+def engines_in(folders: Iterable[Path]) -> list[Engine]:
+    """Return the open engines that were given one of ``folders`` as ``nvme``."""
+    places = list(folders)
+    return [
+        engine for engine in open_engines()
+        if any(_is_same(one, other) for one in places for other in engine.folders)
+    ]  # fmt: skip
+
+
+def refuse_folders_in_use(folders: Iterable[Path]) -> None:
+    """
+    Raises:
+        IoError: an engine of this process has its store in one of them.
+    """
+    for folder in folders:
+        for engine in open_engines():
+            if any(_is_same(folder, place) for place in engine.store_directories):
+                raise IoError(
+                    f"{folder}: the store here is in use by this process, which has an open engine "
+                    f"for {describe(engine)}; it is kept alive by {holder(engine)}; close it with "
+                    f"overspill.unwrap({str(folder)!r}), or choose another folder (nvme=)",
+                    path=str(folder), errno=errno.EBUSY,
+                )  # fmt: skip
+
+
+def warn_of_open_engines(config: OffloadConfig) -> None:
+    """Log a warning for each open engine, before another one is opened with ``config``."""
+    engines = open_engines()
+    asked = parse_size(config.host_memory, "host_memory").nbytes
+    for engine in engines:
+        held = engine.memory[Tier.HOST].held_bytes
+        more = engine.untaken()
+        may = {
+            "host memory": more.host,
+            "device memory": sum(more.device.values()),
+            "disk": sum(more.disk.values()),
+        }
+        amounts = [f"{format_bytes(nbytes)} of {what}" for what, nbytes in may.items() if nbytes]
+        folder = next(iter(engine.folders), None)
+        call = "" if folder is None else f", or overspill.unwrap({str(folder)!r})"
+        log.warning(
+            "overspill: this process has an open engine already, for %s: it holds %s of host "
+            "memory, and may take %s more. Budgets that are not given in bytes leave that to it. "
+            "It is kept alive by %s. End it with close() of its optimizer%s",
+            describe(engine), format_bytes(held), " and ".join(amounts) or "nothing",
+            holder(engine), call,
+        )  # fmt: skip
+    theirs = sum(engine.memory[Tier.HOST].budget_bytes for engine in engines)
+    if engines and asked is not None and asked + theirs > (total := total_host_bytes()):
+        log.warning(
+            "overspill: host_memory is %s, and open engines of this process have budgets of %s, "
+            "which together is more than the %s that this machine has",
+            format_bytes(asked), format_bytes(theirs), format_bytes(total),
+        )  # fmt: skip
+
+
+def describe(engine: Engine) -> str:
+    """Name an engine by its model and its folder."""
+    name = type(engine.model).__name__
+    places = [str(place) for place in engine.folders]
+    return f"{name} (nvme={', '.join(places)})" if places else name
+
+
+def holder(engine: Engine) -> str:
+    """Name what keeps an engine alive."""
+    return holder_of([engine.model] if engine.made is None else [engine.model, engine.made])
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return one.absolute() == other.absolute()
