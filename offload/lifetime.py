@@ -33,6 +33,11 @@ class Living:
         """It is whole: ``close`` and the end of the process end it."""
         _open.add(self)
 
+    @property
+    def belongs_here(self) -> bool:
+        """Whether this is the process that it lives in, and no forked child."""
+        return self._owner == os.getpid()
+
     def leave(self) -> None:
         """Takes what it has on the calling thread, which may not be the one that ends it."""
         raise NotImplementedError
@@ -96,8 +101,8 @@ _open: weakref.WeakSet[Living] = weakref.WeakSet()
 
 
 def living() -> list[Living]:
-    """Return all that were not closed yet."""
-    return list(_open)
+    """Return all of this process that are not closed; a forked child has none of its parent's."""
+    return [each for each in _open if each.belongs_here]
 
 
 def end_unused() -> None:

@@ -160,7 +160,7 @@ def test_two_open_engines_share_the_devices_memory(native: ModuleType) -> None:
     with overspill.wrap(models[0], adamw(models[0]), **options) as one:
         train(models[0], one, 2)
         with overspill.wrap(models[1], adamw(models[1]), **options) as other:
-            assert 0 < budget(other) and budget(one) + budget(other) <= free
+            assert budget(other) > 0 and budget(one) + budget(other) <= free
             train(models[1], other, 2)
     model = TinyLM().cpu()
     with overspill.wrap(model, adamw(model), **options) as alone:

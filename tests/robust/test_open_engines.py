@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from overspill.holders import UNKNOWN, holder_of
 from overspill.io_engine import allocate_host
 from overspill.planning import budgets
 from overspill.planning.budgets import free_disk_bytes, free_host_bytes
-from tests.devices import CPU, about_sim
+from tests.devices import CPU, about_forks, about_sim
 from tests.models import TinyLM, adamw, train
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -191,6 +192,24 @@ def test_pages_that_memory_has() -> None:
     assert lease.resident_bytes() == 0
     with allocate_host(8 * MIB) as lease:
         assert lease.resident_bytes() == 8 * MIB
+
+
+@about_forks
+def test_a_forked_child_has_none_of_its_parent_s(
+    steady: None, warnings: Callable[[], list[str]]
+) -> None:
+    _, optimizer = opened()
+    with optimizer:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                model = TinyLM()
+                plan = overspill.plan(model, adamw(model), device=CPU, rates=RATES)
+                assert plan.detail.budgets is not None
+                os._exit(0 if plan.detail.budgets.host == budget(optimizer) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # -- who keeps it alive -------------------------------------------------------------------------
