@@ -85,6 +85,10 @@ class _OnHost(torch.optim.Optimizer):
                 twin.grad = None if p.grad is None else p.grad.cpu()
                 if not torch.equal(twin.detach(), p.detach().cpu()):  # somebody has edited it
                     twin.data.copy_(p.detach())
+                if p in self.state:
+                    self._inner.state[twin] = self.state[p]
+                else:  # before the first step, and where somebody has deleted it
+                    self._inner.state.pop(twin, None)
         self._inner.step()
         with torch.no_grad():
             for group, there in zip(self.param_groups, self._inner.param_groups, strict=True):

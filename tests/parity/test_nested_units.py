@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from tests.devices import CPU, DEVICE, SIM, normal, plainly
+from tests.devices import DEVICE, SIM, normal, plainly
 
 WIDTH, RANK, DEPTH = 64, 16, 3
 REGISTRY: dict[int, nn.Module] = {}  # where nothing that a module holds refers to
@@ -182,7 +182,9 @@ def test_every_budget_that_is_accepted_is_enough(how: str, activations: Any) -> 
 @pytest.mark.parametrize("how", HOWS)
 def test_on_disk_too(how: str, tmp_path: Path) -> None:
     model = _build(how, _by_method)
-    options = {"device": CPU, "host_memory": "150KiB", "nvme": tmp_path}
+    options = {
+        "device": SIM, "device_memory": "150KiB", "host_memory": "150KiB", "nvme": tmp_path,
+    }  # fmt: skip
     with _wrapped(model, **options) as optimizer:
         assert not all(home.resident for home in optimizer.plan.placement.values())
         assert _losses(model, optimizer) == _plain(how, _by_method)
