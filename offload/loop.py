@@ -163,6 +163,7 @@ class Loop:
         self._frames.tidy()
         self._direct.finish()
         self._roster.check()
+        self._residences.check_shown(self._showing.hidden)
         self._weights.reconcile()
         self._weights.refuse_joined()
         self._state.write_back()

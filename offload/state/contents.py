@@ -23,6 +23,7 @@ from ..schedule.units import Chunk, ParamSpec, Subgroup, Unit
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
 MASTERS = ("master", "master_lo")
+BEFORE = "before"
 EditedParts = Mapping[
     int, Collection[int]
 ]  # by unit, parameters whose weights, or STATE, are edited
@@ -65,8 +66,8 @@ class Contents:
         what is trained is finite.
 
         ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
-        fp32, which are stored in their format), or ``None`` to leave it as it is.  ``first``:
-        nothing was there before.
+        fp32, which are stored in their format), or ``None`` to leave it as it is; ``BEFORE``: a
+        weight that others have written to its memory already.  ``first``: nothing was there before.
         """
         item, finite = Key(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.bring(item)
@@ -93,7 +94,7 @@ class Contents:
                 if values is None:
                     continue
                 weight = flat[spec.offset : spec.offset + spec.numel]
-                before = weight.cpu().clone() if keeps else None
+                before = _before(spec, chunk, values, weight) if keeps else None
                 new = self._load_param(chunk, spec, values, weight, names, first=first)
                 given = values.get("weight")  # in another dtype it is a master itself
                 if before is not None and given is not None and given.dtype == before.dtype:
@@ -139,6 +140,8 @@ class Contents:
         kept = chunk.group is not None and chunk.dtype != torch.float32
         fields: dict[str, torch.Tensor] = {}
         for name, value in values.items():
+            if name == BEFORE:
+                continue
             if name == "weight" and not kept:
                 weight.copy_(flat_like(spec, value, chunk.dtype))
                 continue
@@ -326,6 +329,14 @@ class Contents:
                 span = slice(subgroup.start, subgroup.start + subgroup.count)
                 whole[span] = record[name] if masters else read_moment(record, name)
         return gathered
+
+
+def _before(
+    spec: ParamSpec, chunk: Chunk, values: Values, weight: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """What a weight was before it gets these values."""
+    known = values.get(BEFORE)
+    return weight.cpu().clone() if known is None else flat_like(spec, known, chunk.dtype).cpu()
 
 
 def _rounded(

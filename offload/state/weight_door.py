@@ -19,7 +19,7 @@ from ..training.managed import Elsewhere
 from ..training.residences import Residences
 from ..training.showing import Showing
 from ..training.trainer import Trainer
-from .contents import Contents, Values
+from .contents import BEFORE, Contents, Values
 from .edits import Edits
 from .lent_copies import LentCopies
 
@@ -182,6 +182,7 @@ class WeightDoor:
         Raises:
             OffloadError: a copy was changed after an update had changed the weights.
         """
+        self.write_changed()
         if self._in_dicts:
             self._write_dicts()
         if not self._loans:
@@ -205,6 +206,25 @@ class WeightDoor:
             loan = self._loans[index]
             if loan.version != self._now(index):
                 self._renew(index, loan)
+
+    def write_changed(self) -> None:
+        """Write what modules have changed in their own weights, in place.
+
+        See Note [Changes in forward] in ``training/edit_watch.py``.  Graphs of that forward go on,
+        as with ``.data`` in plain PyTorch.
+        """
+        changed = self._residences.changed()
+        if late := [i for i in changed if self._parts.unit_of[i] in self._ledger.early]:
+            self._residences.forget_changed(late)
+            raise OffloadError(
+                f"the module of {', '.join(map(self.name, late))} changed it in place in backward, "
+                "where update='backward' has updated it already, and the change is lost; use "
+                "update='next_forward'"
+            )
+        if changed:
+            values = {index: change.weight for index, change in changed.items()}
+            self._write(values, before={i: change.before for i, change in changed.items()})
+            self._residences.forget_changed(changed)
 
     def lend_in_dict(self, index: int, copy: torch.Tensor, state: dict[str, Any]) -> None:
         """Watch a copy that is in a state dict: what is changed there in place is written back."""
@@ -264,6 +284,7 @@ class WeightDoor:
 
     def renew(self) -> None:
         """The copies that others have become what the weights are, whatever was done to them."""
+        self._residences.forget_changed(self._residences.changed())
         self._forget()
         for index, loan in list(self._loans.items()):
             self._renew(index, loan)
@@ -379,7 +400,11 @@ class WeightDoor:
         loan = self._loans.get(index)
         return loan is not None and torch_private.same_memory(loan.copy, value)
 
-    def _write(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _write(
+        self, values: Mapping[int, torch.Tensor],
+        before: Mapping[int, torch.Tensor | None] | None = None,
+    ) -> None:  # fmt: skip
+        """``before``: modules have changed their own weights, from these; graphs go on."""
         self._executor.health.check()
         fixed = self._executor.layout.unchangeable
         for index in values:
@@ -392,7 +417,7 @@ class WeightDoor:
         self.require_writable(units)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        self._fill(parts, _given(given))
+        self._fill(parts, _given(given, before or {}), end_graphs=before is None)
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue
@@ -402,13 +427,15 @@ class WeightDoor:
 
     @torch_private.without_grad
     def _fill(
-        self, parts: Mapping[int, list[int]], value_of: Callable[[ParamSpec], Values | None]
-    ) -> None:
+        self, parts: Mapping[int, list[int]], value_of: Callable[[ParamSpec], Values | None],
+        *, end_graphs: bool = True,
+    ) -> None:  # fmt: skip
         with self._edits.of(parts) as spoil:
             for unit, indices in parts.items():
                 if not self._contents.load(unit, value_of, first=False):
                     spoil(unit)
-                self._showing.changed(unit, indices)
+                if end_graphs:
+                    self._showing.changed(unit, indices)
 
 
 _AMID_READING = tuple(
@@ -417,9 +444,13 @@ _AMID_READING = tuple(
 overwrite = torch_private.without_grad(torch.Tensor.copy_)
 
 
-def _given(values: Mapping[int, torch.Tensor]) -> Callable[[ParamSpec], Values | None]:
+def _given(
+    values: Mapping[int, torch.Tensor], before: Mapping[int, torch.Tensor | None]
+) -> Callable[[ParamSpec], Values | None]:
     def value_of(spec: ParamSpec) -> Values | None:
-        value = values.get(spec.index)
-        return None if value is None else {"weight": value}
+        value, was = values.get(spec.index), before.get(spec.index)
+        if value is None:
+            return None
+        return {"weight": value} if was is None else {"weight": value, BEFORE: was}
 
     return value_of

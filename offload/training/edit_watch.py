@@ -1,14 +1,38 @@
-"""Which weights were changed in place where that can be neither kept nor made whole."""
+"""Which weights were changed in place while they showed, and where that cannot be kept.
+
+# Note [Changes in forward]
+# Some modules change their own weights in place when they run: Gemma 3n clamps coefficients
+# (`self.coefs.weight.data.clamp_(-c, c)`).  The slot that compute uses may be one of several copies
+# of the weight, and its master is elsewhere, so the change is copied when the parameter is hidden.
+# It is written like one from outside (see `WeightDoor`) before the next module runs, or, while
+# backward uses the unit, after that.  A unit that is onloaded before then gets it on top.
+#
+# A parameter that was changed once is copied when it shows from then on: a change that leaves its
+# bits as they are, as most clamps do, costs a comparison and is not written.
+#
+# Versions tell of changes.  A tensor that was made over a slot while it showed, and is changed
+# later, changes memory that may be another unit's by then: an error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ..errors import OffloadError
 from ..planning.partition import Partition
 from . import torch_private
+
+
+class Change(NamedTuple):
+    """What a module has made of a weight of its own, and what it was ``before``, if that is known:
+    where compute uses the only copy, a master that has the low half of the bits needs it."""
+
+    weight: torch.Tensor
+    before: torch.Tensor | None
 
 
 class EditWatch:
@@ -17,33 +41,70 @@ class EditWatch:
 
     def __init__(self, parts: Partition, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """``params``: by unit, in the order of its specs."""
-        self._units, self._params = parts.units, params
+        self._specs = [[spec for _, spec in unit.params] for unit in parts.units]
+        self._params = params
         self._seen: list[tuple[int, ...]] = [()] * len(params)  # versions when they showed
         self._hid: list[tuple[int, ...]] = [()] * len(params)  # and when they went to their stubs
+        # By unit, of parameters that were changed before, by place: what they held when they showed
+        self._before: list[dict[int, torch.Tensor | None]] = [{} for _ in params]
+        self._changed: dict[int, Change] = {}  # by parameter: see Note [Changes in forward]
         self._edited: list[str] = []
 
     def _versions(self, unit: int) -> tuple[int, ...]:
         with torch_private.without_overrides():  # a hidden parameter's class would ask each time
             return tuple(map(torch_private.version_of, self._params[unit]))
 
-    def _note(self, unit: int, before: tuple[int, ...]) -> None:
-        specs = (spec for _, spec in self._units[unit].params)
-        for spec, then, now in zip(specs, before, self._versions(unit), strict=False):
-            if then != now:
-                self._edited.append(spec.name)
+    def _written(self, unit: int, before: tuple[int, ...]) -> list[int]:
+        """Places of the parameters that were written since ``before``; nothing stood there if it is
+        empty."""
+        now = self._versions(unit)
+        return [n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b]
+
+    @torch_private.without_grad
+    def put_on_top(self, unit: int, views: Sequence[torch.Tensor]) -> None:
+        """Write to a unit's weights, where they were onloaded, what is not written elsewhere."""
+        if self._changed:
+            for spec, view in zip(self._specs[unit], views, strict=True):
+                if spec.index in self._changed:
+                    view.copy_(self._changed[spec.index].weight)
 
     def shown(self, unit: int) -> None:
         """From now on a unit's parameters show."""
         self._seen[unit] = self._versions(unit)
+        for place in self._before[unit]:
+            self._before[unit][place] = self._copy(unit, place)
 
     def hidden(self, unit: int) -> None:
         """From now on they do not."""
         self._hid[unit] = self._versions(unit)
 
     def look_while_shown(self, unit: int) -> None:
-        """Notes what was changed since they showed."""
+        """Copies what was changed since they showed; they show still."""
         before, self._seen[unit] = self._seen[unit], ()
-        self._note(unit, before)
+        for place in self._written(unit, before):
+            now, then = self._copy(unit, place), self._before[unit].get(place)
+            self._before[unit][place] = None
+            if then is None or not torch_private.same_bits(now, then):
+                index = self._specs[unit][place].index
+                kept = self._changed.get(index)
+                self._changed[index] = Change(now, then if kept is None else kept.before)
+        for place in self._before[unit]:
+            self._before[unit][place] = None
+
+    @torch_private.without_grad
+    def _copy(self, unit: int, place: int) -> torch.Tensor:
+        with torch_private.without_overrides():
+            return self._params[unit][place].detach().clone()
+
+    @property
+    def changed(self) -> Mapping[int, Change]:
+        """Weights that were changed while they showed, and not written yet, by parameter."""
+        return self._changed
+
+    def written(self, indices: Iterable[int]) -> None:
+        """Such changes are written, or are to be forgotten."""
+        for index in list(indices):
+            del self._changed[index]
 
     def look_while_hidden(self, unit: int) -> None:
         """Notes what was changed since they were hidden, if they are."""
@@ -54,15 +115,14 @@ class EditWatch:
     def end_of_hiding(self, unit: int) -> None:
         """They are about to show: notes what was changed before."""
         before, self._hid[unit] = self._hid[unit], ()
-        self._note(unit, before)
+        self._edited += [self._specs[unit][place].name for place in self._written(unit, before)]
 
     def outdate(self, unit: int, changes: Callable[[int], bool]) -> None:
         """Weights change, of those parameters that ``changes`` says by their index: graphs that
         have saved these themselves are told, and that is no edit."""
         seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
         self._seen[unit] = self._hid[unit] = ()  # an exception in between is none either
-        specs = (spec for _, spec in self._units[unit].params)
-        pairs = zip(self._params[unit], specs, strict=True)
+        pairs = zip(self._params[unit], self._specs[unit], strict=True)
         torch_private.outdate(p for p, spec in pairs if changes(spec.index))
         if seen:
             self.shown(unit)
@@ -73,13 +133,12 @@ class EditWatch:
         """Raises if something was noted.
 
         Raises:
-            OffloadError: weights were changed where they are in use, or by a tensor of then.
+            OffloadError: weights were changed by a tensor that was made while they showed.
         """
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
             raise OffloadError(
-                f"the weights of {names} were changed in place while they were in use (in "
-                "forward), or later by a tensor over them that was made then (p.detach(), p[...]), "
-                "which would be lost or half saved; change them outside of forward, by tensors "
-                "that are made there"
+                f"the weights of {names} were changed after their module's forward, by a tensor "
+                "over them that was made in it (p.detach(), p[...]), and the change would be lost "
+                "or half saved; make the tensor where it is changed"
             )

@@ -198,14 +198,14 @@ class ModuleHooks:
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""
         began = self._frames.pop(unit, completed=output is not None)
-        if began is None:
+        if began is None or output is None:
             return
-        if output is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):
                 if torch_private.made_since(t, began):  # and not handed through
                     t.register_hook(lambda _grad: backward.enter(unit))
-        self._residences.refuse_edits()
+        self._residences.refuse_edits()  # after an exception torch might drop this one
 
     def open_ahead(self, units: Collection[int]) -> None:
         """Onload units whose parameters are about to be inspected, and then computed with."""

@@ -8,8 +8,7 @@ points into the slot any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,30 +21,12 @@ from ..planning.partition import Partition
 from ..schedule.arena import Place
 from ..schedule.units import Unit
 from . import torch_private
-from .edit_watch import EditWatch
+from .edit_watch import Change, EditWatch
 from .held_slots import HeldSlots
 from .managed import Managed, WeightAccess, managed
 from .parameters import manage
 from .stubs import Stubs
-from .views import View, make_views
-
-
-@dataclass(frozen=True)
-class Residence:
-    """One residency of one unit: the storage over its slot, and its parameters' views.
-
-    ``streams``: of compute that have used it; modules may have several.  ``waited``: those that
-    have waited for what brought its weights.  ``lasting``: tensors over a slot for good, that
-    backward computes with.
-    """
-
-    unit: int
-    storage: torch.UntypedStorage
-    views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
-    streams: set[Hashable] = field(default_factory=set)
-    waited: set[Hashable] = field(default_factory=set)
-    lasting: dict[View, torch.Tensor] = field(default_factory=dict)
-
+from .views import Residence, View, make_views
 
 _KEPT_VIEWS = 4  # for each parameter: as it is, transposed; parts of it may be without number
 _TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
@@ -219,9 +200,18 @@ class Residences:
         """See ``EditWatch.refuse``."""
         self._edits.refuse()
 
+    def changed(self) -> dict[int, Change]:
+        """See ``EditWatch.changed``; of units that are not in use."""
+        unit_of = self.parts.unit_of
+        return {i: t for i, t in self._edits.changed.items() if not self.uses[unit_of[i]]}
+
+    def forget_changed(self, indices: Iterable[int]) -> None:
+        """See ``EditWatch.written``."""
+        self._edits.written(indices)
+
     def check_shown(self, hidden: Container[int]) -> None:
-        """Raises if a parameter that never moves was changed, or given other data, since it showed;
-        ``hidden``: units that do not show now."""
+        """Look at parameters that never move: notes changes, and raises if one was given other
+        data, since it showed; ``hidden``: units that do not show now."""
         for unit, residence in enumerate(self.current):
             self._edits.look_while_hidden(unit)
             if self.fixed[unit] and residence is not None and unit not in hidden:
@@ -324,6 +314,7 @@ class Residences:
         residence.waited.update(residence.streams)
         self.current[unit] = residence
         self.by_storage[torch_private.identity(residence.storage)] = residence
+        self._edits.put_on_top(unit, residence.views)
 
     def used_here(self, residence: Residence) -> None:
         """Compute of the calling thread uses a unit: maybe on another stream than the one it was
@@ -432,6 +423,8 @@ class Residences:
                 self.suspend(unit)
             return
         residence, place = self.current[unit], self.places[unit]
+        if self._visible[unit]:
+            self._edits.look_while_shown(unit)  # it may copy, before compute lets go of the slot
         if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)

@@ -84,7 +84,6 @@ class Stepping:
             self._back("the last update gave values that are not finite")
             return
         self._landing.raise_nonfinite()
-        self._residences.check_shown(self._showing.hidden)
         units = {
             unit.index: present
             for unit in self._residences.parts.units

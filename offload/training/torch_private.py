@@ -268,6 +268,12 @@ class Watched:
         return not torch.equal(self._bytes(), self._known)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one layout hold the same bits: NaN is the same as itself, and 0.0 is
+    not the same as -0.0."""
+    return torch.equal(bytes_of(one.untyped_storage()), bytes_of(other.untyped_storage()))
+
+
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory."""
     return (

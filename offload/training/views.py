@@ -1,8 +1,10 @@
-"""Tensors over the memory of a slot: described, and made again over another copy of it."""
+"""Tensors over the memory of a slot: described, made again over another copy of it, and those of
+one residency of a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,3 +55,20 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
         view_in(storage, chunk.byte_offset, *spec.as_parameter(chunk.dtype))
         for chunk, spec in unit.params
     )
+
+
+@dataclass(frozen=True)
+class Residence:
+    """One residency of one unit: the storage over its slot, and its parameters' views.
+
+    ``streams``: of compute that have used it; modules may have several.  ``waited``: those that
+    have waited for what brought its weights.  ``lasting``: tensors over a slot for good, that
+    backward computes with.
+    """
+
+    unit: int
+    storage: torch.UntypedStorage
+    views: tuple[torch.Tensor, ...]  # in the order of ``unit.params``
+    streams: set[Hashable] = field(default_factory=set)
+    waited: set[Hashable] = field(default_factory=set)
+    lasting: dict[View, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,261 @@
+"""Modules that change their own weights in place when they run, as Gemma 3n clamps some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import overspill
+from tests.devices import CPU, DEVICE, SIM, normal, plainly
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"device": CPU, "host_memory": "4MiB"},
+    "disk": {"device": CPU, "host_memory": "90KiB"},
+    "device": {"device": SIM, "device_memory": "4MiB", "host_memory": "4MiB"},
+    "streamed": {"device": SIM, "device_memory": "40KiB", "host_memory": "90KiB"},
+}
+if CPU != "cpu":
+    PLACES["disk"] = PLACES["streamed"]
+
+
+@torch.no_grad()
+def _clamps_nothing(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-100.0, 100.0)
+
+
+def _clamps(weight: nn.Parameter) -> None:
+    weight.data.clamp_(-0.05, 0.05)
+
+
+@torch.no_grad()
+def _clamps_without_grad(weight: nn.Parameter) -> None:
+    weight.clamp_(-0.05, 0.05)
+
+
+def _decays(weight: nn.Parameter) -> None:
+    """Another change in every forward, that of a checkpoint included."""
+    weight.data.mul_(0.98)
+
+
+CHANGES = [_clamps_nothing, _clamps, _clamps_without_grad, _decays]
+
+
+class Changes(nn.Module):
+    """``after``: the change comes when the weight was used."""
+
+    def __init__(self, change: Callable[[nn.Parameter], None], frozen: bool, after: bool) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.inner.weight.requires_grad_(not frozen)
+        self.change, self.after = change, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.after:
+            self.change(self.inner.weight)
+        found = self.inner(x) + self.other(x)
+        if self.training and self.after:
+            self.change(self.inner.weight)
+        return found + x
+
+
+class Net(nn.Sequential):
+    """``how``: with a checkpoint around each layer, reentrant or not."""
+
+    how = "plain"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            if self.how == "plain":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
+        return x
+
+
+def _build(change: Any, *, frozen: bool = False, after: bool = False, how: str = "plain") -> Net:
+    torch.manual_seed(0)
+    model = Net(*(Changes(change, frozen, after) for _ in range(4))).to(DEVICE)
+    model.how = how
+    return model
+
+
+def _losses(model: nn.Module, optimizer: Any) -> list[float]:
+    found = []
+    for number in range(4):
+        loss = model(normal(number, 4, 32).requires_grad_()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _compare(made: Callable[[], Net], place: str, folder: Path, **options: Any) -> None:
+    plain, model = made(), made()
+    expected = _losses(plain, plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    units = [f"{n}" for n in range(4)]
+    # A commit that saves the very memory that a module changes is refused.
+    durable = place == "streamed" or made()[0].change is _clamps_nothing
+    options = {"nvme": folder, "durable": durable, "units": units, **PLACES[place], **options}
+    with overspill.wrap(model, inner, **options) as optimizer:
+        assert _losses(model, optimizer) == expected
+        state = plain.state_dict()
+        assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward", "backward"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_weights_are_those_of_torch(
+    change: Callable[[nn.Parameter], None], place: str, update: str, tmp_path: Path
+) -> None:
+    _compare(lambda: _build(change), place, tmp_path, update=update)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("change", [_clamps, _decays])
+def test_after_the_use_and_of_a_frozen_weight(
+    change: Callable[[nn.Parameter], None], frozen: bool, place: str, tmp_path: Path
+) -> None:
+    _compare(lambda: _build(change, frozen=frozen, after=True), place, tmp_path)
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_under_a_checkpoint(
+    change: Callable[[nn.Parameter], None], place: str, how: str, update: str, tmp_path: Path
+) -> None:
+    _compare(lambda: _build(change, how=how), place, tmp_path, update=update)
+
+
+def test_a_clamp_that_changes_nothing_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later ones are compared with what the parameter held when its module began."""
+    from overspill.state.weight_door import WeightDoor
+
+    written: list[int] = []
+    write = WeightDoor._write
+    monkeypatch.setattr(
+        WeightDoor, "_write",
+        lambda self, values, **how: (written.extend(values), write(self, values, **how)),
+    )  # fmt: skip
+    _compare(lambda: _build(_clamps_nothing), "streamed", tmp_path)
+    assert len(written) == 4, "one parameter of each of four layers, in the first forward"
+
+
+def test_a_change_is_committed_and_resumed(tmp_path: Path) -> None:
+    def made() -> Net:
+        return _build(_decays, frozen=True)
+
+    plain, model = made(), made()
+    its = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with overspill.wrap(model, inner, nvme=tmp_path, **PLACES["streamed"]) as optimizer:
+        _losses(model, optimizer)
+    _losses(plain, its)
+    again = made()
+    inner = torch.optim.AdamW(again.parameters(), lr=0.01)
+    optimizer, _ = overspill.resume(again, tmp_path, inner, **PLACES["streamed"])
+    with optimizer:
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+        assert _losses(again, optimizer) == _losses(plain, its)
+
+
+def test_the_master_of_a_bf16_weight_follows(tmp_path: Path) -> None:
+    def made() -> Net:
+        return _build(_clamps).bfloat16()
+
+    found = []
+    for place in PLACES:
+        model = made()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with overspill.wrap(model, inner, nvme=tmp_path, durable=False, **PLACES[place]) as opt:
+            for number in range(4):
+                model(normal(number, 4, 32).bfloat16()).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            # A step adds little more than lr to what was clamped.
+            assert all(layer.inner.weight.abs().max() <= 0.065 for layer in model)
+            found.append({n: v.clone() for n, v in model.state_dict().items()})
+    for other in found[1:]:
+        assert all(torch.equal(v, found[0][n]) for n, v in other.items())
+
+
+def test_after_the_forward_by_a_tensor_of_then_is_refused(tmp_path: Path) -> None:
+    kept = []
+
+    def keeps(weight: nn.Parameter) -> None:
+        if not kept:
+            kept.append(weight.detach())
+
+    model = _build(keeps)
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, nvme=tmp_path, **PLACES["streamed"]) as optimizer:
+        model(normal(0, 4, 32)).square().mean().backward()
+        optimizer.step()
+        kept[0].zero_()
+        with pytest.raises(overspill.OffloadError, match=r"0\.inner\.weight.*made in it"):
+            model(normal(0, 4, 32))
+        kept.clear()
+
+
+def test_a_change_before_an_error_stays(tmp_path: Path) -> None:
+    class Fails(Changes):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise ValueError("amid forward")
+
+    model = _build(_clamps)
+    model[3] = Fails(_clamps, False, False).to(DEVICE)
+    before = model[3].inner.weight.detach().clone()
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, nvme=tmp_path, **PLACES["streamed"]):
+        with pytest.raises(ValueError, match="amid forward"):
+            model(normal(0, 4, 32))
+        assert torch.equal(model[3].inner.weight, before.clamp(-0.05, 0.05))
+
+
+def test_gemma_3n_trains(tmp_path: Path) -> None:
+    hf = pytest.importorskip("transformers")
+    config = hf.Gemma3nTextConfig(
+        vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, intermediate_size=64,
+        hidden_size_per_layer_input=8, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, laurel_rank=4, num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0] * 4, altup_coef_clip=0.1,
+        layer_types=["full_attention"] * 4,
+    )  # fmt: skip
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return hf.Gemma3nForCausalLM(config).train().to(DEVICE)
+
+    def losses(model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for number in range(3):
+            ids = (normal(number, 2, 8) * 100).long().abs() % 64
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain, model = made(), made()
+    its = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with overspill.wrap(
+        model, inner, nvme=tmp_path, device=CPU, host_memory="300KiB", rates=overspill.Rates()
+    ) as optimizer:
+        assert losses(model, optimizer) == losses(plain, its)
