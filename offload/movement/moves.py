@@ -15,7 +15,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .packing import unpack_unit
 from .pools import Arenas
-from .saved import SavedStore
+from .saved import SavedStorage, SavedStore
 
 Transfer = Read | Write | CopyIn | CopyOut
 
@@ -124,10 +124,11 @@ class Mover:
         if saved is None or source is None:  # its end is about to be told
             self._finished(work, None)
             return
-        event = saved.event
+        event, (start, nbytes) = saved.event, self._span(work.item, saved)
         with self._trace.during("copy_out", self._unit_name(work)):
             self._accelerator.spill(
-                self._arenas.bytes_of(work.place).narrow(0, 0, saved.nbytes), source,
+                self._arenas.bytes_of(work.place).narrow(0, 0, nbytes),
+                source.narrow(0, start, nbytes),
                 after=[] if event is None else [event], on_done=self._copied(work, "copy_out"),
             )  # fmt: skip
 
@@ -136,13 +137,24 @@ class Mover:
         if saved is None:
             self._finished(work, None)
             return
+        start, nbytes = self._span(work.item, saved)
         with self._trace.during("copy_in", self._unit_name(work)):
-            memory = self._accelerator.lend(saved.nbytes)
-            source = self._arenas.bytes_of(work.source).narrow(0, 0, saved.nbytes)
+            if saved.coming is None:
+                saved.coming = self._accelerator.lend(saved.nbytes)
+            source = self._arenas.bytes_of(work.source).narrow(0, 0, nbytes)
             event = self._accelerator.fetch(
-                memory, source, after=[], on_done=self._copied(work, "copy_in")
-            )
-            saved.bring(memory, event)
+                saved.coming.narrow(0, start, nbytes), source, after=[],
+                on_done=self._copied(work, "copy_in"),
+            )  # fmt: skip
+            saved.filled += nbytes
+            if saved.filled == saved.nbytes:  # copies are made in the order of their start
+                saved.bring(event)
+
+    def _span(self, item: Key, saved: SavedStorage) -> tuple[int, int]:
+        """Where the part lies in its storage: (first byte, bytes)."""
+        each = self._layout.saved.part_bytes(saved.nbytes)
+        start = item.part * each
+        return start, min(each, saved.nbytes - start)
 
     def _unit_name(self, work: CopyIn | CopyOut) -> str:
         if work.item.kind is Kind.SAVED:

@@ -21,15 +21,22 @@ class SavedStorage:
         nbytes: of the whole storage.
         memory: flat uint8, where compute has it; ``None`` while it is away.
         event: up to which ``memory`` was filled, by compute or by a copy.
+        coming: what copies fill on the way back, until all have been started.
+        filled: bytes of it for which they have.
         fetched: whether a copy has brought it back.
         taken: and whether compute was given that.
     """
 
-    __slots__ = ("__weakref__", "event", "fetched", "memory", "nbytes", "number", "taken")
+    __slots__ = (
+        "__weakref__", "coming", "event", "fetched", "filled", "memory", "nbytes", "number",
+        "taken",
+    )  # fmt: skip
 
     def __init__(self, number: int, memory: torch.Tensor) -> None:
         self.number, self.nbytes = number, memory.numel()
         self.memory: torch.Tensor | None = memory
+        self.coming: torch.Tensor | None = None
+        self.filled = 0
         self.event: Event | None = None
         self.fetched = self.taken = False
 
@@ -37,11 +44,11 @@ class SavedStorage:
         """It is away."""
         self.memory = self.event = None
 
-    def bring(self, memory: torch.Tensor, event: Event) -> None:
-        """It is in ``memory``, once ``event`` is over."""
+    def bring(self, event: Event) -> None:
+        """All of it is in what was ``coming``, once ``event`` is over."""
         # Whoever finds the memory finds the event.
         self.event, self.fetched, self.taken = event, True, False
-        self.memory = memory
+        self.memory, self.coming, self.filled = self.coming, None, 0
 
 
 class End(ref[Any]):
@@ -77,6 +84,7 @@ class SavedStore:
 
     Attributes:
         here_bytes, away_bytes: with compute, and not there.
+        most_here_bytes: the most that was with compute since the step began.
         ended: what was counted of those that have come to their end since.
     """
 
@@ -95,7 +103,7 @@ class SavedStore:
         self._put, self._ask, self._changed = put, ask, changed
         self._known: dict[int, ref[SavedStorage]] = {}  # until their end has come
         self._ends: dict[int, End] = {}
-        self.here_bytes = self.away_bytes = 0
+        self.here_bytes = self.away_bytes = self.most_here_bytes = 0
         self.ended: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -116,6 +124,7 @@ class SavedStore:
         self.away_bytes = away
         if here != self.here_bytes:
             self.here_bytes = here
+            self.most_here_bytes = max(self.most_here_bytes, here)
             self._changed(here, disk)
 
     def has_ended(self, end: End) -> Used | None:

@@ -10,7 +10,7 @@ from ..facts.rates import Rates
 from ..schedule.layout import Layout
 from ..schedule.units import Unit
 from .bounds import device_update_worth, least_seconds
-from .coarse import coarsen
+from .coarse import coarsen, with_larger_parts
 from .costs import Costs, Profile, inputs_of
 from .partition import Partition
 from .placement import DEFAULT_DEPTH
@@ -189,7 +189,7 @@ def recomputing(
         found = run_steps(tried, costs, needs, RECOMPUTING_STEPS)
         return found.step.overflows, found.step_s
 
-    coarse = coarsen(layout, CHOOSING_SUBGROUPS)
+    coarse = with_larger_parts(coarsen(layout, CHOOSING_SUBGROUPS), costs.saved_bytes)
     return choose_recompute(coarse, costs, needs.recomputable, seconds, now)
 
 
@@ -210,7 +210,7 @@ def plan_layout(
     coarse, known = coarsen(layout), rates or Rates()
     costs = load.costs(coarse, known)
     if costs is not None:
-        timed = run_steps(coarse, costs, needs)
+        timed = run_steps(with_larger_parts(coarse, costs.saved_bytes), costs, needs)
         return PlannedLayout(layout, disk, (), timed.link_bytes, timed.step_s, timed.step, needs)
     balanced = run_steps(coarse, Costs.balanced(coarse, known), needs)
     bare_s = run_steps(coarse, Costs.from_flops(coarse, known, 0), needs).step_s

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..schedule.arena import Place
-from ..schedule.layout import Layout, UnitHome
-from ..schedule.units import Subgroup
+from ..schedule.layout import PARTS_AT_ONCE, Layout, UnitHome
+from ..schedule.units import PAGE, Subgroup, align
 
 MOST_SUBGROUPS = 200
+MOST_PARTS = 8  # in which what autograd keeps of a unit moves
 
 
 def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
@@ -48,6 +50,19 @@ def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
             visit_slot=regions.visit_slot * joined,
         ),
     )
+
+
+def with_larger_parts(layout: Layout, saved_bytes: Sequence[int]) -> Layout:
+    """Return ``layout`` with host memory for activations in which at most ``MOST_PARTS`` parts make
+    up what autograd keeps of any unit (``saved_bytes``, by unit).
+
+    The same bytes move on every link.  Only staging that is much smaller than a storage grows.
+    """
+    saved = layout.saved
+    least = align(max(saved_bytes, default=0) * PARTS_AT_ONCE // MOST_PARTS, PAGE)
+    if not saved.host or saved.host >= least:
+        return layout
+    return replace(layout, saved=saved._replace(host=least))
 
 
 def _runs(group: tuple[Subgroup, ...], home: UnitHome, joined: int) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
 UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
 BESIDE_SHARE = 0.5  # of the room that nothing needs, to weights that are trained beside frozen ones
 STAGING_SHARE = 4  # of host memory left for activations, to those on their way to or from disk
+OWN_STAGING_SHARE = 8  # the same, where that is compute's own memory: it needs the rest itself
 
 
 def _pages(nbytes: int) -> int:
@@ -170,7 +171,7 @@ class _Planner(Placement):
             there = max(0, self.budgets.device - regions.device_bytes)
             staged = host // STAGING_SHARE if policy == "nvme" else host
             return SavedRoom(policy, there, _pages(staged), nvme, again)
-        staged = host // 2 if nvme else 0
+        staged = host // OWN_STAGING_SHARE if nvme else 0
         return SavedRoom(policy, host - staged, _pages(staged), nvme, again)
 
     def _plan_unpacked(self) -> int:

@@ -76,8 +76,8 @@ class Simulation:
         self._grants: dict[int, Grant] = {}
         self._arriving: set[Place] = set()  # on the device
         self._facts = itertools.count(1)
-        # Of what autograd saved, by number: where it comes to; ``None`` while it is away.
-        self._away: dict[int, Place | None] = {}
+        # Of what autograd saved and has left, by number: where the parts that are back came to.
+        self._away: dict[int, list[Place]] = {}
         self._saved: list[list[tuple[float, SavedBytes]]] = [[] for _ in layout.units]
         self._largest = 0  # of these
         self.overflows = False  # not all that autograd saved had room
@@ -140,7 +140,7 @@ class Simulation:
                 self._grants[instruction.ticket] = Grant(instruction.ticket)
                 self.overflows = True  # it stays
             elif isinstance(instruction, LetGo):
-                self._away[instruction.item.number] = None
+                self._away[instruction.item.number] = []
             elif isinstance(instruction, Forget):
                 self._away.pop(instruction.item.number, None)
             elif isinstance(instruction, Update) and instruction.visit is not None:
@@ -149,7 +149,7 @@ class Simulation:
                 if isinstance(instruction, CopyIn):
                     self._arriving.add(instruction.place)
                     if instruction.item.kind is Kind.SAVED:
-                        self._away[instruction.item.number] = instruction.place
+                        self._away[instruction.item.number].append(instruction.place)
                 urgent = isinstance(instruction, Read) and instruction.urgent
                 there = isinstance(instruction, Update) and instruction.on_device
                 name = LANE_OF.get(type(instruction), self._there if there else "update")
@@ -374,9 +374,10 @@ class Simulation:
 
     def _recall(self, piece: SavedBytes) -> None:
         """Backward is at it."""
-        while self._away.get(piece.number, piece) is None:
+        parts = len(self.layout.saved.part_sizes(piece.nbytes))
+        while len(self._away.get(piece.number, range(parts))) < parts:
             self._ask(lambda ticket: Fetch(piece.number, ticket))
-        self._arrive([self._away.get(piece.number)])
+        self._arrive(self._away.get(piece.number, ()))
 
     def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
         """The gradients of one unit are gathered and handed over."""

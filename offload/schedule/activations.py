@@ -9,6 +9,7 @@ what is saved is there already.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from itertools import chain
 
 from ..facts.tier import Tier
 from .items import Item, Items, Move
@@ -19,7 +20,6 @@ from .messages import (
     Forget,
     Grant,
     Instruction,
-    Key,
     Kind,
     LetGo,
     Read,
@@ -29,7 +29,7 @@ from .messages import (
     Used,
     Write,
 )
-from .units import PAGE, align
+from .saved_parts import PartedStorage, is_below, is_in_host_alone
 
 LEAST_BYTES = 1 << 20  # smaller storages stay: a move of each costs more than it frees
 FIRST_SHARE = 0.75  # of the room, from which on things leave while nobody knows what will come
@@ -41,49 +41,32 @@ def room_beside(room: int, largest: int) -> int:
     return max(room - largest, room // 4)
 
 
-class SavedItem(Item):
-    """One storage that autograd saved.
-
-    ``turn`` grows with every time that anything is saved.  ``leaving``: its copy out is under way;
-    ``wanted``: compute has it again, or asks for it, and it stays when that is over; ``on_disk``:
-    it has room there; ``used``: it is needed no more, and goes when nothing moves it.
-    """
-
-    __slots__ = ("leaving", "on_disk", "turn", "unit", "used", "wanted")
-
-    def __init__(self, number: int, nbytes: int, unit: int) -> None:
-        super().__init__(Key(Kind.SAVED, number), align(nbytes, PAGE))
-        self.unit, self.turn = unit, 0
-        self.leaving = self.on_disk = self.used = self.wanted = False
-
-    @property
-    def moves(self) -> bool:
-        return any(copy is not None and copy.holds for copy in (self.device, self.host))
-
-
 class Activations:
     """What autograd saved, where it is, and who waits for it."""
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
         self._items, self._emit, self._room = items, emit, layout.saved
         self._has_device, self._whole_room = layout.has_device, layout.saved.compute
-        self._largest = 0  # item until now
+        self._largest = 0  # storage until now
         items.govern(Kind.SAVED, self)
         self._tally = items.arena(Kind.SAVED, Tier.DEVICE)
+        self._host = items.arena(Kind.SAVED, Tier.HOST)
         named = self._room.policy in ("host", "nvme")
         self._leaves_at_once = named and (layout.has_device or self._room.policy == "nvme")
         # Where host memory is not a tier below compute's, what is in it is on its way to disk.
         self._through = self._room.policy == "nvme" or not layout.has_device
-        self._saved: dict[int, SavedItem] = {}
-        self._present: dict[int, SavedItem] = {}  # with compute, and may leave; by turn
-        self._absent: dict[int, SavedItem] = {}  # not with compute, nor on the way there
+        self._saved: dict[int, PartedStorage] = {}
+        self._present: dict[int, PartedStorage] = {}  # with compute, and may leave; by turn
+        self._leaving: dict[int, PartedStorage] = {}
+        self._absent: dict[int, PartedStorage] = {}  # without room at compute
+        self._coming: dict[int, PartedStorage] = {}  # with room there, but not all parts copied in
         self._fetches: dict[int, list[int]] = {}  # tickets
         self._waits: list[int] = []  # tickets of who has saved too much
         # What was saved before the border is not of the unit that runs.
         self._turn = self._border = 0
         self._granted = -1  # what backward was last given, and may not have taken yet
         self.moving = 0  # moves that are under way
-        self._ending = 0  # items that are needed no more, and go when their moves are over
+        self._ending = 0  # storages that are needed no more, and go when their moves are over
         self._full = False  # there was no slot in host memory, and no move has ended since
         self._returning = False
         self._leaving_bytes = self._away_bytes = self._writing_bytes = 0
@@ -117,41 +100,49 @@ class Activations:
     def saved(self, signal: Saved) -> None:
         """Autograd has saved something, maybe again."""
         for number, nbytes, unit in signal.items:
-            item = self._saved.get(number)
-            if item is None:
-                item = self._present[number] = self._saved[number] = SavedItem(number, nbytes, unit)
-                self._items.add(item)
-                self._items.take(item, Tier.DEVICE, valid=True)
-                self._all_bytes += item.nbytes
-                self._largest = max(self._largest, item.nbytes)
+            storage = self._saved.get(number)
+            if storage is None:
+                storage = PartedStorage(number, self._room.part_sizes(nbytes), unit)
+                self._present[number] = self._saved[number] = storage
+                for part in storage.parts:
+                    self._items.add(part)
+                    self._items.take(part, Tier.DEVICE, valid=True)
+                self._all_bytes += storage.nbytes
+                self._largest = max(self._largest, storage.nbytes)
             self._turn += 1
-            item.turn = self._turn
+            storage.turn = self._turn
             if self._present.pop(number, None) is not None:
-                self._present[number] = item
+                self._present[number] = storage
         if signal.unit is not None:
             self._border = self._turn
         if signal.ticket is not None:
             self._waits.append(signal.ticket)
 
     def fetch(self, signal: Fetch) -> None:
-        """Backward is at this item."""
-        item = self._saved[signal.number]
+        """Backward is at this storage."""
+        storage = self._saved[signal.number]
         self._fetches.setdefault(signal.number, []).append(signal.ticket)
-        item.wanted = item.leaving
+        storage.wanted = storage.leaving
+        if storage.wanted and not storage.copying:
+            self._stay(storage)
 
     def used(self, signal: Used) -> None:
         """These are needed no more."""
         self._full = False
         for number in signal.numbers:
-            item = self._saved.get(number)
-            if item is None:  # who was about to tell of it was interrupted
+            storage = self._saved.get(number)
+            if storage is None:  # who was about to tell of it was interrupted
                 continue
-            item.used = True
+            storage.used = True
+            for ticket in self._fetches.pop(number, ()):  # of who was interrupted as he waited
+                self._emit(Grant(ticket))
             self._present.pop(number, None)
-            if item.moves:
+            self._coming.pop(number, None)
+            self._end_leaving(storage)
+            if storage.moving:
                 self._ending += 1
             else:
-                self._remove(item)
+                self._remove(storage)
 
     def turn(self, signal: Turn) -> None:
         """A backward begins, or has ended."""
@@ -162,23 +153,22 @@ class Activations:
             self._expected = self._all_bytes
             self._border = self._turn
 
-    def _remove(self, item: SavedItem) -> None:
-        number = item.key.number
-        if item.device is None:
-            self._away_bytes -= item.nbytes
-        if item.on_disk:
-            self._disk_bytes -= item.nbytes
-        self._all_bytes -= item.nbytes
-        self._absent.pop(number, None)
-        del self._saved[number]
-        self._items.remove(item)
-        self._emit(Forget(item.key))
+    def _remove(self, storage: PartedStorage) -> None:
+        if not storage.here:
+            self._away_bytes -= storage.nbytes
+        if storage.on_disk:
+            self._disk_bytes -= storage.nbytes
+        self._all_bytes -= storage.nbytes
+        self._absent.pop(storage.number, None)
+        del self._saved[storage.number]
+        for part in storage.parts:
+            self._items.remove(part)
+            self._emit(Forget(part.key))
 
     # -- the policy of the kind -----------------------------------------------------------------
 
     def next_use(self, item: Item, tier: Tier) -> int:
-        assert isinstance(item, SavedItem)
-        return self._turn - item.turn
+        return self._turn - self._saved[item.key.number].turn
 
     def may_go(self, item: Item, tier: Tier) -> bool:
         return True
@@ -187,49 +177,77 @@ class Activations:
         return item.key.number in spare
 
     def moved(self, item: Item, work: Move) -> None:
-        assert isinstance(item, SavedItem)
+        storage = self._saved[item.key.number]
         self._full = False
         self.moving -= 1
+        storage.moving -= 1
         if isinstance(work, CopyOut):
-            item.leaving = False
-            self._leaving_bytes -= item.nbytes
+            storage.copying -= 1
         elif isinstance(work, Write):
             self._writing_bytes -= item.nbytes
-        if item.used:
-            if not item.moves:
+        if storage.used:
+            if not storage.moving:
                 self._ending -= 1
-                self._remove(item)
+                self._remove(storage)
         elif isinstance(work, CopyOut):
-            self._copied_out(item)
+            self._copied_out(storage, item)
         elif isinstance(work, Write):
-            if self._through and not self._returning and item.device is None:
-                self._items.drop(item, Tier.HOST)
+            self._written(storage, item)
         elif not isinstance(work, Read):
-            self._arrived(item)
+            self._arrived(storage, item)
 
-    def _copied_out(self, item: SavedItem) -> None:
-        if item.wanted:
-            item.wanted = False
-            self._present[item.key.number] = item
+    def _copied_out(self, storage: PartedStorage, part: Item) -> None:
+        if storage.wanted:
+            if not storage.copying:
+                self._stay(storage)
             return
-        self._let_go(item)
-        if self._through and not self._returning:
-            self._write(item)
+        if storage.streams:
+            self._write(storage, part)
+        self._go_on(storage)
 
-    def _arrived(self, item: SavedItem) -> None:
-        self._present[item.key.number] = item
-        assert item.host is not None
-        if not item.host.holds:  # with compute it is as good as here
-            self._items.discard(item, Tier.HOST)
+    def _written(self, storage: PartedStorage, part: Item) -> None:
+        """Frees the part's slot, unless it is needed soon."""
+        assert part.host is not None
+        if storage.here:
+            idle = part.device is not None and part.device.valid
+        else:
+            idle = storage.streams and not self._returning
+        if idle and not part.host.holds:
+            self._items.drop(part, Tier.HOST)
+
+    def _arrived(self, storage: PartedStorage, part: Item) -> None:
+        assert part.host is not None
+        if not part.host.holds:  # with compute it is as good as here
+            self._items.discard(part, Tier.HOST)
+        if storage.complete and storage.arrived:
+            self._present[storage.number] = storage
 
     # -- away -----------------------------------------------------------------------------------
 
-    def _let_go(self, item: SavedItem) -> None:
-        """Compute's copy goes; there is another."""
-        self._items.discard(item, Tier.DEVICE)
-        self._absent[item.key.number] = item
-        self._away_bytes += item.nbytes
-        self._emit(LetGo(item.key))
+    def _end_leaving(self, storage: PartedStorage) -> None:
+        """It is on its way out no more."""
+        if storage.leaving:
+            storage.leaving = storage.wanted = False
+            self._leaving_bytes -= storage.nbytes
+            del self._leaving[storage.number]
+
+    def _stay(self, storage: PartedStorage) -> None:
+        """It was about to leave, and compute wants it: what was copied out is of no use."""
+        self._end_leaving(storage)
+        self._present[storage.number] = storage
+        for part in storage.parts:
+            if part.host is not None and not part.host.holds:
+                self._items.discard(part, Tier.HOST)
+
+    def _let_go(self, storage: PartedStorage) -> None:
+        """Frees compute's copy; there is another of every part."""
+        self._end_leaving(storage)
+        for part in storage.parts:
+            self._items.discard(part, Tier.DEVICE)
+        storage.here, storage.pending = False, list(storage.parts)
+        self._absent[storage.number] = storage
+        self._away_bytes += storage.nbytes
+        self._emit(LetGo(storage.parts[0].key))
 
     def _excess(self) -> int:
         """Bytes that must leave compute's memory, or had better while there is time."""
@@ -244,129 +262,194 @@ class Activations:
 
     def _relieve(self) -> None:
         """Has leave what should."""
-        while (item := self._first()) is not None:
-            past = item.turn <= self._border and not self._returning
+        for storage in list(self._leaving.values()):
+            if not self._go_on(storage):
+                return
+        if self._excess() <= 0 and not self._leaves_at_once:
+            return
+        # What is needed last leaves first; not what was just granted, or is asked for.
+        for storage in list(self._present.values()):
+            if storage.number == self._granted or storage.number in self._fetches:
+                continue
+            past = storage.turn <= self._border and not self._returning
             if not (self._leaves_at_once and past) and self._excess() <= 0:
                 return
-            if not self._leave(item):
-                return
+            if not self._leave(storage) and self.moving:
+                return  # else it never will, but a smaller one may
 
-    def _first(self) -> SavedItem | None:
-        """What is needed last of all that may leave; not what was just granted, or is asked for."""
-        for number, item in self._present.items():
-            if number != self._granted and number not in self._fetches:
-                return item
-        return None
-
-    def _leave(self, item: SavedItem) -> bool:
-        """Starts to move an item out of compute's memory.  ``False``: there is no room, or not
+    def _leave(self, storage: PartedStorage) -> bool:
+        """Starts to move a storage out of compute's memory.  ``False``: there is no room, or not
         yet."""
-        if item.stored or (item.host is not None and item.host.valid):
-            del self._present[item.key.number]
-            self._let_go(item)
-            return True
-        if self._through and not self._may_write(item):
-            return False
-        if not self._host_room(item):
-            return False
-        if self._through:
-            self._take_disk(item)
-        del self._present[item.key.number]
-        item.leaving = True
-        self._leaving_bytes += item.nbytes
-        self.moving += 1
-        self._items.copy_out(item)
+        missing = storage.missing_bytes
+        storage.streams = self._through or missing > self._host.nbytes
+        if missing and not storage.streams and not self._take_slots(storage):
+            # What has the room is needed sooner, and may be written already: no use to wait for it.
+            storage.streams = not self.moving
+            if not storage.streams:
+                return False
+        if missing and storage.streams:
+            if not self._host.nbytes or not self._may_write(storage):
+                return False
+            self._take_disk(storage)
+        del self._present[storage.number]
+        storage.leaving, storage.out = True, 0
+        self._leaving[storage.number] = storage
+        self._leaving_bytes += storage.nbytes
+        return self._go_on(storage)
+
+    def _go_on(self, storage: PartedStorage) -> bool:
+        """Copies out what finds room of a storage that leaves.  ``False``: not all does yet."""
+        while storage.out < len(storage.parts) and not storage.wanted:
+            part = storage.parts[storage.out]
+            if not is_below(part):
+                stuck = storage.streams and not self.moving
+                if part.host is None and not self._host_room(part, urgent=stuck):
+                    return False
+                storage.copying += 1
+                storage.moving += 1
+                self.moving += 1
+                self._items.copy_out(part)
+            storage.out += 1
+        if storage.out == len(storage.parts) and not storage.copying and not storage.wanted:
+            self._let_go(storage)
         return True
 
-    def _host_room(self, item: SavedItem) -> bool:
-        """Gives the item a slot in host memory, or starts to make room for one."""
-        urgent = item.key.number in self._fetches
+    def _take_slots(self, storage: PartedStorage) -> bool:
+        """Gives all parts that need one a slot in host memory, or none."""
+        taken: list[Item] = []
+        for part in storage.parts:
+            if part.host is None and not part.stored:
+                if not self._host_room(part):
+                    for other in taken:
+                        self._items.discard(other, Tier.HOST)
+                    return False
+                taken.append(part)
+        return True
+
+    def _host_room(self, part: Item, *, urgent: bool = False) -> bool:
+        """Gives the part a slot in host memory, or starts to make room for one.
+
+        ``urgent``, and where somebody waits for it, all gives way that is on disk too.
+        """
+        urgent = urgent or part.key.number in self._fetches
         if self._full and not urgent:
             return False  # and nothing has changed since
-        if item.nbytes > self._items.arena(Kind.SAVED, Tier.HOST).nbytes:
+        if part.nbytes > self._host.nbytes:
             return False
-        distance = -1 if urgent else self.next_use(item, Tier.HOST)
-        if self._items.make_room(item, Tier.HOST, distance) is not None:
+        distance = -1 if urgent else self.next_use(part, Tier.HOST)
+        # Parts that were read ahead for who waits would only be read again.
+        if self._items.make_room(part, Tier.HOST, distance, spare=self._fetches) is not None:
             return True
-        for other in self._absent.values():
-            if self._writing_bytes >= item.nbytes:
-                break
-            if self._alone_in_host(other) and self._may_write(other):
-                self._write(other)
         self._full = True
+        if not self._through:  # else all that is there is written already, or is about to be
+            self._write_others(part.nbytes)
         return False
 
-    def _alone_in_host(self, item: SavedItem) -> bool:
-        """Whether an item is in host memory, at rest, and nowhere else."""
-        copy = item.host
-        return copy is not None and copy.valid and not copy.holds and not item.stored
+    def _write_others(self, nbytes: int) -> None:
+        """Starts to write so many bytes that are in host memory alone."""
+        for storage in chain(self._absent.values(), self._leaving.values()):
+            for part in storage.parts if self._may_write(storage) else ():
+                if self._writing_bytes >= nbytes:
+                    return
+                if is_in_host_alone(part):
+                    self._write(storage, part)
 
-    def _may_write(self, item: SavedItem) -> bool:
+    def _may_write(self, storage: PartedStorage) -> bool:
         free = self._room.disk - self._disk_bytes
-        return item.on_disk or item.nbytes <= free
+        return storage.on_disk or storage.nbytes <= free
 
-    def _take_disk(self, item: SavedItem) -> None:
-        if not item.on_disk:
-            item.on_disk = True
-            self._disk_bytes += item.nbytes
+    def _take_disk(self, storage: PartedStorage) -> None:
+        if not storage.on_disk:
+            storage.on_disk = True
+            self._disk_bytes += storage.nbytes
 
-    def _write(self, item: SavedItem) -> None:
-        self._take_disk(item)
-        self._writing_bytes += item.nbytes
+    def _write(self, storage: PartedStorage, part: Item) -> None:
+        self._take_disk(storage)
+        self._writing_bytes += part.nbytes
+        storage.moving += 1
         self.moving += 1
-        self._items.write(item)
+        self._items.write(part)
 
     # -- back -----------------------------------------------------------------------------------
 
-    def _bring(self, item: SavedItem, *, urgent: bool) -> bool:
-        """Brings an item closer to compute.  ``False``: there is no room yet."""
-        if item.device is not None:
+    def _bring(self, storage: PartedStorage, *, urgent: bool) -> bool:
+        """Brings a storage closer to compute.  ``False``: not all of it has room yet."""
+        if storage.complete:
             return True
-        if item.host is None:
-            if not self._host_room(item):
-                return False
-            self.moving += 1
-            self._items.read(item, urgent=urgent)
-            return True
-        if not item.host.valid:
-            return True
-        room = self._whole_room if urgent else self._compute_room
-        # On a device who asks is far ahead of the copies: what is under way may yet make room.
-        if self._tally.used_bytes + item.nbytes > room and (
-            not urgent or self._ending or self._leaving_bytes
-        ):
+        room = storage.here or self._has_room(storage, urgent=urgent)
+        if not room and not urgent:
             return False
-        del self._absent[item.key.number]
-        self._away_bytes -= item.nbytes
-        self._items.take(item, Tier.DEVICE, valid=False)
-        self.moving += 1
-        self._items.copy_in(item)
+        asked = self._read(storage, urgent=urgent)
+        if room and not storage.here and any(part.host is not None for part in storage.parts):
+            self._take_room(storage)
+        if storage.here:
+            self._copy_in(storage)
+        return asked and storage.here
+
+    def _has_room(self, storage: PartedStorage, *, urgent: bool) -> bool:
+        """Whether a storage may come to compute now.  An urgent one must, once nothing that moves
+        could make room: on a device, who asks is far ahead of the copies."""
+        room = self._whole_room if urgent else self._compute_room
+        if self._tally.used_bytes + storage.nbytes <= room:
+            return True
+        return urgent and not self._ending and not (self._leaving and self.moving)
+
+    def _take_room(self, storage: PartedStorage) -> None:
+        del self._absent[storage.number]
+        self._away_bytes -= storage.nbytes
+        for part in storage.parts:
+            self._items.take(part, Tier.DEVICE, valid=False)
+        storage.here = True
+        self._coming[storage.number] = storage
+
+    def _read(self, storage: PartedStorage, *, urgent: bool) -> bool:
+        """Reads what finds room in host memory.  ``False``: not all does yet."""
+        for part in storage.pending:
+            if part.host is None:
+                if not self._host_room(part):
+                    return False
+                storage.moving += 1
+                self.moving += 1
+                self._items.read(part, urgent=urgent)
         return True
 
-    def _has(self, item: SavedItem) -> bool:
-        """Whether compute may go on with the item; on a device its stream waits for the copy."""
-        return item.device is not None and (self._has_device or item.device.valid)
+    def _copy_in(self, storage: PartedStorage) -> None:
+        """Copies in the parts that are in host memory."""
+        pending, storage.pending = storage.pending, []
+        for part in pending:
+            if part.host is None or not part.host.valid:
+                storage.pending.append(part)
+            else:
+                storage.moving += 1
+                self.moving += 1
+                self._items.copy_in(part)
+        if not storage.pending:
+            del self._coming[storage.number]
+
+    def _has(self, storage: PartedStorage) -> bool:
+        """Whether compute may go on with a storage; on a device its stream waits for the copy."""
+        return storage.complete and (self._has_device or storage.arrived)
 
     def _serve(self) -> None:
         for number in list(self._fetches):
-            item = self._saved[number]
-            self._bring(item, urgent=True)
-            if self._has(item):
+            storage = self._saved[number]
+            self._bring(storage, urgent=True)
+            if self._has(storage):
                 self._granted = number
                 for ticket in self._fetches.pop(number):
                     self._emit(Grant(ticket))
+        for storage in list(self._coming.values()):
+            self._bring(storage, urgent=storage.number in self._fetches)
 
     def prefetch(self) -> None:
         """While a backward runs, brings back what it needs next, as far as there is room."""
         if not self._returning or not self._absent:
             return
-        room = self._compute_room - self._tally.used_bytes
         soonest = [
-            item for item, _ in zip(reversed(self._absent.values()), range(AT_ONCE), strict=False)
+            each for each, _ in zip(reversed(self._absent.values()), range(AT_ONCE), strict=False)
         ]
-        for item in soonest:
-            room -= item.nbytes
-            if room < 0 or not self._bring(item, urgent=False):
+        for storage in soonest:
+            if not self._bring(storage, urgent=False):
                 return
 
     # -- progress -------------------------------------------------------------------------------
@@ -382,21 +465,23 @@ class Activations:
             self._waits.clear()
 
     def give_up(self) -> None:
-        """Nothing moves: who waits for room will not get it; who waits for an item gets it at the
+        """Nothing moves: who waits for room will not get it; who waits for a storage gets it at the
         cost of what stays beside it."""
         for ticket in self._waits:
             newest = next(reversed(self._saved.values()))
-            used, room = self._tally.used_bytes, self._compute_room
-            self._emit(Refuse(ticket, newest.key, Tier.DEVICE, used, room, newest.unit))
+            # One more storage as large as the largest must have room before anyone is told of it.
+            need = self._tally.used_bytes + self._largest
+            self._emit(Refuse(ticket, newest.parts[0].key, Tier.DEVICE, need, self._whole_room,
+                              newest.unit))  # fmt: skip
         self._waits.clear()
         for number in list(self._fetches):
-            # Its slot to be read into is taken by what has no other copy: that goes to compute.
-            held = [i for i in self._absent.values() if i.host is not None and i.host.valid]
-            for other in held:
-                self._bring(other, urgent=True)
-            if not held:
-                item = self._saved[number]
-                nbytes = self._items.arena(Kind.SAVED, Tier.HOST).nbytes
+            # Its slots to be read into are taken by what has no other copy: that goes to compute.
+            self._full = False
+            for other in [*self._coming.values(), *self._absent.values()]:
+                if any(part.host is not None for part in other.pending):
+                    self._bring(other, urgent=True)
+            if not self.moving:
+                storage = self._saved[number]
                 for ticket in self._fetches.pop(number):
-                    refused = Refuse(ticket, item.key, Tier.HOST, item.nbytes, nbytes, item.unit)
-                    self._emit(refused)
+                    self._emit(Refuse(ticket, storage.parts[0].key, Tier.HOST, storage.nbytes,
+                                      self._host.nbytes, storage.unit))  # fmt: skip

@@ -46,6 +46,9 @@ class UnitHome:
 COUNTED = 1 << 60  # where the names of places that are only counted begin
 
 
+PARTS_AT_ONCE = 4  # parts of saved storages that host memory has room for, at least
+
+
 class SavedRoom(NamedTuple):
     """Bytes for what autograd saves: that may stay where compute has them, whoever allocates them;
     of a region of host memory that is taken piece by piece as it fills, beyond all others; and on
@@ -56,6 +59,23 @@ class SavedRoom(NamedTuple):
     host: int = 0
     disk: int = 0
     recompute: frozenset[int] = frozenset()
+
+    def part_bytes(self, nbytes: int) -> int:
+        """Return the size of the parts in which a storage of ``nbytes`` moves.
+
+        All parts have this size, a multiple of a page, except that the last one may be smaller.
+        Host memory has room for several parts, so that a storage larger than that room can still
+        pass through it on the way to disk.
+        """
+        pages = align(nbytes, PAGE) // PAGE
+        most = max(1, self.host // PARTS_AT_ONCE // PAGE) if self.host else pages
+        count = max(1, -(-pages // most))
+        return max(1, -(-pages // count)) * PAGE
+
+    def part_sizes(self, nbytes: int) -> list[int]:
+        """Return the sizes of all parts of a storage of ``nbytes``, in whole pages."""
+        each, left = self.part_bytes(nbytes), align(nbytes, PAGE)
+        return [min(each, left - start) for start in range(0, left, each)] or [0]
 
 
 NO_ROOM = SavedRoom()

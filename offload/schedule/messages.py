@@ -25,10 +25,12 @@ class Kind(enum.Enum):
 
 class Key(NamedTuple):
     """Which item: the ``number`` of a unit, for ``STATE`` and ``VISIT`` of a subgroup, for
-    ``SAVED`` one that no other of a run has."""
+    ``SAVED`` one that no other storage of a run has.  A saved storage moves in parts: ``part``
+    counts them from 0."""
 
     kind: Kind
     number: int
+    part: int = 0
 
 
 # -- instructions -------------------------------------------------------------------------------

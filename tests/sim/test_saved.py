@@ -21,6 +21,8 @@ from overspill.schedule.messages import (
     Fetch,
     Forget,
     Grant,
+    Key,
+    Kind,
     LetGo,
     Read,
     Refuse,
@@ -58,8 +60,9 @@ class Graphs:
         self.refused: set[int] = set()
         self.sizes: dict[int, int] = {}  # of what a graph holds
         self.here: set[int] = set()  # whose bytes compute has
-        self.host: dict[int, tuple[Place, int]] = {}  # by offset: whose bytes are there
-        self.disk: dict[int, int] = {}
+        self.back: dict[int, set[int]] = {}  # parts that are back of what is not here as a whole
+        self.host: dict[int, tuple[Place, Key]] = {}  # by offset: whose bytes are there
+        self.disk: dict[Key, int] = {}
         self.moved = 0
 
     def send(self, signal: Signal) -> None:
@@ -69,45 +72,62 @@ class Graphs:
             elif isinstance(instruction, Refuse):
                 self.refused.add(instruction.ticket)
             elif isinstance(instruction, LetGo):
-                assert instruction.item.number in self.here
-                self.here.discard(instruction.item.number)
+                number = instruction.item.number
+                assert number in self.here
+                for part in range(len(self.room.part_sizes(self.sizes[number]))):
+                    assert self._is_below(Key(Kind.SAVED, number, part)), "a part is lost"
+                self.here.discard(number)
             elif isinstance(instruction, Forget):
                 assert instruction.item.number not in self.sizes, "a graph has it yet"
-                self.disk.pop(instruction.item.number, None)
+                self.disk.pop(instruction.item, None)
             else:
                 self.pending.append(instruction)
-                if isinstance(instruction, CopyIn):  # a stream waits for it
-                    self.here.add(instruction.item.number)
+                if isinstance(instruction, CopyIn):
+                    self._comes(instruction.item)
         validate(self.machine)
         # Of work that is under way, the bytes count already, and are never over the room.
         assert sum(self.disk.values()) <= self.room.disk
+
+    def _comes(self, item: Key) -> None:
+        """Once all parts are on their way a stream waits for them."""
+        assert item.number not in self.here
+        back = self.back.setdefault(item.number, set())
+        assert item.part not in back, "it comes twice"
+        back.add(item.part)
+        nbytes = self.sizes.get(item.number)
+        if nbytes is not None and len(back) == len(self.room.part_sizes(nbytes)):
+            del self.back[item.number]
+            self.here.add(item.number)
+
+    def _is_below(self, item: Key) -> bool:
+        return item in self.disk or item in [key for _, key in self.host.values()]
 
     def end(self, work: Work) -> None:
         """The move does what it says: bytes go from one place to another."""
         self.moved += 1
         assert isinstance(work, (CopyIn, CopyOut, Read, Write))
-        number = work.item.number
-        alive = number in self.sizes
+        item = work.item
+        alive = item.number in self.sizes
         if isinstance(work, CopyOut):
-            assert not alive or number in self.here, "it left before it was copied"
-            self._fill(work.place, number)
+            assert not alive or item.number in self.here, "it left before it was copied"
+            self._fill(work.place, item)
         elif isinstance(work, Write):
-            assert self._at(work.place) == number, "another's bytes are written"
-            self.disk[number] = work.place.nbytes
+            assert self._at(work.place) == item, "another's bytes are written"
+            self.disk[item] = work.place.nbytes
         elif isinstance(work, Read):
-            assert not alive or number in self.disk, "it reads what was never written"
-            self._fill(work.place, number)
+            assert not alive or item in self.disk, "it reads what was never written"
+            self._fill(work.place, item)
         else:
-            assert self._at(work.source) == number, "another's bytes come back"
+            assert self._at(work.source) == item, "another's bytes come back"
         self.pending.remove(work)
         self.send(Done(work))
 
-    def _fill(self, place: Place, number: int) -> None:
+    def _fill(self, place: Place, item: Key) -> None:
         for offset in [o for o, (other, _) in self.host.items() if other.overlaps(place)]:
             del self.host[offset]
-        self.host[place.offset] = place, number
+        self.host[place.offset] = place, item
 
-    def _at(self, place: Place) -> int:
+    def _at(self, place: Place) -> Key:
         return self.host[place.offset][1]
 
     def some_end(self, share: float) -> None:
@@ -145,12 +165,26 @@ class Graphs:
         while ticket not in self.granted:
             if ticket in self.refused:
                 assert may_refuse, "an item was refused"
+                assert not self.may_leave(), "there is room for what could leave"
                 return
             assert self.pending, "who waits would wait for ever"
             self.end(self._next())
 
+    def may_leave(self) -> list[int]:
+        """What compute has, and disk has room for, unless host memory is full of what it has none
+        for."""
+        free = self.room.disk - self.machine.saved_bytes()[2]
+        on_disk = {item.number for item in self.disk}
+        for _, item in self.host.values():
+            stays = item.number in self.sizes and item.number not in on_disk
+            if stays and sum(self.room.part_sizes(self.sizes[item.number])) > free:
+                return []
+        sizes = {n: sum(self.room.part_sizes(self.sizes[n])) for n in self.here & set(self.sizes)}
+        granted = self.machine.saved._granted
+        return [n for n, size in sizes.items() if self.room.host and size <= free and n != granted]
+
     def need(self, number: int) -> None:
-        if number not in self.here:
+        if number not in self.here or self.rng.random() < 0.1:  # it may be about to leave
             self.ask(lambda ticket: Fetch(number, ticket))
         assert number in self.here
 
@@ -159,6 +193,13 @@ class Graphs:
             del self.sizes[number]
         self.send(Used(tuple(numbers)))
         self.here.difference_update(numbers)
+
+    def interrupt(self, number: int) -> None:
+        """Asks for a storage, and drops it instead of waiting."""
+        self.tickets += 1
+        self.send(Fetch(number, self.tickets))
+        self.drop([number])
+        assert self.tickets in self.granted
 
     def nothing_left(self) -> None:
         self.drop(list(self.sizes))
@@ -198,6 +239,9 @@ def run(seed: int) -> Graphs:
         for number in order:
             if rng.random() < 0.05:
                 graphs.save(9, [])  # a checkpoint computes again
+            if rng.random() < 0.05:
+                graphs.interrupt(number)
+                continue
             graphs.need(number)
             if not keeps and rng.random() < 0.95:
                 graphs.drop([number])
@@ -256,3 +300,28 @@ def test_after_a_failure_nothing_more_leaves() -> None:
     work = next(each for each in out if isinstance(each, CopyOut))
     assert graphs.machine.handle(Failed(work)) == []
     assert graphs.machine.handle(Saved((SavedBytes(2, PAGE, 1),))) == []
+
+
+@pytest.mark.parametrize("host", [8, 24])
+def test_what_is_larger_than_host_memory_passes_through_it(host: int) -> None:
+    """To disk, and back."""
+    graphs = Graphs(random.Random(3), SavedRoom("auto", 10 * PAGE, host * PAGE, 1000 * PAGE))
+    graphs.sizes[0] = 40 * PAGE
+    graphs.here.add(0)
+    graphs.ask(lambda ticket: Saved((SavedBytes(0, 40 * PAGE, 0),), ticket))
+    assert graphs.machine.saved_bytes() == (0, 40 * PAGE, 40 * PAGE)
+    graphs.send(Turn(True))
+    graphs.need(0)
+    graphs.nothing_left()
+    parts = len(graphs.room.part_sizes(40 * PAGE))
+    assert 3 * parts < graphs.moved <= 4 * parts, "out, written, in; read, but for the last ones"
+
+
+def test_who_is_interrupted_while_he_waits_leaves_no_ticket() -> None:
+    graphs = Graphs(random.Random(3), SavedRoom("auto", 0, 8 * PAGE, 1000 * PAGE))
+    graphs.sizes[0] = 40 * PAGE
+    graphs.here.add(0)
+    graphs.ask(lambda ticket: Saved((SavedBytes(0, 40 * PAGE, 0),), ticket))
+    graphs.interrupt(0)
+    assert any(isinstance(work, Read) for work in graphs.pending), "it is on its way"
+    graphs.nothing_left()

@@ -1,0 +1,84 @@
+"""A storage that autograd saved, and the parts in which it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .items import Item
+from .messages import Key, Kind
+
+# Note [Parts of saved storages]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Torch allocates and frees the memory of a storage as a whole.  What moves are its parts: items of
+# at most a quarter of the host memory that saved storages pass through (``SavedRoom.part_bytes``).
+# If storages moved as a whole, one that is larger than this room could not leave, however much disk
+# is free.  The logits of a step are often that large.
+#
+# A storage leaves in one of two ways.  If it may stay in host memory and fits there, all its parts
+# get their slots before the first one is copied.  Otherwise it *streams*: each part is copied out,
+# written to disk and dropped, and its slot serves another part.  It reserves its disk space before
+# it begins.  In both ways compute's copy is freed (``LetGo``) once all parts are copied out.
+#
+# On the way back, room at compute is taken for the whole storage.  Parts are read as slots become
+# free, and copied in in any order; a slot is free again once its part has arrived.  An urgent
+# storage is read ahead before it has room at compute: what was read is clean, so it gives way.
+#
+# A storage of which any part is on disk alone has reserved its disk space, so its other parts can
+# be written too.  Host memory therefore never fills with parts that can neither leave nor be used.
+
+
+class PartedStorage:
+    """One storage that autograd saved.  See Note [Parts of saved storages].
+
+    Attributes:
+        parts: the items that move, in the order in which they lie in the storage.
+        turn: when it was last saved, as a count of everything that was saved.
+        here: compute has it, or room for it is taken.
+        pending: parts that compute lacks and whose copy in was not started yet.
+        out: parts that are copied out, or whose copy out was started, while it is ``leaving``.
+        streams: it leaves, or has left, part by part through to disk.
+        wanted: compute asks for it while it is leaving; it stays once running copies have ended.
+        copying: copies out that run now.
+        moving: moves of any kind that run now.
+        on_disk: disk space is reserved for it.
+        used: nothing needs it any more; it is removed once no move of it runs.
+    """
+
+    __slots__ = (
+        "copying", "here", "leaving", "moving", "nbytes", "number", "on_disk", "out", "parts",
+        "pending", "streams", "turn", "unit", "used", "wanted",
+    )  # fmt: skip
+
+    def __init__(self, number: int, sizes: Sequence[int], unit: int) -> None:
+        self.parts = [Item(Key(Kind.SAVED, number, i), n) for i, n in enumerate(sizes)]
+        self.number, self.nbytes, self.unit = number, sum(sizes), unit
+        self.turn = self.out = self.copying = self.moving = 0
+        self.pending: list[Item] = []
+        self.here = True
+        self.leaving = self.streams = self.wanted = self.on_disk = self.used = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether compute has every part, or a copy in of it was started."""
+        return self.here and not self.pending
+
+    @property
+    def arrived(self) -> bool:
+        """Whether compute has every part now."""
+        return self.here and all(p.device is not None and p.device.valid for p in self.parts)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes of parts of which compute has the only copy."""
+        return sum(part.nbytes for part in self.parts if not is_below(part))
+
+
+def is_below(part: Item) -> bool:
+    """Return whether host memory or disk has a current copy of the part."""
+    return part.stored or (part.host is not None and part.host.valid)
+
+
+def is_in_host_alone(part: Item) -> bool:
+    """Return whether the part is in host memory, not moving, and not on disk."""
+    copy = part.host
+    return copy is not None and copy.valid and not copy.holds and not part.stored
