@@ -16,10 +16,12 @@ def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
     if item.kind is Kind.SAVED:
         where = "" if refuse.unit < 0 else f" in unit {layout.units[refuse.unit].name!r}"
         named = tier.value if layout.has_device else "host"
+        remedy = f"raise {named}_memory, or give fewer tokens"
+        if layout.saved.policy != "auto":
+            remedy = f"raise {named}_memory, give fewer tokens, or pass activations='auto'"
         return BudgetError(
             f"what autograd saves for backward{where}", named, refuse.need_bytes,
-            refuse.have_bytes, refuse.have_bytes, f"raise {named}_memory, give fewer tokens, "
-            "or pass activations='auto' or 'recompute'",
+            refuse.have_bytes, refuse.have_bytes, remedy,
         )  # fmt: skip
     return BudgetError(
         f"unit {layout.units[item.number].name!r}" if unit else layout.name(item),

@@ -33,6 +33,7 @@ log = logging.getLogger("overspill")
 LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
 TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
 NOWHERE = -1  # saved in no unit
+MORE_OVER = 1.1  # times the bytes over the budget that were told of: so many are told of again
 MOST_FORWARDS = 10_000  # of units that are remembered: more without a backward are no step
 
 
@@ -121,6 +122,8 @@ class Stash:
         self._forwards: deque[UnitForward] = deque(maxlen=MOST_FORWARDS)
         self._begins = False  # the last of them has yet to wait for what it needs
         self._refused_bytes = 0  # that were saved when there was no room for more
+        self._told_refusal = False
+        self._told_over_bytes = 0  # by which a step passed its room, when that was last told
         self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
         # Memory that came back, and that compute is yet to pass: by event, and since the last one.
         self._behind: deque[tuple[Event, int]] = deque()
@@ -281,12 +284,29 @@ class Stash:
             self._settle()
             if self._policy in ("host", "nvme"):
                 raise
-            if not self._refused_bytes:
+            if not self._told_refusal:
+                self._told_refusal = True
                 log.warning(
-                    "overspill: %s that autograd saves find no room in any tier and stay where they"
-                    " are, over the budget: %s", format_bytes(self._bytes), error,
+                    "overspill: activations find no room in any tier and stay where they are, over "
+                    "the budget, %s of them until now: %s", format_bytes(self._bytes), error,
                 )  # fmt: skip
             self._refused_bytes = self._bytes
+
+    def _tell_over(self) -> None:
+        """Warns of a step that kept more with compute than has room there, with figures of all of
+        it; once, and again only where they have grown."""
+        most, room = self._store.most_here_bytes, self.room_bytes
+        self._store.most_here_bytes = 0
+        # What is saved is told of in chunks, so a chunk more is there now and then.
+        if most - room > max(self._chunk, MORE_OVER * self._told_over_bytes):
+            self._told_over_bytes = most - room
+            tier = "device" if self._executor.layout.has_device else "host"
+            log.warning(
+                "overspill: a step kept up to %s of activations in %s memory at once, %s over the "
+                "budget, which leaves %s for them; the largest is %s; give fewer tokens, compute "
+                "the loss in chunks, or raise %s_memory", format_bytes(most), tier,
+                format_bytes(most - room), format_bytes(room), format_bytes(self._largest), tier,
+            )  # fmt: skip
 
     # -- back -----------------------------------------------------------------------------------
 
@@ -300,6 +320,8 @@ class Stash:
                 moves = self._policy != "auto" or self._store.away_bytes or self._refused_bytes
                 self.resting.step_over(self.room_bytes, quiet=not moves)
             self._store.turn(backward, self._room_bytes, beside)
+            if not backward:
+                self._tell_over()
             self._behind.clear()
             self._since_bytes = 0
             if not backward:
