@@ -27,6 +27,10 @@ class IoError(OffloadError):
         self.path, self.offset, self.nbytes, self.errno = path, offset, nbytes, errno
         super().__init__(message)
 
+    def with_remedy(self, remedy: str) -> IoError:
+        """Return the same error with a further remedy in its message."""
+        return _rebuild(type(self), f"{self}; {remedy}", dict(self.__dict__))
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), str(self), dict(self.__dict__))
 

@@ -442,16 +442,23 @@ class Manifest:
         _write_all(self._fd, record, self._end)
         self._number, self._end = self._number + 1, self._end + len(record)
 
+    def require_place(self) -> None:
+        """
+        Raises:
+            IoError: the file was deleted, renamed or replaced.
+        """
+        try:
+            self._require_place()
+        except OSError as error:
+            raise refused(self.path, "cannot commit", error) from error
+
     def _require_place(self) -> None:
         if not os.path.samestat(os.fstat(self._fd), os.lstat(self.path)):
             raise FileNotFoundError(2, "")
 
     def _compact(self) -> None:
         """The layout and the last commit alone, in a new file that takes the old one's place."""
-        try:
-            self._require_place()
-        except OSError as error:
-            raise refused(self.path, "cannot commit", error) from error
+        self.require_place()
         records = [(RecordKind.LAYOUT, _layout_payload(self.layout, 0))]
         if self._before is not None:
             last, payload = self._before

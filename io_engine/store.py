@@ -208,8 +208,8 @@ class StoreFile:
             self._lock.require_current()
         if gone:
             raise IoError(
-                f"{self.path}: the store file has been deleted, renamed or replaced while in use: "
-                "save elsewhere, and open a new store",
+                f"{self.path}: the store file has been deleted, renamed or replaced while in use; "
+                "put it back, or open a new store in another directory",
                 path=str(self.path),
                 errno=errno.ENOENT,
             )

@@ -58,7 +58,8 @@ class Loop:
         commits: Commits | None,
         adapting: Adapting,
     ) -> None:
-        self._machinery, self._trainer, self._roster = machinery, trainer, Roster(model, groups)
+        self._machinery, self._trainer = machinery, trainer
+        self._roster = Roster(model, groups, durable=commits is not None)
         self._executor, self._direct, self._trace = (
             machinery.executor, machinery.direct, machinery.trace
         )  # fmt: skip
@@ -111,6 +112,7 @@ class Loop:
         self._trainer.claim()
         self._direct.finish()
         if torch.is_grad_enabled():
+            self._executor.health.require_commits()
             self._averages.require_ended()
             self._roster.check()
         self._weights.reconcile()
@@ -128,6 +130,7 @@ class Loop:
         self._weights.reconcile(self._residences.groups[unit])
         self._state.write_back()
         if torch.is_grad_enabled() and not in_backward():
+            self._executor.health.require_commits()
             self._averages.require_ended()
             if self._commits is not None:
                 self._commits.seal()  # where parts of the model are called, and not the whole
@@ -160,6 +163,7 @@ class Loop:
         """Updates every parameter that has a gradient."""
         self._trainer.claim()
         self.require_usable()
+        self._executor.health.require_commits()
         self._frames.tidy()
         self._direct.finish()
         self._roster.check()
@@ -204,6 +208,7 @@ class Loop:
 
     def _require_commits(self, what: str) -> Commits:
         self.require_usable()
+        self._executor.health.require_commits()
         self._frames.tidy()
         if self._commits is None:
             raise OffloadError(
@@ -232,6 +237,9 @@ class Loop:
         self._executor.health.closes()
         wait_for_others()
         if self._commits is None or self._executor.health.failed:
+            return
+        if self._executor.health.not_committed is not None:
+            self._executor.health.raise_unseen()
             return
         self._materializing.end_if_over()
         if self._materializing.active:

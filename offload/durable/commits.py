@@ -165,7 +165,11 @@ class Commits:
         self._random = random_states(self._device)
         self._facts, self._asked = self._gather(), True
         self._tell_facts(kept=True)
+        self._wait_for_commit()
+
+    def _wait_for_commit(self) -> None:
         self._protocol.wait(Until.DURABLE)
+        self._executor.health.require_commits()
 
     def _unfit(self) -> str | None:
         """Why the present state is not one to commit; the last step has landed."""
@@ -192,7 +196,7 @@ class Commits:
             log.warning("overspill: closed; the store keeps the last commit: %s", reason)
             return
         if not self._protocol.open:
-            self._protocol.wait(Until.DURABLE)
+            self._wait_for_commit()
         if self._facts is None or self._asked:  # a schedule may have gone on since
             self._facts = self._gather()
         # Edits are not on all ranks: where all decide, there is always one more commit.
@@ -201,7 +205,7 @@ class Commits:
         )
         # A step without gradients changes facts alone.
         self._tell_facts(kept=True, always=self._protocol.open or late)
-        self._protocol.wait(Until.DURABLE)
+        self._wait_for_commit()
 
     # -- edits ----------------------------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class Commits:
         if first and self._protocol.open and self._unfit() is None:
             self.seal()
         if (first or self._protocol.cut) and not self._protocol.open:
-            self._protocol.wait(Until.DURABLE)  # one may be under way, the first of all included
+            self._wait_for_commit()  # one may be under way, the first of all included
         if self._writer.last is None:
             raise OffloadError(
                 "there is no commit to go back to: none was made before values that are not finite "
@@ -275,6 +279,7 @@ class Commits:
         self._facts, self._asked = None, False
         self._direct.finish()
         self._protocol.roll_back(self._read_again)
+        self._executor.health.require_commits()
         self._half.clear()
         facts = decode_facts(self._writer.last)
         log.warning("overspill: went back to the commit of step %d", facts["step"])

@@ -51,6 +51,7 @@ class CommitWriter:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
         self.last: bytes | None = None  # the facts of the last commit
+        self._error: OffloadError | None = None  # why the data of a commit are not safe on disk
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
 
@@ -82,6 +83,19 @@ class CommitWriter:
         """What is committed from now on are the last ones."""
         if self._agreement is not None:
             self._agreement.ends()
+
+    @property
+    def folder(self) -> str | None:
+        """The folders of the store, as they are written in Python; ``None``: it has no commit."""
+        if self.last is None:
+            return None
+        found = [str(each) for each in self._io.owned_directories]
+        return repr(found[0] if len(found) == 1 else found)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no record of a commit is begun any more, as its data would not be safe."""
+        return self._error is not None
 
     def put(self, work: Commit, done: Ended) -> None:
         """Queues a commit; ``done`` is called with its error, if any."""
@@ -115,15 +129,7 @@ class CommitWriter:
         step, facts, kept = self._facts[number]
         for old in [each for each in list(self._facts) if each <= number - _LONGEST]:
             del self._facts[old]  # of cuts that were never made too
-        self._io.flush()
-        for each in table:
-            if each in self._doubted:
-                raise OffloadError(
-                    f"weights of {self._doubted[each]!r} were changed in place, in forward or "
-                    "between forward and step(), while a commit saved them; change them between "
-                    "step() and the next forward, or inside `with overspill.materialized(model, "
-                    "writeback=True)`"
-                )
+        self._flush(table)
         roles = [role for _, role in table]
         sums = [
             None if role < 0 else self._io.checksums(self._extents.of(item, role))
@@ -132,6 +138,30 @@ class CommitWriter:
         self._manifest.commit(step, roles, sums, facts, kept=kept)
         self.last = facts
         self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
+
+    def _flush(self, table: tuple[tuple[Key, int], ...]) -> None:
+        """Make the data of a commit safe on disk, before its record is begun.
+
+        Raises:
+            OffloadError: they are not, now or for an earlier commit, after which a flush may
+                succeed although data were lost.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            self._io.flush()
+            self._manifest.require_place()
+            for each in table:
+                if each in self._doubted:
+                    raise OffloadError(
+                        f"weights of {self._doubted[each]!r} were changed in place, in forward or "
+                        "between forward and step(), while a commit saved them; change them "
+                        "between step() and the next forward, or inside `with "
+                        "overspill.materialized(model, writeback=True)`"
+                    )
+        except OffloadError as error:
+            self._error = error
+            raise
 
     def _compare(self, work: Write, memory: NDArray[np.uint8], name: str) -> None:
         saved = work.item, work.role

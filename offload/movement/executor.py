@@ -31,6 +31,7 @@ from ..schedule.messages import (
     Instruction,
     Judged,
     LetGo,
+    NotCommitted,
     Refuse,
     Signal,
     Update,
@@ -97,7 +98,7 @@ class Executor:
         self._trace, self._check, self._commits = trace, check, commits
         self._ledger = ledger
         events = RangeEvents()
-        self.health = Health()
+        self.health = Health(lambda: None if commits is None else commits.folder)
         self.compute = ComputeUse(events, accelerator, trace)
         self.requests = Requests(layout, self.health, self.compute, trace, before_asking)
         self._put = self.requests.queue.put
@@ -140,7 +141,7 @@ class Executor:
 
     def _hear(self, told: Signal | Waiter) -> None:
         signal = self.requests.heard(told)
-        self._started -= isinstance(signal, (Done, Failed))
+        self._started -= isinstance(signal, (Done, Failed, NotCommitted))
         try:
             self._take(signal)
         except BaseException as error:
@@ -190,7 +191,7 @@ class Executor:
             (self._there if is_on_device(work) else self._here).put(work)
         elif isinstance(work, Commit):
             assert self._commits is not None
-            self._commits.put(work, lambda error: self._finished(work, error))
+            self._commits.put(work, lambda error: self._committed(work, error))
         else:
             self._mover.start(work)
 
@@ -216,6 +217,17 @@ class Executor:
                 return
             self._commits.sound(work)
         self._finished(work, error)
+
+    def _committed(self, work: Commit, error: BaseException | None) -> None:
+        """A commit is durable, or failed.  If that was before its record was begun, the extents of
+        the last commit are known, and all can still be moved and read; nothing is trained any more.
+        Several ranks stop, as they agree on commits."""
+        assert self._commits is not None
+        if error is None or self._commits.agrees or not self._commits.stopped:
+            self._finished(work, error)
+        else:
+            self.health.cannot_commit(error)
+            self._put(NotCommitted(work))
 
     def _finished(self, work: Work, error: BaseException | None) -> None:
         if error is not None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
-from ..errors import BudgetError, OffloadError
+from ..errors import BudgetError, IoError, OffloadError
+
+
+_READ = (
+    "nothing more is trained or committed, but weights and state can still be read: save "
+    "model.state_dict() and optimizer.state_dict(), or call overspill.unwrap(model), and wrap the "
+    "model with another nvme= to go on"
+)
 
 
 class Health:
@@ -17,8 +25,11 @@ class Health:
         closed: nobody answers any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Callable[[], str | None] = lambda: None) -> None:
+        """``store``: the folder of the durable store, once it has a commit."""
+        self._store = store
         self.error: BaseException | None = None
+        self.not_committed: BaseException | None = None  # why nothing can be committed any more
         self.closed = False
         self._raised = False  # the error was, to somebody
         self._closer: int | None = None  # the thread that closes it
@@ -42,6 +53,33 @@ class Health:
         """Keeps the first error; from any thread."""
         if self.error is None:
             self.error = error
+
+    def cannot_commit(self, error: BaseException) -> None:
+        """Note that a commit failed: nothing is to be trained any more, but all can be read."""
+        if self.not_committed is None:
+            self.not_committed = error
+
+    def require_commits(self) -> None:
+        """Raise if a commit has failed: the error itself once, then a refusal.
+
+        Raises:
+            OffloadError: one has. What is in memory and in the store can be read.
+        """
+        if self.not_committed is None:
+            return
+        if not self._raised:
+            self._raised = True
+            if isinstance(self.not_committed, IoError):
+                raise self.not_committed.with_remedy(_READ) from self.not_committed
+            raise OffloadError(f"{self.not_committed}; {_READ}") from self.not_committed
+        raise OffloadError(
+            f"the engine stopped after an earlier error; {_READ}"
+        ) from self.not_committed
+
+    def raise_unseen(self) -> None:
+        """Raise the error of a commit that failed, unless somebody was told of it."""
+        if self.not_committed is not None and not self._raised:
+            self.require_commits()
 
     def closes(self) -> None:
         """The calling thread will close the engine: all others are refused."""
@@ -68,6 +106,17 @@ class Health:
         if self.error is not None:
             self.raise_to_asker(self.error)
 
+    def _way_out(self) -> str:
+        store = self._store()
+        if store is None:
+            return (
+                "call close() of its optimizer, build the model again, and load what was saved last"
+            )
+        return (
+            "call close() of its optimizer, build the model again, and continue from the last "
+            f"commit with overspill.resume(model, {store})"
+        )
+
     def raise_to_asker(self, error: BaseException) -> NoReturn:
         """Raises an error of the background to whoever waited for what it kept from coming."""
         try:
@@ -75,7 +124,8 @@ class Health:
                 raise error
             if self._raised:
                 raise OffloadError(
-                    "the engine stopped after an earlier error; close it, and build the model again"
+                    "the engine stopped after an earlier error, and its weights may be of two "
+                    f"steps; {self._way_out()}"
                 ) from error
             self._raised = True
             if isinstance(error, OffloadError):

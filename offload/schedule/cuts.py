@@ -106,6 +106,12 @@ class Cuts:
             self._roles(item).committed = role
         self._end()
 
+    def refused(self) -> None:
+        """The record could not be written: the commit before it stays the last one, and all that
+        the cut held is newer than that."""
+        self.dirty.update(item for item in self._changed if item in self._in_memory)
+        self._end()
+
     def _end(self) -> None:
         self.pending = self._committing = False
         self.sealed = None

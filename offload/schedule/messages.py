@@ -437,8 +437,16 @@ class Failed:
     work: Work
 
 
+@dataclass(frozen=True)
+class NotCommitted:
+    """``work`` failed, and only that: the last commit is still the last one, and what is newer than
+    it can be read."""
+
+    work: Commit
+
+
 Signal = (
     Need | CatchUp | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut
     | Judged | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
-    | Saved | Fetch | Used | Turn | Repeat | Chosen
+    | Saved | Fetch | Used | Turn | Repeat | Chosen | NotCommitted
 )  # fmt: skip

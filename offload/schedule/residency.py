@@ -47,6 +47,7 @@ from .messages import (
     LetGo,
     Locate,
     Need,
+    NotCommitted,
     Read,
     Refuse,
     Release,
@@ -126,6 +127,7 @@ class Residency:
             Adopt: lambda s: self.cuts.adopt(s.item, s.role),
             Done: lambda s: self._finish(s.work),
             Failed: self._fail,
+            NotCommitted: self._not_committed,
         }
 
     def _emit(self, instruction: Instruction) -> None:
@@ -138,7 +140,7 @@ class Residency:
         take = self._takes.get(type(signal))
         if take is None:
             raise TypeError(f"not a signal: {signal!r}")
-        if not self._failed or isinstance(signal, Done):
+        if not self._failed or isinstance(signal, (Done, NotCommitted)):
             take(signal)
             self._quiet = self._quiet and not isinstance(signal, _GOES_ON)
         if not self._failed:
@@ -244,12 +246,15 @@ class Residency:
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def _finish(self, work: Work) -> None:
+    def _ended(self, work: Work) -> None:
         count = self.in_flight[work]
         if count == 1:
             del self.in_flight[work]
         else:
             self.in_flight[work] = count - 1
+
+    def _finish(self, work: Work) -> None:
+        self._ended(work)
         if self._failed:
             return
         if isinstance(work, (Read, Clear, Write, CopyIn, CopyOut)):
@@ -265,6 +270,11 @@ class Residency:
             self.cuts.committed()
         else:
             self.updates.update_done(work)
+
+    def _not_committed(self, signal: NotCommitted) -> None:
+        self._ended(signal.work)
+        if not self._failed:
+            self.cuts.refused()
 
     def _fail(self, signal: Failed) -> None:
         """From now on the machine only drains: whoever waits is told by whoever drives it."""

@@ -19,11 +19,11 @@ from .averages import Averages
 from .contents import STATE, Contents
 from .edits import Edits
 from .lent_copies import LentCopies
+from .state_matching import NAMES, Given, matched
 from .weight_door import WeightDoor, overwrite
 
 Groups = Sequence[dict[str, Any]]
 Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
-Given = Mapping[int, Mapping[str, Any]]  # by the id of its parameter, a state
 
 
 class OptimizerState:
@@ -249,7 +249,8 @@ class OptimizerState:
 
     def to_torch(self) -> dict[str, Any]:
         """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
-        and the exact ``master`` of a weight that has one."""
+        and the exact ``master`` of a weight that has one.  ``"param_names"`` has the names of the
+        parameters of each group, so that the state can be loaded after the model has changed."""
         self.write_back()
         made = self.streamed(lambda name, shape, read: read())
         numbered = [p for group in self._groups for p in group["params"]]
@@ -259,7 +260,15 @@ class OptimizerState:
             version = self._version(index)
             lent = [self._in_dicts.add((index, n), v, version) for n, v in found.items()]
             self._in_dicts.add_all(found, lent)
+        made[NAMES] = self._names()
         return made
+
+    def _names(self) -> list[list[str]]:
+        """The names of all parameters of the groups."""
+        name_of = {id(p): name for name, p in self._model.named_parameters()}
+        for p, name in zip(self._parts.parameters, self._parts.names, strict=True):
+            name_of[id(p)] = name
+        return [[name_of.get(id(p), "") for p in group["params"]] for group in self._groups]
 
     def streamed(self, make: Make) -> dict[str, Any]:
         """As ``to_torch``, but with what ``make`` gives, told a tensor's name, its shape and how to
@@ -298,18 +307,8 @@ class OptimizerState:
         Raises:
             ValueError: other groups or names, or tensors of other shapes; nothing was changed.
         """
-        groups, state = self._groups, state_dict["state"]
-        loaded_groups = state_dict["param_groups"]
-        mine = [len(group["params"]) for group in groups]
-        theirs = [len(group["params"]) for group in loaded_groups]
-        if theirs != mine:
-            raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
-        given: Given = {
-            id(p): state[number]
-            for group, loaded in zip(groups, loaded_groups, strict=True)
-            for p, number in zip(group["params"], _numbers(self._model, group, loaded), strict=True)
-            if number in state
-        }
+        groups = self._groups
+        given, loaded_groups = matched(self._model, groups, self._names(), state_dict)
         self._check_shapes(given)
         for rule, group, loaded in zip(self._blueprint.rules, groups, loaded_groups, strict=True):
             check_kept(rule, {**group, **loaded})
@@ -406,27 +405,3 @@ class OptimizerState:
             }
 
         return values
-
-
-def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:
-    """The numbers that the loaded state has for a group's parameters, in the group's order."""
-    numbers: list[int] = list(loaded["params"])
-    if "param_names" not in loaded:
-        return numbers
-    number_of = dict(zip(loaded["param_names"], numbers, strict=True))
-    names: dict[int, list[str]] = {id(p): [] for p in group["params"]}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.get(id(p), []).append(name)
-    for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
-        names[id(p)].append(name)
-    found = []
-    for p in group["params"]:
-        match = next((name for name in names[id(p)] if name in number_of), None)
-        if match is None:
-            raise ValueError(
-                f"the state's param_names lack {names[id(p)][0]!r} in this group, which has "
-                f"{sorted(number_of)[:3]} and others; build the optimizer with the same "
-                "groups, or remove param_names to match by place"
-            )
-        found.append(number_of.pop(match))
-    return found

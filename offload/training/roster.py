@@ -11,18 +11,25 @@ from ..errors import OffloadError
 from .module_private import own_parameters
 
 _AGAIN = (
-    "keep state = optimizer.state_dict(), overspill.unwrap(model), wrap again, and "
-    "optimizer.load_state_dict(state)"
+    "keep state = optimizer.state_dict(), call overspill.unwrap(model), change what is trained, "
+    "wrap the model again with a new optimizer{elsewhere}, and call its load_state_dict(state)"
 )
+_ELSEWHERE = " (and another nvme=, since the store keeps the last commit)"
 
 
 class Roster:
     """Raises where a loop changes what is trained, which the engine would not follow."""
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[Mapping[str, Any]], *, in_place: bool = True
-    ) -> None:
-        """``in_place``: whether parameters stay where they are in the model."""
+        self, model: nn.Module, groups: Sequence[Mapping[str, Any]], *, in_place: bool = True,
+        durable: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            in_place: whether parameters stay where they are in the model.
+            durable: whether the store stays when the engine has ended.
+        """
+        self._again = _AGAIN.format(elsewhere=_ELSEWHERE if durable else "")
         self._groups = groups
         self._members = self._present()
         mine = {number for group in self._members for number in group}
@@ -50,24 +57,24 @@ class Roster:
         if thawed:
             raise OffloadError(
                 f"{_listed(thawed)} required no grad when the model was wrapped, so no room was "
-                f"planned for its state; {_AGAIN}"
+                f"planned for its state; {self._again}"
             )
         given = [name for name, p in self._frozen if p.grad is not None]
         if given:
             raise OffloadError(
                 f"{_listed(given)} required no grad when the model was wrapped, and has a gradient "
-                f"now, which would not be applied; set p.grad = None, or {_AGAIN}"
+                f"now, which would not be applied; set p.grad = None, or {self._again}"
             )
         replaced = [name for name, there, key, p in self._places if there.get(key) is not p]
         if replaced:
             raise OffloadError(
                 f"{_listed(replaced)} was replaced, or moved elsewhere in the model, after it was "
-                "wrapped; overspill.unwrap(model) first, change it, and wrap it with a new "
-                "optimizer"
+                f"wrapped; put the old one back, or {self._again}"
             )
         if self._present() != self._members:
             raise OffloadError(
-                f"the parameters in optimizer.param_groups have changed since wrap; {_AGAIN}"
+                "the parameters in optimizer.param_groups have changed since wrap; put the old "
+                f"lists back, or {self._again}"
             )
 
 

@@ -1,0 +1,122 @@
+"""Which entry of a loaded optimizer state belongs to which parameter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+log = logging.getLogger("overspill")
+
+NAMES = "param_names"  # of a state dict: by group, the names of its parameters
+Given = Mapping[int, Mapping[str, Any]]  # by the id of its parameter, a state
+Groups = Sequence[Mapping[str, Any]]
+
+
+def matched(
+    model: nn.Module, groups: Groups, names: Sequence[Sequence[str]],
+    state_dict: Mapping[str, Any],
+) -> tuple[Given, Sequence[dict[str, Any]]]:  # fmt: skip
+    """Match the state of parameters, and the hyper-parameters of groups, with those that are there.
+
+    The state of a model that has changed since, or of other groups, is matched by the names of
+    parameters, if it has them; parameters without state start anew, which is logged. Otherwise
+    groups have the same sizes, and parameters are matched by ``param_names`` of their group, or by
+    place.
+
+    Args:
+        names: of the parameters of ``groups``.
+
+    Returns:
+        The state of each parameter that has some, and a loaded group for each group.
+
+    Raises:
+        ValueError: groups or names differ, and nothing tells which state belongs where.
+    """
+    state, loaded_groups = state_dict["state"], state_dict["param_groups"]
+    theirs = state_dict.get(NAMES)
+    if theirs is not None and theirs != names and _common(theirs, names):
+        return _by_name(groups, names, theirs, state, loaded_groups)
+    mine = [len(group["params"]) for group in groups]
+    sizes = [len(group["params"]) for group in loaded_groups]
+    if sizes != mine:
+        raise ValueError(f"the state has param groups of {sizes} parameters, expected {mine}")
+    given: Given = {
+        id(p): state[number]
+        for group, loaded in zip(groups, loaded_groups, strict=True)
+        for p, number in zip(group["params"], _numbers(model, group, loaded), strict=True)
+        if number in state
+    }
+    return given, loaded_groups
+
+
+def _common(theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]) -> bool:
+    known = {name for group in mine for name in group}
+    return any(name in known for group in theirs for name in group)
+
+
+def _by_name(
+    groups: Groups, names: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]],
+    state: Mapping[int, Mapping[str, Any]], loaded_groups: Groups,
+) -> tuple[Given, Sequence[dict[str, Any]]]:  # fmt: skip
+    numbers = {
+        name: number
+        for loaded, group in zip(loaded_groups, theirs, strict=True)
+        for name, number in zip(group, loaded["params"], strict=True)
+    }
+    group_of = {name: number for number, group in enumerate(theirs) for name in group}
+    wanted = {name for group in names for name in group}
+    unused = sorted(name for name, n in numbers.items() if n in state and name not in wanted)
+    if unused:
+        first = unused[0]
+        raise ValueError(
+            f"the state has entries for {_listed(unused)}, which this optimizer does not train; "
+            f"delete them (del state_dict['state'][{numbers[first]}] for {first!r}) to load the "
+            "others"
+        )
+    given, anew, found = {}, [], []
+    for group, own in zip(groups, names, strict=True):
+        for p, name in zip(group["params"], own, strict=True):
+            if name in numbers and numbers[name] in state:
+                given[id(p)] = state[numbers[name]]
+            elif state:
+                anew.append(name)
+        known = next((group_of[name] for name in own if name in group_of), None)
+        found.append(dict(group if known is None else loaded_groups[known]))
+    if anew:
+        log.warning(
+            "overspill: the state that was loaded has nothing for %s, which start anew",
+            _listed(anew),
+        )
+    return given, found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:
+    """The numbers that the loaded state has for a group's parameters, in the group's order."""
+    numbers: list[int] = list(loaded["params"])
+    if "param_names" not in loaded:
+        return numbers
+    number_of = dict(zip(loaded["param_names"], numbers, strict=True))
+    names: dict[int, list[str]] = {id(p): [] for p in group["params"]}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.get(id(p), []).append(name)
+    for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+        names[id(p)].append(name)
+    found = []
+    for p in group["params"]:
+        match = next((name for name in names[id(p)] if name in number_of), None)
+        if match is None:
+            raise ValueError(
+                f"the state's param_names lack {names[id(p)][0]!r} in this group, which has "
+                f"{sorted(number_of)[:3]} and others; build the optimizer with the same "
+                "groups, or remove param_names to match by place"
+            )
+        found.append(number_of.pop(match))
+    return found
