@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from ..errors import BudgetError, IoError, OffloadError
 
-
 _READ = (
     "nothing more is trained or committed, but weights and state can still be read: save "
     "model.state_dict() and optimizer.state_dict(), or call overspill.unwrap(model), and wrap the "

@@ -15,7 +15,7 @@ def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
     unit = item.kind is Kind.WEIGHTS
     if item.kind is Kind.SAVED:
         where = "" if refuse.unit < 0 else f" in unit {layout.units[refuse.unit].name!r}"
-        named = tier.value if layout.has_device else "host"
+        named = "host" if tier is Tier.DEVICE and not layout.has_device else tier.value
         remedy = f"raise {named}_memory, or give fewer tokens"
         if layout.saved.policy != "auto":
             remedy = f"raise {named}_memory, give fewer tokens, or pass activations='auto'"

@@ -277,6 +277,19 @@ class Activations:
             if not self._leave(storage) and self.moving:
                 return  # else it never will, but a smaller one may
 
+    def _shortage(self) -> tuple[Tier, int, int]:
+        """The tier that is full, and what is needed there and free, in bytes: the one below compute
+        if something could leave, else compute's."""
+        mine = self._present.items()
+        leaves = (s for n, s in mine if n != self._granted and n not in self._fetches)
+        first = next(leaves, None)
+        if first is not None and self._room.disk and not self._may_write(first):
+            return Tier.NVME, first.nbytes, max(0, self._room.disk - self._disk_bytes)
+        if first is not None and self._has_device and not self._room.disk:
+            return Tier.HOST, first.nbytes, self._host.nbytes - self._host.used_bytes
+        # One more storage as large as the largest must have room before anyone is told of it.
+        return Tier.DEVICE, self._tally.used_bytes + self._largest, self._whole_room
+
     def _leave(self, storage: PartedStorage) -> bool:
         """Starts to move a storage out of compute's memory.  ``False``: there is no room, or not
         yet."""
@@ -469,10 +482,7 @@ class Activations:
         cost of what stays beside it."""
         for ticket in self._waits:
             newest = next(reversed(self._saved.values()))
-            # One more storage as large as the largest must have room before anyone is told of it.
-            need = self._tally.used_bytes + self._largest
-            self._emit(Refuse(ticket, newest.parts[0].key, Tier.DEVICE, need, self._whole_room,
-                              newest.unit))  # fmt: skip
+            self._emit(Refuse(ticket, newest.parts[0].key, *self._shortage(), newest.unit))
         self._waits.clear()
         for number in list(self._fetches):
             # Its slots to be read into are taken by what has no other copy: that goes to compute.

@@ -126,4 +126,5 @@ class Demands:
         if not self._in_flight:
             self._needs.popleft()
             unit = blocked[0] if blocked else need.unit
-            self._items.refuse(need.ticket, Key(Kind.WEIGHTS, unit), self._layout.tier_of(unit))
+            tier = self._weights.tier_on_the_way(unit)
+            self._items.refuse(need.ticket, Key(Kind.WEIGHTS, unit), tier)

@@ -133,6 +133,12 @@ class Weights:
         self._items.copy_in(item)
         return True
 
+    def tier_on_the_way(self, unit: int) -> Tier:
+        """Return the tier in which the unit needs room next, to come to compute."""
+        if self.layout.apart[unit] and not self.host_valid(unit):
+            return Tier.HOST
+        return self.layout.tier_of(unit)
+
     def toward_host(self, unit: int, distance: int, spare: Container[int] = ()) -> bool:
         """Starts to read a unit into host memory, where it is not there or on its way already."""
         item = self.units[unit]
