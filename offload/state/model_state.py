@@ -138,7 +138,10 @@ class StateHooks:
             # make it whole.  A rollback does.
             return
         if meta.get("assign_to_params_buffers", False):
-            raise OffloadError("load_state_dict(assign=True) would replace managed parameters")
+            raise OffloadError(
+                "load_state_dict(assign=True) would replace parameters that the engine manages; "
+                "load without assign=True, or call overspill.unwrap(model) first"
+            )
         parts: dict[int, list[int]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             if id(p) in self._index and _takes(state.get(prefix + name), p):
