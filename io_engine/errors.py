@@ -72,6 +72,7 @@ _REMEDIES = {
     codes.EACCES: "give this user write permission, or choose another directory",
     codes.EPERM: "give this user write permission, or choose another directory",
     codes.ENOENT: "create the folder, or choose another one",
+    codes.EISDIR: "a folder has the name of the file; remove it, or choose another directory",
     codes.ELOOP: "it is a symbolic link, and none is followed here; remove the link",
     codes.ECANCELED: "it was cancelled before it started",
 }

@@ -84,7 +84,7 @@ class DirectoryLock:
                 self._fd = os.open(self._path, flags, 0o600)
                 self._require_own_file()
             except OSError as error:
-                if error.errno == errno.ELOOP:
+                if error.errno in (errno.ELOOP, errno.EISDIR):
                     raise refused(self._path, "cannot lock", error) from error
                 raise refused(directory, "cannot create a store here", error) from error
             try:

@@ -163,7 +163,8 @@ class Loop:
         """Updates every parameter that has a gradient."""
         self._trainer.claim()
         self.require_usable()
-        self._executor.health.require_commits()
+        if not self._machinery.ledger.early:  # a step that has begun is taken as a whole
+            self._executor.health.require_commits()
         self._frames.tidy()
         self._direct.finish()
         self._roster.check()

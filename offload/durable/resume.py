@@ -26,7 +26,10 @@ def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> N
     """
     description = store.layout.description
     if rule != description["optimizer"]:
-        found: str | None = f"it was trained with {description['optimizer']}, not {rule}"
+        found: str | None = (
+            f"it was trained with {description['optimizer']}, not {rule}; pass such an optimizer to "
+            "resume"
+        )
     else:
         found = difference(description["units"], describe_units(layout), cuts=cuts)
     if found is not None:
