@@ -179,10 +179,10 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
         """Refused once wrapped: the plan is made for the groups that were there."""
         if "_engine" in self.__dict__:
             raise OffloadError(
-                "add_param_group after wrap is not supported, since the plan is made for the groups "
-                "that were there; call it before wrap, or keep state = optimizer.state_dict(), call "
-                "overspill.unwrap(model), wrap the model again with an optimizer that has all "
-                "groups (another nvme=, if the store is durable), and call its "
+                "add_param_group after wrap is not supported, since the plan is made for the "
+                "groups that were there; call it before wrap, or keep state = "
+                "optimizer.state_dict(), call overspill.unwrap(model), wrap the model again with "
+                "an optimizer that has all groups (another nvme=, if the store is durable), and call its "
                 "load_state_dict(state)"
             )
         super().add_param_group(param_group)

@@ -27,8 +27,8 @@ def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> N
     description = store.layout.description
     if rule != description["optimizer"]:
         found: str | None = (
-            f"it was trained with {description['optimizer']}, not {rule}; pass such an optimizer to "
-            "resume"
+            f"it was trained with {description['optimizer']}, not {rule}; pass such an optimizer "
+            "to resume"
         )
     else:
         found = difference(description["units"], describe_units(layout), cuts=cuts)

@@ -15,7 +15,17 @@ from torch import nn
 import overspill
 from tests.devices import CPU, normal, plainly
 from tests.remedies.table import (
-    WIDTH, adamw, logged, net, plain_run, same, says, step, trains, tries, wrapped,
+    WIDTH,
+    adamw,
+    logged,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
 )  # fmt: skip
 
 LOCAL = {"host_memory": "64MiB"}

@@ -17,7 +17,18 @@ from overspill.io_engine.manifest import MANIFEST_NAME
 from overspill.io_engine.ownership import LOCK_NAME
 from overspill.io_engine.store import STORE_NAME
 from tests.devices import CPU, normal
-from tests.remedies.table import WIDTH, adamw, net, plain_run, same, says, step, trains, tries, wrapped
+from tests.remedies.table import (
+    WIDTH,
+    adamw,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
+)
 
 SMALL = {"host_memory": "80KiB"}  # most is on disk
 UPDATES = ["step", "next_forward", "backward"]
@@ -243,8 +254,10 @@ def test_a_store_that_is_in_the_way(way: str, tmp_path: Path) -> None:
         resumed(other, 4)
 
 
-@tries("io_engine/committed.py", "give the directory that a run with nvme= and durable=True",
-       "wrap the model to begin anew", "put it back from a copy, or start from an export")  # fmt: skip
+@tries(
+    "io_engine/committed.py", "give the directory that a run with nvme= and durable=True",
+    "wrap the model to begin anew", "put it back from a copy, or start from an export",
+)  # fmt: skip
 @tries("io_engine/manifest.py", "restore this one file from a copy, or start from an export")
 def test_what_is_no_whole_store(tmp_path: Path) -> None:
     place = tmp_path / "place"

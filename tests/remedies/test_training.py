@@ -15,7 +15,17 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from tests.devices import CPU, SIM, about_sim, normal, plainly
 from tests.remedies.table import (
-    WIDTH, adamw, logged, net, plain_run, same, says, step, trains, tries, wrapped,
+    WIDTH,
+    adamw,
+    logged,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
 )  # fmt: skip
 
 EARLY = "offload/training/early.py"

