@@ -182,8 +182,8 @@ class OffloadedOptimizer(Observed, torch.optim.Optimizer):
                 "add_param_group after wrap is not supported, since the plan is made for the "
                 "groups that were there; call it before wrap, or keep state = "
                 "optimizer.state_dict(), call overspill.unwrap(model), wrap the model again with "
-                "an optimizer that has all groups (another nvme=, if the store is durable), and call its "
-                "load_state_dict(state)"
+                "an optimizer that has all groups (another nvme=, if the store is durable), and "
+                "call its load_state_dict(state)"
             )
         super().add_param_group(param_group)
 
