@@ -18,7 +18,10 @@ def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
         named = "host" if tier is Tier.DEVICE and not layout.has_device else tier.value
         remedy = f"raise {named}_memory, or give fewer tokens"
         if layout.saved.policy != "auto":
-            remedy = f"raise {named}_memory, give fewer tokens, or pass activations='auto'"
+            remedy = (
+                f"raise {named}_memory, give fewer tokens, or pass activations='auto' or "
+                "'recompute'"
+            )
         return BudgetError(
             f"what autograd saves for backward{where}", named, refuse.need_bytes,
             refuse.have_bytes, refuse.have_bytes, remedy,

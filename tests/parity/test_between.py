@@ -121,7 +121,7 @@ def test_parameters_that_are_unfrozen_later() -> None:
             OffloadError, match=r"blocks\.0\.norm\.weight, .* and 3 more required no"
         ):
             model(*batch(0))
-        with pytest.raises(OffloadError, match="wrap again"):
+        with pytest.raises(OffloadError, match="wrap the model again"):
             ours.step()
         with torch.no_grad():
             model(*batch(0))
