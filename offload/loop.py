@@ -144,8 +144,8 @@ class Loop:
 
     def backward_begins(self) -> None:
         """The first of the graph tasks of a backward runs."""
-        self._residences.let_go()  # what readers keep may be updated
         self._weights.reconcile()
+        self._residences.let_go()  # what readers keep may be updated
 
     def backward_over(self) -> None:
         """The last of them has ended."""

@@ -136,8 +136,8 @@ class Activations:
             storage.used = True
             for ticket in self._fetches.pop(number, ()):  # of who was interrupted as he waited
                 self._emit(Grant(ticket))
-            self._present.pop(number, None)
-            self._coming.pop(number, None)
+            for where in (self._present, self._coming, self._absent):
+                where.pop(number, None)  # nothing may bring it back while its moves end
             self._end_leaving(storage)
             if storage.moving:
                 self._ending += 1
@@ -159,7 +159,6 @@ class Activations:
         if storage.on_disk:
             self._disk_bytes -= storage.nbytes
         self._all_bytes -= storage.nbytes
-        self._absent.pop(storage.number, None)
         del self._saved[storage.number]
         for part in storage.parts:
             self._items.remove(part)

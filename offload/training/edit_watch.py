@@ -101,6 +101,12 @@ class EditWatch:
         """Weights that were changed while they showed, and not written yet, by parameter."""
         return self._changed
 
+    def any_changed(self, units: Iterable[int]) -> bool:
+        """Whether there are such changes in these units."""
+        return bool(self._changed) and any(
+            spec.index in self._changed for unit in units for spec in self._specs[unit]
+        )
+
     def written(self, indices: Iterable[int]) -> None:
         """Such changes are written, or are to be forgotten."""
         for index in list(indices):

@@ -14,7 +14,8 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
     return module._parameters
 
 
-_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply"}
+# The engine's own on top, see ``conversions`` and ``pickling``.
+_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply", "__reduce_ex__"}
 
 
 def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:

@@ -372,9 +372,11 @@ class Residences:
         self.uses[unit] -= 1
         if visible:
             self._end_view(unit)
+        self._conceal(unit)
         if self.uses[unit]:
-            self._conceal(unit)
-        elif keep:
+            return
+        # What its module has changed is written where it is: a copy on disk may be half of both.
+        if keep or self._edits.any_changed(self.groups[unit]):
             self._keep(unit)
         else:
             self._close(unit)

@@ -257,6 +257,11 @@ def test_no_wrong_byte_no_hang_and_nothing_left(block: int) -> None:
     assert moved > 500, "hardly anything moved"
 
 
+def test_what_is_needed_no_more_is_not_brought_back() -> None:
+    """It was, when it was dropped while its parts were being read, and its removal left it there."""
+    run(1_010_368)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_a_hundred_thousand_sequences() -> None:
