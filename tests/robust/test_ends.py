@@ -260,5 +260,6 @@ def test_a_process_that_ends_leaves_a_whole_commit(
     assert os.waitstatus_to_exitcode(found) == status
     taken = TAKEN[place]
     closed = way in ("SIGINT", "sys.exit", "uncaught")
-    # Who is killed loses what was on its way to disk: how much that is depends on the disk.
-    _check(tmp_path, range(taken if closed else 0, taken + 1))
+    # A step ends when the commit of the one before is durable, and with "next_forward" it ends after
+    # step(), at the latest in the next step(). So at most two are lost, however slow the disk is.
+    _check(tmp_path, range(taken if closed else max(0, taken - 2), taken + 1))
