@@ -126,6 +126,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def free_bytes_at(path: Path) -> int:
+    """Return the bytes that are free on the disk that ``path`` is on, or will be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, unless it exists.
 

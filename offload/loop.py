@@ -14,6 +14,7 @@ from .durable.commits import Commits
 from .errors import OffloadError
 from .movement.machinery import Machinery
 from .planning.costs import Costs
+from .schedule.messages import Until
 from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.torch_state import OptimizerState
@@ -134,7 +135,17 @@ class Loop:
             self._averages.require_ended()
             if self._commits is not None:
                 self._commits.seal()  # where parts of the model are called, and not the whole
+        if self._residences.changes_itself(unit):
+            self._end_writes()
         self._showing.show(unit)
+
+    def _end_writes(self) -> None:
+        """Wait for what is being written to disk from memory that compute uses: see Note [Changes
+        in forward]."""
+        self._landing.land()
+        protocol = self._executor.protocol
+        if self._commits is not None and protocol.cut and not protocol.open:
+            protocol.wait(Until.DURABLE)
 
     def after_forward(self) -> None:
         """A forward of the whole model has ended."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import CorruptionError, OffloadError, format_bytes
-from ..io_engine.atomic_files import remove_abandoned, replacing_folder
+from ..io_engine.atomic_files import free_bytes_at, remove_abandoned, replacing_folder
 from ..io_engine.committed import FoundStore, find_store
 from ..observe.long_work import LongWork
 from ..state.weight_files import OPTIMIZER
@@ -150,10 +149,7 @@ def _require_room(
     out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None
 ) -> None:
     need = _bytes_of(weights, tree)
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_bytes_at(out)
     if need > free:
         raise OffloadError(
             f"the export to {out} needs {format_bytes(need)} of disk; {format_bytes(free)} are "

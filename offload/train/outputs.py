@@ -6,7 +6,6 @@ What cannot be made again comes first: the model, then the figures, then what on
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from ..errors import OffloadError, format_bytes
 from ..facts.trace import Trace
-from ..io_engine.atomic_files import replacing_folder
+from ..io_engine.atomic_files import free_bytes_at, replacing_folder
 from ..observe import pictures
 from ..observe.export import load_trace, save_trace
 from ..observe.memory_picture import draw_memory
@@ -61,10 +60,7 @@ def require_room(out: Path, model: nn.Module, precision: str | None, *, masters:
     sizes = [(p.numel(), _SIZES.get(precision or "", p.itemsize)) for p in model.parameters()]
     need = SMALL_BYTES + sum(count * size for count, size in sizes)
     need += sum(4 * count for count, _ in sizes) if masters else 0
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_bytes_at(out)
     if need > free:
         raise ValueError(
             f"out: the files of the run need {format_bytes(need)} in {out}; {format_bytes(free)} "

@@ -10,6 +10,11 @@
 # A parameter that was changed once is copied when it shows from then on: a change that leaves its
 # bits as they are, as most clamps do, costs a comparison and is not written.
 #
+# With device="cpu", compute uses the very memory that updates and commits are written to disk from.
+# Where a unit is known to change itself, these writes end before its module runs (`Loop.catch_up`).
+# One that did it for the first time stays in memory until the change is written over what they may
+# have written; a commit that saves the unit then fails, with an error.
+#
 # Versions tell of changes.  A tensor that was made over a slot while it showed, and is changed
 # later, changes memory that may be another unit's by then: an error.
 """
@@ -47,6 +52,7 @@ class EditWatch:
         self._hid: list[tuple[int, ...]] = [()] * len(params)  # and when they went to their stubs
         # By unit, of parameters that were changed before, by place: what they held when they showed
         self._before: list[dict[int, torch.Tensor | None]] = [{} for _ in params]
+        self._changing: set[int] = set()  # units whose last change was not to the same bits
         self._changed: dict[int, Change] = {}  # by parameter: see Note [Changes in forward]
         self._edited: list[str] = []
 
@@ -78,13 +84,22 @@ class EditWatch:
         """From now on they do not."""
         self._hid[unit] = self._versions(unit)
 
-    def look_while_shown(self, unit: int) -> None:
-        """Copies what was changed since they showed; they show still."""
+    def look_while_shown(self, unit: int, wait: Callable[[], None]) -> None:
+        """Copies what was changed since they showed; they show still.
+
+        ``wait``: has the calling thread's stream wait for all that have used them.
+        """
         before, self._seen[unit] = self._seen[unit], ()
-        for place in self._written(unit, before):
+        written = self._written(unit, before)
+        if written:
+            wait()
+            if not torch_private.in_backward():  # a checkpoint's second clamp changes nothing
+                self._changing.discard(unit)
+        for place in written:
             now, then = self._copy(unit, place), self._before[unit].get(place)
             self._before[unit][place] = None
             if then is None or not torch_private.same_bits(now, then):
+                self._changing.add(unit)
                 index = self._specs[unit][place].index
                 kept = self._changed.get(index)
                 self._changed[index] = Change(now, then if kept is None else kept.before)
@@ -100,6 +115,10 @@ class EditWatch:
     def changed(self) -> Mapping[int, Change]:
         """Weights that were changed while they showed, and not written yet, by parameter."""
         return self._changed
+
+    def changing(self, units: Iterable[int]) -> bool:
+        """Whether some of the units are known to change their weights when they run."""
+        return not self._changing.isdisjoint(units)
 
     def any_changed(self, units: Iterable[int]) -> bool:
         """Whether there are such changes in these units."""

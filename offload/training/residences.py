@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,9 +155,13 @@ class Residences:
 
     def suspend(self, unit: int) -> None:
         """Nobody may see the weights of a unit that is there before ``resume``."""
-        self._edits.look_while_shown(unit)
+        self._edits.look_while_shown(unit, partial(self._join, unit))
         self._to_stubs(unit)
         self._visible[unit] = False
+
+    def _join(self, unit: int) -> None:
+        if (residence := self.current[unit]) is not None:
+            self.accelerator.join(residence.streams)
 
     def resume(self, unit: int) -> None:
         """They may be seen again."""
@@ -205,6 +210,12 @@ class Residences:
         unit_of = self.parts.unit_of
         return {i: t for i, t in self._edits.changed.items() if not self.uses[unit_of[i]]}
 
+    def changes_itself(self, unit: int) -> bool:
+        """Whether a unit's module is known to change its weights, which are in host memory."""
+        if self.accelerator.has_device_memory:
+            return False
+        return self._edits.changing(self.groups[unit])
+
     def forget_changed(self, indices: Iterable[int]) -> None:
         """See ``EditWatch.written``."""
         self._edits.written(indices)
@@ -216,7 +227,7 @@ class Residences:
             self._edits.look_while_hidden(unit)
             if self.fixed[unit] and residence is not None and unit not in hidden:
                 self._check(unit, residence.views)
-                self._edits.look_while_shown(unit)
+                self._edits.look_while_shown(unit, partial(self._join, unit))
                 self._edits.shown(unit)
         self._edits.refuse()
 
@@ -426,15 +437,13 @@ class Residences:
             return
         residence, place = self.current[unit], self.places[unit]
         if self._visible[unit]:
-            self._edits.look_while_shown(unit)  # it may copy, before compute lets go of the slot
+            self.suspend(unit)  # first: it may copy what is in the slot
         if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)
             else:  # interrupted before it was shown: what brings the weights may not be over
                 self.executor.compute.follow(place)
             self.executor.compute.mark(place)
-        if self._visible[unit]:
-            self.suspend(unit)
         if residence is not None:
             watch = torch_private.StorageWatch(residence.storage)
             held = self._held.add(unit, self.place(unit), watch)

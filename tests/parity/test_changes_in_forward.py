@@ -102,7 +102,7 @@ def _compare(made: Callable[[], Net], place: str, folder: Path, **options: Any) 
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     units = [f"{n}" for n in range(4)]
     # A commit that saves the very memory that a module changes is refused.
-    durable = place == "streamed" or made()[0].change is _clamps_nothing
+    durable = place in ("device", "streamed") or made()[0].change is _clamps_nothing
     options = {"nvme": folder, "durable": durable, "units": units, **PLACES[place], **options}
     with overspill.wrap(model, inner, **options) as optimizer:
         assert _losses(model, optimizer) == expected

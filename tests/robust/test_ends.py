@@ -260,6 +260,6 @@ def test_a_process_that_ends_leaves_a_whole_commit(
     assert os.waitstatus_to_exitcode(found) == status
     taken = TAKEN[place]
     closed = way in ("SIGINT", "sys.exit", "uncaught")
-    # A step ends when the commit of the one before is durable, and with "next_forward" it ends after
-    # step(), at the latest in the next step(). So at most two are lost, however slow the disk is.
+    # A step ends when the commit of the one before is durable: with "next_forward" maybe after
+    # step(), at the latest in the next step(). So two are lost at most, however slow the disk is.
     _check(tmp_path, range(taken if closed else max(0, taken - 2), taken + 1))

@@ -258,7 +258,7 @@ def test_no_wrong_byte_no_hang_and_nothing_left(block: int) -> None:
 
 
 def test_what_is_needed_no_more_is_not_brought_back() -> None:
-    """It was, when it was dropped while its parts were being read, and its removal left it there."""
+    """It was, if it was dropped while its parts were read: its removal left it in a list."""
     run(1_010_368)
 
 
