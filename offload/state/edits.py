@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -50,6 +50,20 @@ class Edits:
         self._executor, self._frames, self._showing = executor, frames, showing
         self._landing, self._direct, self._commits = landing, direct, commits
         self._units = executor.layout.units
+
+    def restore(self, units: Iterable[int]) -> None:
+        """Makes weights what they were when training began, in units that nothing may change.
+
+        Where the only copy is in memory, it is left as it is.
+        """
+        self._executor.health.check()
+        self._frames.tidy()
+        self._landing.land()
+        self._direct.quiesce()
+        layout = self._executor.layout
+        for unit in units:
+            if layout.durable or unit in layout.in_place:
+                self._direct.reload(Key(Kind.WEIGHTS, unit))
 
     @contextmanager
     def of(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:

@@ -221,10 +221,24 @@ class WeightDoor:
                 "where update='backward' has updated it already, and the change is lost; use "
                 "update='next_forward'"
             )
+        fixed = self._executor.layout.unchangeable
+        if kept := {i: changed[i].weight for i in changed if self._parts.unit_of[i] in fixed}:
+            self._refuse_changes(kept)
+            changed = {i: change for i, change in changed.items() if i not in kept}
         if changed:
             values = {index: change.weight for index, change in changed.items()}
             self._write(values, before={i: change.before for i, change in changed.items()})
             self._residences.forget_changed(changed)
+
+    def _refuse_changes(self, values: Mapping[int, torch.Tensor]) -> None:
+        """Raises if modules have made something else of weights that cannot be changed; these are
+        as before then.  Where compute uses the only copy, the change is kept, as in plain PyTorch.
+        """
+        self._residences.forget_changed(values)
+        self._residences.let_go()
+        self._edits.restore({self._parts.unit_of[index] for index in values})
+        for index, value in values.items():
+            self.require_same(index, value, " by its module's forward")
 
     def lend_in_dict(self, index: int, copy: torch.Tensor, state: dict[str, Any]) -> None:
         """Watch a copy that is in a state dict: what is changed there in place is written back."""
@@ -377,8 +391,9 @@ class WeightDoor:
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
             self._showing.refuse_edit(unit)
 
-    def require_same(self, index: int, value: torch.Tensor) -> None:
-        """
+    def require_same(self, index: int, value: torch.Tensor, by: str = "") -> None:
+        """``by``: what would change it, for the message.
+
         Raises:
             OffloadError: a weight that cannot be changed would get another value.
         """
@@ -392,7 +407,7 @@ class WeightDoor:
                 else "is read in place from the files that weights= names"
             )  # fmt: skip
             raise OffloadError(
-                f"{self.name(index)} is not trained, and {why}, so it cannot be changed; leave "
+                f"{self.name(index)} is not trained, and {why}, so it cannot be changed{by}; leave "
                 "that option out and load the model before wrap, or overspill.unwrap(model) first"
             )
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
 from tests.devices import CPU, DEVICE, SIM, normal, plainly
+from tests.parity.test_in_place import READER
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {"device": CPU, "host_memory": "4MiB"},
@@ -136,6 +138,126 @@ def test_under_a_checkpoint(
     change: Callable[[nn.Parameter], None], place: str, how: str, update: str, tmp_path: Path
 ) -> None:
     _compare(lambda: _build(change, how=how), place, tmp_path, update=update)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_unit_that_would_be_computed_again(
+    change: Callable[[nn.Parameter], None], place: str, tmp_path: Path
+) -> None:
+    """Its weights would be changed twice, so its activations are kept."""
+    _compare(lambda: _build(change), place, tmp_path, activations="recompute")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_in_backward_after_the_update_is_refused(
+    place: str, how: str, tmp_path: Path
+) -> None:
+    model = _build(_decays, how=how)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"nvme": tmp_path, "update": "backward", "durable": False, **PLACES[place]}
+    with (
+        overspill.wrap(model, inner, **options) as optimizer,
+        pytest.raises(overspill.OffloadError, match=r"in backward.*use update='next_forward'"),
+    ):
+        _losses(model, optimizer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_after_the_use_by_the_parent_of_its_module(place: str, tmp_path: Path) -> None:
+    """Backward uses what the weight was changed to, as in plain PyTorch, or says that it cannot."""
+    plain, model = (_build(_decays, after=True) for _ in range(2))
+    its = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    units = [f"{n}.{name}" for n in range(4) for name in ("inner", "other")]
+    options = {"nvme": tmp_path, "durable": False, "units": units, **PLACES[place]}
+    with overspill.wrap(model, inner, **options) as optimizer:
+        if place in ("host", "device"):
+            assert _losses(model, optimizer) == _losses(plain, its)
+        else:
+            with pytest.raises(RuntimeError, match=r"in place after the forward.*'\d\.inner'"):
+                _losses(model, optimizer)
+
+
+class _Base(nn.Linear):
+    """A unit that is not trained."""
+
+    def __init__(self, change: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(64, 64, bias=False)
+        self.weight.requires_grad_(False)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.weight)
+        return super().forward(x).tanh()
+
+
+def _based(change: Callable[[nn.Parameter], None]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_Base(change) for _ in range(8)), nn.Linear(64, 64)).to(DEVICE)
+
+
+def _steps(model: nn.Sequential, optimizer: Any) -> list[float]:
+    found = []
+    for number in range(4):
+        loss = model(normal(number, 4, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+IN_FORMAT: dict[str, dict[str, Any]] = {
+    "host": {"device": CPU, "host_memory": "4MiB"},
+    "disk": {"device": CPU, "host_memory": "250KiB"},
+    "device": {"device": SIM, "device_memory": "64MiB", "host_memory": "4MiB"},
+    "streamed": {"device": SIM, "device_memory": "120KiB", "host_memory": "2MiB"},
+}
+IN_PLACE: dict[str, dict[str, Any]] = {
+    "host": {"device": CPU, "host_memory": f"{READER + 1000}KiB"},
+    "disk": {"device": CPU, "host_memory": f"{READER + 120}KiB"},
+    "device": {"device": SIM, "device_memory": "64MiB", "host_memory": f"{READER + 1000}KiB"},
+    "streamed": {"device": SIM, "device_memory": "120KiB", "host_memory": f"{READER + 140}KiB"},
+}
+
+
+@pytest.mark.parametrize("kept", ["nf4", "int8", "in place"])
+@pytest.mark.parametrize("place", IN_FORMAT if CPU == "cpu" else ["device", "streamed"])
+@pytest.mark.parametrize("change", [_clamps_nothing, _decays])
+@pytest.mark.parametrize("durable", [False, True])
+def test_of_what_cannot_be_changed(
+    durable: bool, change: Callable[[nn.Parameter], None], place: str, kept: str, tmp_path: Path
+) -> None:
+    """It is refused where the change would be lost; one to the same bits is none."""
+    model, store = _based(change), tmp_path / "store"
+    store.mkdir()
+    options = {"nvme": store, "durable": durable}
+    if kept == "in place":
+        file = tmp_path / "base.safetensors"
+        save_file({n: t.cpu().clone() for n, t in model.state_dict().items()}, file)
+        options |= {"weights": file, **IN_PLACE[place]}
+    else:
+        options |= {"frozen": kept, **IN_FORMAT[place]}
+    inner = torch.optim.AdamW(model[-1].parameters(), lr=0.01)
+    with overspill.wrap(model, inner, rates=overspill.Rates(), **options) as optimizer:
+        fixed = len(optimizer._engine.machinery.executor.layout.unchangeable)
+        before = {n: t.clone() for n, t in model[:-1].state_dict().items()}
+        if place == "device" and not durable:  # the only copy is the one that compute uses
+            assert fixed == (0 if kept == "in place" else 8)
+            twin = _based(change)
+            twin.load_state_dict(model.state_dict())
+            its = plainly(overspill.optim.AdamW, twin[-1].parameters(), lr=0.01)
+            assert _steps(model, optimizer) == _steps(twin, its)
+            return
+        assert fixed == 8
+        if change is _clamps_nothing:
+            _steps(model, optimizer)
+        else:
+            with pytest.raises(overspill.OffloadError, match="be changed by its module's forward"):
+                _steps(model, optimizer)
+        assert all(torch.equal(t, before[n]) for n, t in model[:-1].state_dict().items())
 
 
 def test_a_clamp_that_changes_nothing_is_written_once(
