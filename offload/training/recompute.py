@@ -227,6 +227,7 @@ class _Checkpointed:
         self._recompute, self._unit, self._module = recompute, unit, module
         drawn = [_drawn()]  # empty, where the forward has drawn nothing: other threads may
         self._before, self._drawn, self._after = _state_of(module), drawn, after
+        self._weights = _weights_of(module)
         self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
         next(self._checkpoint)
 
@@ -236,7 +237,8 @@ class _Checkpointed:
             return
         next(self._checkpoint, None)
         self._after.append(_state_of(self._module))
-        if (changed := _changed(self._before, self._after[0])) is not None:
+        before, now = self._before | self._weights, self._after[0] | _weights_of(self._module)
+        if (changed := _changed(before, now)) is not None:
             self._recompute.surprised(self._unit, changed, "may change that again")
         if (changed := _changed(self._drawn[0], _drawn())) is None:
             self._drawn.clear()
@@ -251,13 +253,16 @@ class _Watched:
         self, recompute: Recompute, unit: int, module: nn.Module, leaves: Sequence[Any]
     ) -> None:
         self._recompute, self._unit, self._module = recompute, unit, module
-        self._before, self._training = {**_state_of(module), **_drawn()}, module.training
+        self._before, self._training = self._now(), module.training
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._inputs = [(t, torch_private.version_of(t)) for t in tensors]
 
+    def _now(self) -> _State:
+        return _state_of(self._module) | _weights_of(self._module) | _drawn()
+
     def end(self, *, completed: bool) -> None:
         if completed:
-            changed = _changed(self._before, {**_state_of(self._module), **_drawn()})
+            changed = _changed(self._before, self._now())
             if any(torch_private.version_of(t) != version for t, version in self._inputs):
                 changed = "its input"
             self._recompute.watched(self._unit, changed, training=self._training)
@@ -269,8 +274,17 @@ _PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"
 _State = dict[str, tuple[object, object]]
 
 
+def _weights_of(module: nn.Module) -> _State:
+    """What tells whether a forward has changed its parameters in place."""
+    with torch_private.without_overrides():  # a hidden one's class would ask each time
+        return {
+            name: (p, torch_private.version_of(p))
+            for name, p in module.named_parameters(remove_duplicate=False)
+        }
+
+
 def _state_of(module: nn.Module) -> _State:
-    """All that a forward might change, but for its parameters, which autograd watches."""
+    """All that a forward might change, but for its parameters, which updates change too."""
     found: _State = {}
     for name, buffer in module.named_buffers():
         found[name] = buffer, torch_private.version_of(buffer)
