@@ -387,7 +387,8 @@ class Residences:
         if self.uses[unit]:
             return
         # What its module has changed is written where it is: a copy on disk may be half of both.
-        if keep or self._edits.any_changed(self.groups[unit]):
+        changed = not torch_private.in_backward() and self._edits.any_changed(self.groups[unit])
+        if keep or changed:
             self._keep(unit)
         else:
             self._close(unit)

@@ -154,8 +154,9 @@ class SavedTensors:
         if self._versions[unit] != handle.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"optimizer step: a weight of unit {self._residences.parts.units[unit].name!r}; "
-                "run backward before step()"
+                "optimizer step, or in place after the forward of its module: a weight of unit "
+                f"{self._residences.parts.units[unit].name!r}; run backward before step() and "
+                "before such a change"
             )
         inside = torch_private.current_graph_task() >= 0
         if inside:
