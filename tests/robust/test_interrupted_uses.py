@@ -60,9 +60,9 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
     real: Callable[..., Any] = getattr(of, at)
     model, optimizer = wrapped(tmp_path, place)
 
-    def interrupted(self: Residences | EditWatch, unit: int) -> Any:
+    def interrupted(self: Residences | EditWatch, unit: int, *rest: Any) -> Any:
         if unit != 1:
-            return real(self, unit)
+            return real(self, unit, *rest)
         monkeypatch.undo()
         if at == "_to_views":
             real(self, unit)

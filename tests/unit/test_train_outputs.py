@@ -8,7 +8,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,11 +137,9 @@ def test_a_disk_without_room_for_the_model_is_refused_before_the_first_step(
     """Need and have are named; the comparison keeps the initial values too."""
     nbytes = 4 * sum(p.numel() for p in jobs.find_model("gpt2-1m").build().parameters())
     free = nbytes + outputs.SMALL_BYTES + (nbytes if compare else 0)
-    usage = shutil.disk_usage(tmp_path)
     watch = Quiet()
     for less, code in ((1, ValueError), (0, None)):
-        disk = SimpleNamespace(disk_usage=lambda _, n=free - less: usage._replace(free=n))
-        monkeypatch.setattr(outputs, "shutil", disk)
+        monkeypatch.setattr(outputs, "free_bytes_at", lambda _, n=free - less: n)
         job = small(tmp_path, compare=compare)
         if code is None:
             run(job, watch)
