@@ -64,7 +64,7 @@ def _rebuild(kind: type[IoError], message: str, attributes: dict[str, object]) -
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _REMEDIES = {
-    codes.ENOSPC: "free space there, or choose another place",
+    codes.ENOSPC: "delete something there, or choose another place",
     codes.EDQUOT: "raise the disk quota, or choose another directory",
     codes.EFBIG: "raise the file size limit (ulimit -f)",
     codes.EROFS: "the file system has become read-only; see the kernel log",

@@ -95,7 +95,7 @@ class DirectoryLock:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise refused(self._path, "cannot lock", error) from error
                 if here:
-                    who, end = f"this process ({owner})", "close that store"
+                    who, end = f"this process ({owner})", "close its store"
                 else:
                     who, end = owner, "end that process"
                 raise IoError(

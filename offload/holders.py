@@ -12,8 +12,8 @@ MOST_STEPS = 6  # from the object to the variable: an attribute of an item of a 
 MOST_OBJECTS = 200  # that are looked at in one step
 _INTERNAL = (__name__.partition(".")[0], "torch")
 UNKNOWN = (
-    "something that the garbage collector does not see, such as a local variable of a running "
-    "function, or the graph of a loss"
+    "something that the garbage collector cannot see, such as a local variable of a running "
+    "function, or the autograd graph of a loss"
 )
 
 
@@ -55,7 +55,7 @@ def _variable(referrer: object, held: Sequence[object]) -> str | None:
         name += f"{referrer.f_code.co_name}() ({where})"
         if referrer in _last_frames():
             return f"{name} in the traceback of the last exception (sys.last_value)"
-        return f"{name}, whose frame is kept, as by a traceback"
+        return f"{name}, in a frame that something keeps alive, such as a traceback"
     return None
 
 

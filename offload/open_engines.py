@@ -70,17 +70,17 @@ def warn_of_open_engines(config: OffloadConfig) -> None:
         folder = next(iter(engine.folders), None)
         call = "" if folder is None else f", or overspill.unwrap({str(folder)!r})"
         log.warning(
-            "overspill: this process has an open engine already, for %s: it holds %s of host "
-            "memory, and may take %s more. Budgets that are not given in bytes leave that to it. "
-            "It is kept alive by %s. End it with close() of its optimizer%s",
+            "overspill: another engine is open in this process, for %s. It holds %s of host memory "
+            "and may take %s more, which budgets not given in bytes leave to it. It is kept alive "
+            "by %s. To close it, call close() on what wrap returned%s",
             describe(engine), format_bytes(held), " and ".join(amounts) or "nothing",
             holder(engine), call,
         )  # fmt: skip
     theirs = sum(engine.memory[Tier.HOST].budget_bytes for engine in engines)
     if engines and asked is not None and asked + theirs > (total := total_host_bytes()):
         log.warning(
-            "overspill: host_memory is %s, and open engines of this process have budgets of %s, "
-            "which together is more than the %s that this machine has",
+            "overspill: host_memory is %s, and the open engines of this process have budgets of "
+            "%s; together this is more than the %s that this process can have",
             format_bytes(asked), format_bytes(theirs), format_bytes(total),
         )  # fmt: skip
 

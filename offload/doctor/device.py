@@ -57,11 +57,11 @@ def look() -> Iterator[Finding]:
 
 
 def page_locking(device: torch.device) -> Finding:
-    """Report whether host memory can be page-locked for the device, which is tried with some."""
+    """Report whether host memory can be page-locked for the device, by locking up to 1 GiB."""
     about, vendor = "page-locked memory", VENDORS.get(device.type, Vendor())
-    slow = "pageable memory: results are the same, but copies are slower, and not beside compute"
+    slow = "pageable memory: results are the same, but copies are slower and do not overlap compute"
     if vendor.register is None or vendor.unregister is None:
-        return Finding(about, "PyTorch has no call for it on this device", State.SLOW, slow)
+        return Finding(about, "PyTorch cannot page-lock for this device", State.SLOW, slow)
     most = max(1, min(LOCKED_PIECES, free_host_bytes() // 4 // LOCKED_PIECE))
     locked, reason = list[int](), ""
     with allocate_host(most * LOCKED_PIECE, populate=False) as memory:
@@ -81,7 +81,7 @@ def page_locking(device: torch.device) -> Finding:
     if reason:
         found = f"{format_bytes(nbytes)}, then refused ({reason})"
         return Finding(about, found, State.SLOW, f"the rest is {slow}", LOCK_REMEDY, figures)
-    found = f"{format_bytes(nbytes)}, as much as was tried"
+    found = f"{format_bytes(nbytes)} locked, all that was tried"
     return Finding(about, found, State.GOOD, "copies run beside compute", figures=figures)
 
 

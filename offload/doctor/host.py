@@ -36,11 +36,11 @@ def memory(root: Path = SYSTEM) -> Finding:
     }  # fmt: skip
     what = 'host_memory="auto" takes what is free less a margin'
     if limit != MACHINE:
-        what += f"; the limit of {limit} counts here, not the machine's memory"
+        what += f"; it is limited by {limit}, not by the machine's memory"
     if free < 2 * GIB:
         return Finding(
             "host memory", found, State.SLOW, f"{what}; with so little, most state goes to disk",
-            "end what else uses memory" + ("" if limit == MACHINE else f", or raise {limit}"),
+            "end what else uses memory" + ("" if limit == MACHINE else ", or raise that limit"),
             figures,
         )  # fmt: skip
     return Finding("host memory", found, State.GOOD, what, figures=figures)

@@ -100,12 +100,12 @@ class Commits:
         before, self._pin = self._pin, self._writer.pin
         if self._pin is None:
             if before is not None:
-                log.info("overspill: commits go on with step %d", count)
+                log.info("overspill: commits resume at step %d", count)
             return False
         if before is None:
             log.warning(
-                "overspill: another process reads the last commit (overspill export or inspect): "
-                "steps from %d on are not committed until it has ended", count,
+                "overspill: the last commit is being read (overspill export or inspect); steps "
+                "from %d on are not committed until the reader has ended", count,
             )  # fmt: skip
         # Between two readers there is a commit, however soon the second one comes.
         return before is None or before == self._pin

@@ -198,6 +198,7 @@ def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) 
     last = now.generations[-1].number if now.generations else 0
     if now.layout.store != store.layout.store or last != generation.number:
         raise StoreMovedError(
-            f"{store.directories[0]}: training went on from generation {generation.number} to "
-            f"{last} meanwhile; try when it has ended, or call optimizer.save(path) in it"
+            f"{store.directories[0]}: the run committed generation {last} while generation "
+            f"{generation.number} was being read; try again when the run has ended, or call "
+            "optimizer.save(path) in it"
         )

@@ -129,8 +129,8 @@ class _Naming:
         self.folder = self.beside / CHECKPOINTS / name
         if self.folder.exists():
             raise ValueError(
-                f"{self.folder} is there already; set "
-                "accelerator.project_configuration.iteration to the number to go on with"
+                f"{self.folder} exists already; set "
+                "accelerator.project_configuration.iteration to a number that is not in use"
             )
         remove_abandoned(self.beside, f"{FOLDER}[0-9]+")
 

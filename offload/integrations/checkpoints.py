@@ -54,7 +54,7 @@ def newest_complete(folder: Path, prefix: str, required: Sequence[str] = ()) -> 
     if skipped:
         raise ValueError(
             f"no checkpoint in {folder} is complete: {'; '.join(skipped)}; remove them to start "
-            "anew, or name a checkpoint elsewhere"
+            "from the beginning, or pass the path of another checkpoint"
         )
     return None
 

@@ -219,9 +219,12 @@ class Executor:
         self._finished(work, error)
 
     def _committed(self, work: Commit, error: BaseException | None) -> None:
-        """A commit is durable, or failed.  If that was before its record was begun, the extents of
-        the last commit are known, and all can still be moved and read; nothing is trained any more.
-        Several ranks stop, as they agree on commits."""
+        """Handle the end of a commit.
+
+        If its data could not be made durable, no record was begun: the last commit stays valid,
+        and weights and state can still be moved and read, but not trained.  With several ranks
+        the engine stops, since they commit together.
+        """
         assert self._commits is not None
         if error is None or self._commits.agrees or not self._commits.stopped:
             self._finished(work, error)

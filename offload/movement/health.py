@@ -109,10 +109,11 @@ class Health:
         store = self._store()
         if store is None:
             return (
-                "call close() of its optimizer, build the model again, and load what was saved last"
+                "call close() on what wrap returned, build the model again, and load what was "
+                "saved last"
             )
         return (
-            "call close() of its optimizer, build the model again, and continue from the last "
+            "call close() on what wrap returned, build the model again, and continue from the last "
             f"commit with overspill.resume(model, {store})"
         )
 
@@ -123,8 +124,8 @@ class Health:
                 raise error
             if self._raised:
                 raise OffloadError(
-                    "the engine stopped after an earlier error, and its weights may be of two "
-                    f"steps; {self._way_out()}"
+                    "the engine stopped after an earlier error, and some of its weights may be a "
+                    f"step ahead of others; {self._way_out()}"
                 ) from error
             self._raised = True
             if isinstance(error, OffloadError):

@@ -36,23 +36,23 @@ def shortfall(
     largest = max(range(len(sizes)), key=lambda i: sizes[i], default=0)
     if sizes and sizes[largest] > here:
         what = f"what autograd keeps of unit {layout.units[largest].name!r} while it runs"
-        return Shortfall(tier, what, sizes[largest], here, "give fewer tokens, or smaller units")
+        return Shortfall(tier, what, sizes[largest], here, "use fewer tokens, or smaller units")
     last = sizes[-1] if sizes else 0
     if policy in ("auto", "recompute"):
         inputs = inputs_of(layout, sizes)
         least = (inputs[i] if i in may else size for i, size in enumerate(sizes))
         need = min(sum(sizes), sum(least) + max(sizes, default=0))
         have = here + layout.saved.host + layout.saved.disk
-        remedy = "give fewer tokens, or more memory of any tier"
+        remedy = "use fewer tokens, or more memory of any tier"
     elif policy == "keep" or (policy == "host" and budgets.device is None):
         need, have = sum(sizes), here
-        remedy = "give fewer tokens, or activations='auto' or 'recompute'"
+        remedy = "use fewer tokens, or activations='auto' or 'recompute'"
     elif policy == "host":
         need, have, tier = sum(sizes) - last, layout.saved.host, Tier.HOST
-        remedy = "raise host_memory, give fewer tokens, or activations='auto' or 'recompute'"
+        remedy = "raise host_memory, use fewer tokens, or activations='auto' or 'recompute'"
     else:
         need, have, tier = sum(sizes) - last, layout.saved.disk, Tier.NVME
-        remedy = "raise nvme_memory, give fewer tokens, or activations='recompute'"
+        remedy = "raise nvme_memory, use fewer tokens, or activations='recompute'"
     if need <= have:
         return None
     if logits_bytes > LARGE_LOGITS * need:

@@ -61,7 +61,7 @@ def _strict_overcommit(root: Path) -> dict[str, int]:
         left = kib["CommitLimit"] - kib["Committed_AS"]
     except (OSError, ValueError, KeyError, IndexError):
         return {}
-    return {"vm.overcommit_memory=2": max(0, 1024 * left)}
+    return {"strict overcommit (vm.overcommit_memory=2)": max(0, 1024 * left)}
 
 
 def free_host_bytes(root: Path = SYSTEM) -> int:

@@ -107,8 +107,8 @@ class Cuts:
         self._end()
 
     def refused(self) -> None:
-        """The record could not be written: the commit before it stays the last one, and all that
-        the cut held is newer than that."""
+        """Handle a commit that failed before its record was begun: the previous commit stays the
+        last one, and everything in this cut is newer than it."""
         self.dirty.update(item for item in self._changed if item in self._in_memory)
         self._end()
 

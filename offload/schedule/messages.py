@@ -439,8 +439,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class NotCommitted:
-    """``work`` failed, and only that: the last commit is still the last one, and what is newer than
-    it can be read."""
+    """The commit ``work`` failed before its record was begun.  The previous commit stays valid, and
+    what is newer than it can still be read."""
 
     work: Commit
 

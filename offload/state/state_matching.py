@@ -72,9 +72,9 @@ def _by_name(
     if unused:
         first = unused[0]
         raise ValueError(
-            f"the state has entries for {_listed(unused)}, which this optimizer does not train; "
-            f"delete them (del state_dict['state'][{numbers[first]}] for {first!r}) to load the "
-            "others"
+            f"the loaded state has entries for {_listed(unused)}, which this optimizer does not "
+            f"train; delete them (del state_dict['state'][{numbers[first]}] for {first!r}) to load "
+            "the rest"
         )
     given, anew, found = {}, [], []
     for group, own in zip(groups, names, strict=True):
@@ -87,7 +87,7 @@ def _by_name(
         found.append(dict(group if known is None else loaded_groups[known]))
     if anew:
         log.warning(
-            "overspill: the state that was loaded has nothing for %s, which start anew",
+            "overspill: the loaded state has no entries for %s; their optimizer state starts empty",
             _listed(anew),
         )
     return given, found

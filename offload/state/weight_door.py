@@ -217,8 +217,8 @@ class WeightDoor:
         if late := [i for i in changed if self._parts.unit_of[i] in self._ledger.early]:
             self._residences.forget_changed(late)
             raise OffloadError(
-                f"the module of {', '.join(map(self.name, late))} changed it in place in backward, "
-                "where update='backward' has updated it already, and the change is lost; use "
+                f"{', '.join(map(self.name, late))}: the module changed this weight in place "
+                "during backward, after update='backward' had updated it; the change is lost. Use "
                 "update='next_forward'"
             )
         fixed = self._executor.layout.unchangeable

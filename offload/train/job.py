@@ -291,7 +291,7 @@ def _train_offloaded(
             _write_model(job, source, model, tokenizer, stores, ranks)
             watch.note(
                 f"the run had done all of its {job.steps} steps: wrote {job.out / SINGLE}; ask for "
-                "more steps to train on"
+                "more steps to continue training"
             )
             return None
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
@@ -357,8 +357,9 @@ def _offloaded(
         there = (job.out / SINGLE).exists()
         if progress.step > job.steps or (progress.step == job.steps and there):
             raise ValueError(
-                f"resume: the run has done {progress.step} steps; ask for more than {job.steps} to "
-                f"train on, or write its weights with `overspill export {job.resume[0]} FOLDER`"
+                f"resume: the run has done {progress.step} steps already, and steps={job.steps}; "
+                "ask for more steps than it has done, or write its weights with "
+                f"`overspill export {job.resume[0]} FOLDER`"
             )
     except ValueError:
         optimizer.close()

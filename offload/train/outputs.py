@@ -89,9 +89,9 @@ def write_model(
         if not stores:
             raise
         raise OffloadError(
-            f"{error}; the run itself is not lost: when there is room, give the same command "
-            f"with --resume {' --resume '.join(map(str, stores))} instead of --nvme, or write its "
-            f"weights with `overspill export {stores[0]} FOLDER`"
+            f"{error}; the trained weights are in the store: once this is fixed, run the same "
+            f"command with --resume {' --resume '.join(map(str, stores))} instead of --nvme, or "
+            f"write them with `overspill export {stores[0]} FOLDER`"
         ) from error
 
 

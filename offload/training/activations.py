@@ -287,8 +287,8 @@ class Stash:
             if not self._told_refusal:
                 self._told_refusal = True
                 log.warning(
-                    "overspill: activations find no room in any tier and stay where they are, over "
-                    "the budget, %s of them until now: %s", format_bytes(self._bytes), error,
+                    "overspill: activations fit in no tier and stay where they are, over the "
+                    "budget (%s saved so far): %s", format_bytes(self._bytes), error,
                 )  # fmt: skip
             self._refused_bytes = self._bytes
 
@@ -302,9 +302,9 @@ class Stash:
             self._told_over_bytes = most - room
             tier = "device" if self._executor.layout.has_device else "host"
             log.warning(
-                "overspill: a step kept up to %s of activations in %s memory at once, %s over the "
-                "budget, which leaves %s for them; the largest is %s; give fewer tokens, compute "
-                "the loss in chunks, or raise %s_memory", format_bytes(most), tier,
+                "overspill: a step kept up to %s of activations in %s memory at once, %s more than "
+                "the %s that the budget leaves for them; the largest one is %s. Use fewer tokens, "
+                "compute the loss in chunks, or raise %s_memory", format_bytes(most), tier,
                 format_bytes(most - room), format_bytes(room), format_bytes(self._largest), tier,
             )  # fmt: skip
 

@@ -4,9 +4,9 @@
 #
 # Training scripts convert a model after the last step, for instance to write an adapter in fp32
 # (`unet = unet.to(torch.float32)`). An error there would lose the training, and a conversion would
-# need memory for the whole model. The values are the same in either dtype and on either device, so
-# the model keeps both, and a warning says so. Nothing of it is converted: buffers in another dtype
-# than the weights, or on another device, would fail or give other values in the next forward.
+# need memory for the whole model. So the model keeps its dtype and its device, and a warning says
+# so. Nothing is converted, buffers neither: a buffer whose dtype or device differs from that of the
+# weights would make the next forward fail or compute other values.
 #
 # All these calls come to `nn.Module._apply`, first that of the module they were made on, then those
 # of its children. Each module with managed parameters below it has an `_apply` of its own, which
@@ -66,9 +66,9 @@ class Conversions:
             changes, dict.fromkeys(asked[kind] for kind in changes)
         ))  # fmt: skip
         log.warning(
-            "overspill: %s keeps weights of %s, and was not converted to %s: to(), half(), cuda(), "
-            "cpu() and the like do not convert a wrapped model; its values, state_dict() and "
-            "training are not affected; to convert it, call overspill.unwrap(model) first",
+            "overspill: %s keeps weights of %s and was not converted to %s: to(), half(), cuda(), "
+            "cpu() and the like do not convert a wrapped model. Values, state_dict() and training "
+            "are unchanged. To convert the model, call overspill.unwrap(model) first",
             type(module).__name__, have, want,
         )  # fmt: skip
         return True

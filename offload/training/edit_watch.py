@@ -163,7 +163,7 @@ class EditWatch:
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []
             raise OffloadError(
-                f"the weights of {names} were changed after their module's forward, by a tensor "
-                "over them that was made in it (p.detach(), p[...]), and the change would be lost "
-                "or half saved; make the tensor where it is changed"
+                f"the weights of {names} were changed after their module's forward, through a "
+                "tensor that was made in it (p.detach(), p[...]); the change would be lost or half "
+                "saved. Read p again where you change it, instead of keeping that tensor"
             )

@@ -70,7 +70,7 @@ class Fighter:
         except overspill.CorruptionError:
             raise
         except overspill.OffloadError as error:
-            words = ("in use by", "training went on", *(() if known else BEFORE))
+            words = ("in use by", "was being read; try again when", *(() if known else BEFORE))
             if what == self.wrap:
                 words += ("committed at step", "of the store that was committed")
             if not any(each in str(error) for each in words):

@@ -45,9 +45,8 @@ def try_writer(name: str, writer: Writer, folder: Path) -> None:
         words = str(error)
         assert isinstance(error, IoError) or "make room" in words, words
         assert writer.target in words and ".part" not in words, words
-        assert (" are free " in words and "free space there" in words) or "make room" in words, (
-            words
-        )
+        full = " are free " in words and "delete something there, or choose another" in words
+        assert full or "make room" in words, words
         print(f"{name}: {words}", flush=True)
     except (ValueError, OSError) as error:
         assert name in ("job", "rates") and writer.target in str(error), error

@@ -291,7 +291,7 @@ def test_folders_beyond_the_limit_go_last(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(tmp_path / "run") == {"checkpoints", "store"}
     assert Path(save_state(run.accelerator)) == folder / "checkpoint_3"
     (folder / "checkpoint_4").mkdir()
-    with pytest.raises(ValueError, match="checkpoint_4 is there already; set"):
+    with pytest.raises(ValueError, match="checkpoint_4 exists already; set"):
         save_state(run.accelerator)
     run.accelerator.project_configuration.iteration = 5
     assert Path(save_state(run.accelerator)) == folder / "checkpoint_5"

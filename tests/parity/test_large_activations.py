@@ -173,7 +173,7 @@ def test_the_log_has_the_figures_of_the_whole_step(
     assert len(told) == 1
     tier = Tier.HOST if place == "cpu" else Tier.DEVICE
     found = re.search(
-        r"kept up to ([\d.]+) MiB .* in (\w+) memory at once, ([\d.]+) MiB over", told[0]
+        r"kept up to ([\d.]+) MiB .* in (\w+) memory at once, ([\d.]+) MiB more than the", told[0]
     )
     assert found is not None and found[2] == tier.value
     fixed = (

@@ -137,7 +137,7 @@ def test_state_of_other_parameters() -> None:
     overspill.unwrap(model)
     model[0].requires_grad_(False)
     with wrapped(model) as optimizer:
-        with says("delete them (del state_dict['state'][1] for '0.0.bias') to load the others"):
+        with says("delete them (del state_dict['state'][1] for '0.0.bias') to load the rest"):
             optimizer.load_state_dict(state)
         for number in (0, 1):
             del state["state"][number]
@@ -370,13 +370,13 @@ def test_memory_of_a_parameter() -> None:
         trains(model, optimizer)
 
 
-@tries("offload/training/conversions.py", "to convert it, call overspill.unwrap(model) first")
+@tries("offload/training/conversions.py", "To convert the model, call overspill.unwrap(model)")
 def test_conversions(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = wrapped(model)
     step(model, optimizer)
     model.bfloat16()
-    assert logged(caplog, "to convert it, call overspill.unwrap(model) first")
+    assert logged(caplog, "To convert the model, call overspill.unwrap(model) first")
     overspill.unwrap(model).bfloat16()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with wrapped(model) as optimizer:

@@ -157,7 +157,7 @@ def test_a_lock_that_is_lost(tmp_path: Path) -> None:
        "raise the disk quota, or choose another directory",
        "the file system has become read-only; see the kernel log",
        "see the kernel log, or choose another directory",
-       "free space there, or choose another place")  # fmt: skip
+       "delete something there, or choose another place")  # fmt: skip
 @pytest.mark.parametrize("code", [
     errno.EIO, errno.EDQUOT, errno.EROFS, errno.EBADMSG, errno.ENOSPC,
 ])  # fmt: skip

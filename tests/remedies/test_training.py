@@ -276,7 +276,7 @@ class Changes(nn.Module):
             self.linear.weight.data = self.linear.weight * 0.5
 
 
-@tries("offload/training/edit_watch.py", "make the tensor where it is changed")
+@tries("offload/training/edit_watch.py", "Read p again where you change it, instead of keeping")
 def test_a_tensor_of_forward_that_changes_weights_later() -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -289,7 +289,7 @@ def test_a_tensor_of_forward_that_changes_weights_later() -> None:
     with wrapped(model) as optimizer:
         step(model, optimizer, 0)
         kept[0].zero_()
-        with says("make the tensor where it is changed"):
+        with says("Read p again where you change it, instead of keeping that tensor"):
             step(model, optimizer, 1)
     handle.remove()
     model = net()

@@ -347,7 +347,7 @@ def test_a_frozen_weight_that_cannot_be_packed(way: str) -> None:
 
 
 @about_sim
-@tries("offload/movement/refusals.py", "memory, give fewer tokens, or pass activations='auto'")
+@tries("offload/movement/refusals.py", "memory, use fewer tokens, or pass activations='auto'")
 @pytest.mark.parametrize("remedy", [
     {"host_memory": "80MiB"}, {"rows": 1}, {"activations": "auto"}, {"activations": "recompute"},
 ])  # fmt: skip
@@ -365,7 +365,7 @@ def test_activations_that_fill_host_memory(remedy: dict[str, Any]) -> None:
                 optimizer.zero_grad()
             return [value for _, value in overspill.named_weights(model)]
 
-    with says("raise host_memory, give fewer tokens, or pass activations='auto' or 'recompute'"):
+    with says("raise host_memory, use fewer tokens, or pass activations='auto' or 'recompute'"):
         run(activations="host")
     given = {"activations": "host", **remedy}
     ample = {"activations": "keep", "device_memory": "1GiB", "host_memory": "1GiB"}

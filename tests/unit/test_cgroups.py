@@ -201,8 +201,8 @@ def test_doctor_names_the_group(tmp_path: Path) -> None:
     tree.v2("a", memory_max=GIB, memory_current=0)
     found = host.memory(tmp_path)
     group = f"control group {tmp_path / 'sys/fs/cgroup/a'}"
-    assert found.state is State.SLOW and found.remedy.endswith(f"raise {group}")
-    assert f"the limit of {group} counts here" in found.meaning
+    assert found.state is State.SLOW and found.remedy.endswith(", or raise that limit")
+    assert f"it is limited by {group}, not by the machine's memory" in found.meaning
     assert found.figures == {
         "total_bytes": GIB, "free_bytes": GIB, "limited_by": group, "limited_by_cgroup": True
     }  # fmt: skip

@@ -153,7 +153,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 def test_a_second_owner_is_told_of_the_first(tmp_path: Path) -> None:
     with IoEngine(tmp_path, MIB):
-        here = rf"in use by this process \(process {os.getpid()} on .*close that store first"
+        here = rf"in use by this process \(process {os.getpid()} on .*close its store first"
         with pytest.raises(IoError, match=here):
             IoEngine(tmp_path, MIB)
         done = run(

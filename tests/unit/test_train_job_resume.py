@@ -60,7 +60,7 @@ def test_the_losses_are_those_of_a_run_that_was_not_stopped(
         ({"seed": 9}, "begun with seed 0, not 9; give the same"),
         ({"seq": 16}, "begun with seq 32, not 16"),
         ({"warmup": 1}, "begun with warmup 5, not 1"),
-        ({"steps": 2}, "has done 3 steps; ask for more than 2"),
+        ({"steps": 2}, "has done 3 steps already, and steps=2; ask for more steps than it"),
     ],
 )
 def test_another_job_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

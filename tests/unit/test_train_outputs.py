@@ -184,7 +184,8 @@ def test_resuming_a_finished_run_writes_the_files_that_are_missing(tmp_path: Pat
     (store,) = (Path(job.offload["nvme"]),)
     offload = {key: value for key, value in job.offload.items() if key != "nvme"}
     again = replace(job, resume=(store,), offload=offload)
-    with pytest.raises(ValueError, match="has done 4 steps; ask for more than 4 to train on, or"):
+    told = "has done 4 steps already, and steps=4; ask for more steps than it has done, or write"
+    with pytest.raises(ValueError, match=told):
         run(again, Quiet())
     shutil.rmtree(tmp_path / "out")
     watch = Quiet()
@@ -200,7 +201,8 @@ def test_resuming_a_finished_run_writes_the_files_that_are_missing(tmp_path: Pat
 
 def test_the_alternative_that_is_named_works(tmp_path: Path) -> None:
     job = interrupted(tmp_path)
-    with pytest.raises(ValueError, match="ask for more than 2 to train on, or write") as caught:
+    told = "and steps=2; ask for more steps than it has done, or write"
+    with pytest.raises(ValueError, match=told) as caught:
         run(replace(job, steps=2), Quiet())
     (line,) = (part for part in str(caught.value).split("`") if part.startswith("overspill export"))
     words = line.replace("FOLDER", str(tmp_path / "exported")).split()
