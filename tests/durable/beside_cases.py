@@ -1,4 +1,4 @@
-"""A run whose steps are as fast as they can be; run as a program.
+"""A run with steps as fast as possible; run as a program.
 
 ``python -m tests.durable.beside_cases STORE OPTIONS``: each step lowers every weight by one, so the
 weights of a commit are all alike, and say of which step they are. Ends when its input is closed,

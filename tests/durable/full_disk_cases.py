@@ -18,7 +18,7 @@ import torch
 from overspill.errors import IoError, OffloadError
 from tests.durable.writers import WRITERS, Writer, import_all
 
-# What they write before, which is not their target, fails first, and says so.
+# These write something else first, which fails and raises its own error.
 EARLIER = ("save", "bench io picture")
 SILENT = ("calibration", "settings")  # caches: a warning, and no error
 

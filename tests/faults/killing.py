@@ -1,8 +1,8 @@
-"""Kills a process at a given one of the system calls with which it changes files.
+"""Kill a process at a chosen system call that changes files.
 
 ``ptrace`` stops every thread of the process at every system call, so that native code is stopped
-too: torch's writer, direct I/O on a thread of its own, the link loader's ``renameat2``. Of a write
-that is the last one, half is done.
+too: torch's writer, direct I/O on a thread of its own, the link loader's ``renameat2``. If the last
+call is a write, half of it is done first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Storages that autograd saves and that are larger than the memory which they pass through on the
-way to disk: they leave in parts, the budget is kept as far as compute allows, and the log has the
-figures of the whole step."""
+"""Saved storages larger than the host memory on their way to disk move in parts, and the log
+reports the whole step."""
 
 from __future__ import annotations
 

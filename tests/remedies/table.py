@@ -1,4 +1,4 @@
-"""Which test executes the remedy of which message; see ``test_table.py``."""
+"""Maps each message with a remedy to the test that executes the remedy."""
 
 from __future__ import annotations
 

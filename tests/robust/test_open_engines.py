@@ -1,4 +1,4 @@
-"""Several engines in one process: "auto" counts them, messages name them, a folder closes one."""
+"""Several engines in one process: "auto" budgets, messages that name engines, closing by folder."""
 
 from __future__ import annotations
 

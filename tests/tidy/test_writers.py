@@ -1,5 +1,5 @@
-"""Files outside a store are written in one way, and every place that writes is tried by being
-killed; see Note [Atomic writes]."""
+"""Files outside a store are written in one way, and a kill test covers every place that writes.
+See Note [Atomic writes]."""
 
 from __future__ import annotations
 
