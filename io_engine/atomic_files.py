@@ -16,8 +16,8 @@
 #
 # A folder that exists is exchanged with its draft in one step (`renameat2`). Where that is not
 # possible (files of others in it, a mount point, an old file system), its files are replaced one
-# by one. To prevent a mixture of two states from being read, the files without which nothing reads
-# the folder are removed first and placed last; see `replacing_folder`.
+# by one. So that no reader sees a mixture of two states, the files that a reader opens first (the
+# entries) are removed first and placed last; see `replacing_folder`.
 #
 # A killed writer leaves its draft behind, without the lock. The next writer of the same target
 # removes it.
@@ -153,8 +153,8 @@ def make_folder(path: Path) -> None:
 def remove_abandoned(parent: Path, name: str) -> None:
     """Remove the drafts that killed writers left in a folder.
 
-    A draft that a living process writes is locked, and stays. So does a folder that only has such
-    a name: there is something else in it.
+    A locked draft belongs to a running process and stays. A folder that only has such a name, but
+    other contents, stays as well.
 
     Args:
         name: regular expression of the target's name.
@@ -209,7 +209,7 @@ class _Draft:
             raise named from error
 
     def _named(self, error: BaseException | None) -> IoError | None:
-        """What to raise instead of an error that does not name the target."""
+        """Return an error that names the target, or ``None`` if ``error`` can be raised as it is."""
         if isinstance(error, OSError):
             named = error.filename if isinstance(error.filename, str) else str(self.path)
             if named.startswith(str(self._outer)):
@@ -256,7 +256,7 @@ class _Draft:
         sync_folder(self.target.parent)
 
     def _exchange(self) -> bool:
-        """Put the draft in the place of a folder that is complete or empty; whether it could be."""
+        """Put the draft in the target's place in one rename; return whether that was possible."""
         try:
             os.rename(self.path, self.target)  # over nothing, or an empty folder
             return True
@@ -284,7 +284,7 @@ def _locked_folder(place: Path, stem: str) -> tuple[Path, int]:
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # taken for abandoned before it was locked
+            continue  # another writer removed it as abandoned before it was locked
         with contextlib.suppress(OSError):  # a file system without locks: drafts stay there
             fcntl.flock(fd, fcntl.LOCK_EX)
         if folder.exists():
@@ -357,7 +357,7 @@ def _merge(draft: Path, target: Path, is_part: Named, is_entry: Named) -> None:
     for name in present:
         if is_entry(name) and (name in names or is_part(name)):
             (target / name).unlink()
-    sync_folder(target)  # before anything that goes with the new ones
+    sync_folder(target)  # the removal must be durable before new files appear
     _move(draft, target, (name for name in names if not is_entry(name)))
     for name in present:
         if is_part(name) and name not in names and not is_entry(name):

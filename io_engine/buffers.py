@@ -195,7 +195,7 @@ class Lease:
         return self._mapping is None
 
     def resident_bytes(self) -> int:
-        """Return the bytes of which the system has given pages; the others are taken when used."""
+        """Return how many bytes of the buffer have pages; untouched memory has none yet."""
         if self._mapping is None:
             return 0
         page = os.sysconf("SC_PAGE_SIZE")

@@ -159,7 +159,7 @@ class IoEngine:
 
     @property
     def owned_directories(self) -> tuple[Path, ...]:
-        """The directories that no other store may be in while this one is open."""
+        """Directories that no other store may use while this one is open."""
         return tuple(file.directory for file in self._files if not file.ephemeral)
 
     # -- places and memory ----------------------------------------------------------------------

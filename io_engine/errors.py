@@ -93,7 +93,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def refused(path: Path, what: str, error: OSError, *, need_bytes: int = 0) -> IoError:
-    """The error for what the system refused to do with ``path``, with a remedy.
+    """Build the error for a system call on ``path`` that failed, with a remedy.
 
     ``need_bytes``: how much was to be written, for a disk that is full; 0 if it is not known.
     """
@@ -105,7 +105,7 @@ def refused(path: Path, what: str, error: OSError, *, need_bytes: int = 0) -> Io
 
 
 def _room(path: Path, need_bytes: int) -> str:
-    """What is needed and what is free, for a message."""
+    """Return "X are needed, and Y are free in PLACE; ", for a message."""
     place = next((each for each in (path, *path.parents) if each.is_dir()), None)
     if place is None:
         return ""

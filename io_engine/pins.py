@@ -1,19 +1,19 @@
-"""A reader of a store's last commit has the store's owner put commits off.
+"""Pin a store's last commit while it is read, so that its owner does not overwrite it.
 
 # Note [Pinned commits]
 #
-# An owner that trains commits after every step, and the step after that overwrites the data of the
-# commit before. A reader without locks, such as `overspill export`, is then outrun: what it reads
-# is gone before it has ended.
+# A training run commits after every step, and the next step overwrites the data of the commit
+# before. `overspill export` reads without locking the store, so the run would overwrite what it
+# reads.
 #
-# While `CommitPin` is held, the owner's steps go on, but are not committed: the last commit stays
-# what it is, and its data is not written to. The pin is a shared `flock` of a file beside the
-# store's manifest. The kernel ends it with the process, so a killed reader holds up nothing. The
-# owner looks at it when it decides whether a step is committed. A commit that was decided on just
-# before may still come, so a reader begins anew when the store has moved on; see `MOST_READS`. When
-# one reader follows another without a pause, the owner commits once in between.
+# While a `CommitPin` is held, the owner keeps training but does not commit, so the last commit and
+# its data stay. The pin is a shared `flock` on a file beside the manifest. The kernel releases it
+# when the process ends, so a killed reader blocks nothing. The owner checks for a pin when it
+# decides whether to commit a step. A commit decided on just before the pin was taken still
+# happens, and so does an explicit `commit()`; the reader then starts again, at most `MOST_READS`
+# times. If one reader follows another without a pause, the owner commits once in between.
 #
-# Where the directory cannot be written, there is no pin, and the reader may be outrun.
+# If the directory is not writable there is no pin, and the read may fail.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ import os
 from pathlib import Path
 
 PIN_NAME = "overspill.reading"
-MOST_READS = 5  # a commit may be under way when the pin comes, and `commit()` heeds none
+MOST_READS = 5  # a commit may be in progress when the pin is taken, and `commit()` ignores pins
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class CommitPin:
-    """Keeps the last commit of the store in a directory from being overwritten, until ``close`` or
-    the end of a ``with`` block.
+    """Pin the last commit of a store until ``close``, or the end of a ``with`` block.
 
-    ``held`` is ``False`` where the directory cannot be written, or knows no locks.
+    ``held`` is ``False`` if the directory is not writable or its file system has no locks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +48,7 @@ class CommitPin:
     def _take(self) -> None:
         while True:
             self._fd = os.open(self._path, _FLAGS | os.O_CREAT, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_SH)  # another holds it for an instant, to remove it
+            fcntl.flock(self._fd, fcntl.LOCK_SH)  # waits while another process removes the file
             if _is_current(self._fd, self._path):
                 return
             self._give_up()
@@ -60,7 +59,7 @@ class CommitPin:
             os.close(fd)
 
     def close(self) -> None:
-        """Let commits go on.  A second call does nothing."""
+        """Release the pin.  A second call does nothing."""
         if self.held:
             _remove_unheld(self._fd, self._path)
             self._give_up()
@@ -72,12 +71,14 @@ class CommitPin:
         self.close()
 
 
-Identity = tuple[int, int]  # of a pin: another reader's, that comes later, is another
+Identity = tuple[int, int]  # of one pin file: inode and mtime; a later reader's differs
 
 
 def pin_of(directory: Path) -> Identity | None:
-    """The pin that readers of a store hold, for its owner; ``None``: there is none.  What a killed
-    reader left is removed."""
+    """Return the identity of the pin that readers of a store hold, or ``None``.
+
+    A pin file that a killed reader left is removed.
+    """
     path = directory / PIN_NAME
     try:
         fd = os.open(path, _FLAGS)
@@ -93,7 +94,7 @@ def pin_of(directory: Path) -> Identity | None:
 
 
 def _remove_unheld(fd: int, path: Path) -> bool:
-    """Remove the file unless another process has locked it; whether none has."""
+    """Remove the file unless another process holds its lock; return whether none does."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -406,10 +406,10 @@ def unwrap(model: nn.Module | str | os.PathLike[str]) -> nn.Module | None:
 
     Needs memory for the whole model on its device.  Gradients are dropped.
 
-    Given a folder instead, close the engine of this process that uses it as ``nvme``, as
-    ``close()`` of its optimizer does: the last step is committed, threads end, memory and disk are
-    freed.  No weights are loaded; ``overspill.resume`` continues from the store.  This is for an
-    engine of which nothing else is at hand, such as one that a notebook's traceback keeps alive.
+    Given a folder instead, close the engines of this process that use it as ``nvme``, as
+    ``close()`` of the optimizer does: the last step is committed, threads end, and memory and disk
+    are freed.  Weights are not loaded; ``overspill.resume`` continues from a durable store.  Use it
+    for an engine you have no reference to, such as one kept alive by a traceback in a notebook.
 
     Returns:
         The model; ``None`` for a folder.

@@ -113,9 +113,10 @@ class OffloadConfig:
     Attributes:
         device: ``"cuda[:i]"`` or another accelerator of torch's, ``"cpu"``, ``"sim"``; ``None``
             takes the accelerator, else the CPU.
-        device_memory, host_memory: what the engine may HOLD there: bytes, ``"10GiB"``, ``"80%"``
-            of what is free, or ``"auto"`` (what is free, less a margin).  Free is what control
-            groups and ``ulimit`` leave, without what open engines of this process may still take.
+        device_memory, host_memory: the most the engine may hold there: bytes, ``"10GiB"``,
+            ``"80%"`` of what is free, or ``"auto"`` (what is free, less a margin).  Free memory
+            excludes what other open engines of this process may still take; free host memory also
+            respects control groups and ``ulimit``.
         nvme: a directory, or a list of directories that are striped; ``None`` for no third tier.
         nvme_memory: disk the store may use, as above.
         precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps them.

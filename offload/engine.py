@@ -190,12 +190,12 @@ class Engine(Living):
 
     @property
     def made(self) -> Any:
-        """What ``wrap`` has given for the model: an optimizer, or what streams its weights."""
+        """What ``wrap`` returned for the model: an optimizer, or an ``OffloadedInference``."""
         return self.model.__dict__.get(OPTIMIZER)
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """What was given as ``nvme``."""
+        """The directories given as ``nvme``."""
         return self.config.nvme or ()
 
     @property
@@ -219,7 +219,7 @@ class Engine(Living):
 
     @property
     def plan(self) -> Plan:
-        """The plan that the run follows, with what has come of it since."""
+        """The plan that the run follows, with ``pageable_bytes`` as measured."""
         plan, pageable = self.machinery.blueprint.plan, self.machinery.memory.pageable_bytes
         if not pageable:
             return plan
@@ -448,7 +448,7 @@ class Engine(Living):
         )
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        # For a data-loader worker whose collator holds the model, say.
+        # A spawned data-loader worker pickles the model if its collator holds it.
         if spawning() or self._materializing.active:
             return reduced(self.model, *_MARKS)
         raise OffloadError(

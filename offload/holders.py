@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-MOST_STEPS = 6  # from the object to the variable: an attribute of an item of a list, ...
+MOST_STEPS = 6  # references followed from the object to a variable
 MOST_OBJECTS = 200  # that are looked at in one step
 _INTERNAL = (__name__.partition(".")[0], "torch")
 UNKNOWN = (
@@ -18,7 +18,7 @@ UNKNOWN = (
 
 
 def holder_of(objects: Iterable[object]) -> str:
-    """Return in words what keeps one of ``objects`` alive: a variable, if one is found.
+    """Describe what keeps one of ``objects`` alive: a variable, if one is found.
 
     Walks from the objects to what refers to them, breadth first, up to a variable of a module or a
     local variable in a frame that a traceback keeps.

@@ -35,7 +35,7 @@ class Living:
 
     @property
     def belongs_here(self) -> bool:
-        """Whether this is the process that it lives in, and no forked child."""
+        """Whether this is the process that created it, not a forked child."""
         return self._owner == os.getpid()
 
     def leave(self) -> None:
@@ -101,7 +101,7 @@ _open: weakref.WeakSet[Living] = weakref.WeakSet()
 
 
 def living() -> list[Living]:
-    """Return all of this process that are not closed; a forked child has none of its parent's."""
+    """Return the objects of this process that are not closed, without those of a forked parent."""
     return [each for each in _open if each.belongs_here]
 
 

@@ -174,7 +174,7 @@ class Loop:
         """Updates every parameter that has a gradient."""
         self._trainer.claim()
         self.require_usable()
-        if not self._machinery.ledger.early:  # a step that has begun is taken as a whole
+        if not self._machinery.ledger.early:  # a step whose updates have begun must be completed
             self._executor.health.require_commits()
         self._frames.tidy()
         self._direct.finish()
@@ -242,8 +242,8 @@ class Loop:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be.
 
         Args:
-            state: the one that is watched. When the garbage collector ends the engine, weak
-                references to it have been cleared.
+            state: the optimizer state. It is passed in, since weak references to it are already
+                cleared when the garbage collector closes the engine.
         """
         self._trainer.closes()
         self._executor.health.closes()

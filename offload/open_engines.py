@@ -1,4 +1,4 @@
-"""Open engines of this process: what they may still take, what keeps them alive, whose folder."""
+"""Engines that are open in this process: their memory, their folders, and what keeps them alive."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Commits:
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
-        self._pin: Identity | None = None  # for which the last step was not committed
+        self._pin: Identity | None = None  # the reader for which the last step was not committed
         # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
         self._half: dict[int, set[int]] = {}
         # The state before the first step is to be committed too.
@@ -96,7 +96,7 @@ class Commits:
         return count % self._config.commit_every == 0 and not self._put_off(count)
 
     def _put_off(self, count: int) -> bool:
-        """Whether a reader has commits put off; log when that begins and ends."""
+        """Return whether a reader's pin delays this commit; log when that begins and ends."""
         before, self._pin = self._pin, self._writer.pin
         if self._pin is None:
             if before is not None:

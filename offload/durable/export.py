@@ -42,7 +42,7 @@ def export_store(
 ) -> Exported:  # fmt: skip
     """Write the last commit of a store to the folder ``out``; memory for a few parts is taken.
 
-    A run that trains in the store goes on meanwhile, but commits nothing.
+    A run that trains in the store continues, but does not commit until the export has ended.
 
     Args:
         config: ``config.json`` of the model, or the folder it is in, to copy; or its text.
@@ -54,8 +54,8 @@ def export_store(
             if it is another one.
 
     Raises:
-        OffloadError: ``out`` is there already, too little of its disk is free, or the store's owner
-            committed all the same: it calls ``commit()``, or the store cannot be written to.
+        OffloadError: ``out`` exists already, its disk has too little space, or the owner committed
+            during the export (it called ``commit()``, or the store is not writable).
         IoError, CorruptionError: the store cannot be read; nothing was exported.
     """
     text = None if config is None else config_text(config)

@@ -53,8 +53,9 @@ class Inspection:
 
 
 def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None) -> Inspection:
-    """Look at a store; change nothing.  What trains in it commits nothing meanwhile.
+    """Inspect a store without changing it.
 
+    With ``verify``, a run that trains in the store does not commit meanwhile.
     ``note`` is told of bytes that were verified.
 
     Raises:
@@ -164,16 +165,16 @@ def repair_store(paths: Paths) -> str:
 
 
 class StoreMovedError(OffloadError):
-    """The owner of a store has committed while its last commit was read."""
+    """The owner of a store committed while its last commit was being read."""
 
 
 T = TypeVar("T")
 
 
 def read_pinned(paths: Paths, read: Callable[[FoundStore], T]) -> T:
-    """Give what ``read`` makes of a store, whose owner commits nothing meanwhile.
+    """Return ``read(store)``, with the store's last commit pinned.
 
-    See Note [Pinned commits]: where a commit comes all the same, ``read`` is called again.
+    See Note [Pinned commits]: if the owner commits all the same, ``read`` is called again.
 
     Raises:
         StoreMovedError: its owner went on, and has overwritten what was read.

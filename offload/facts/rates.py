@@ -97,7 +97,7 @@ class Rates:
         Raises:
             OSError: the file cannot be written; what was there before is as it was.
         """
-        # As Note [Atomic writes] has it, but spelled out: facts import nothing of ours.
+        # Same steps as in Note [Atomic writes], repeated since facts/ may import nothing of ours.
         text = json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
         draft = f"{os.fspath(path)}.{secrets.token_hex(16)}.part"
         try:

@@ -44,11 +44,11 @@ _OF_STATE = re.compile(
 
 
 def save_state(accelerator: Accelerator, output_dir: str | None = None, **more: Any) -> str:
-    """Save as ``accelerator.save_state``, whose files these are: ``accelerator.load_state`` of a
-    plain run reads them.
+    """Save like ``accelerator.save_state``; ``accelerator.load_state`` of a plain run can load it.
 
-    The folder appears complete or not at all; one that is there is replaced as a whole, but files
-    of others in it stay.  Beyond ``total_limit``, old folders go once the new one is complete.
+    With one process, the folder appears complete or not at all.  An existing folder is replaced,
+    except for files that accelerate does not write.  Beyond ``total_limit``, old folders are
+    removed once the new one is complete.
 
     Returns:
         The folder.
@@ -107,13 +107,13 @@ def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, A
 
 
 class _Naming:
-    """Where a state goes.  Inside its block accelerate, which would number the folder itself, is
-    given its name."""
+    """The folder that a state is saved to.  Inside its ``with`` block, accelerate's automatic
+    naming is off, and the folder is passed to it."""
 
     def __init__(self, accelerator: Accelerator, output_dir: str | None) -> None:
         """
         Raises:
-            ValueError: no folder is named, or the next one that would be is there already.
+            ValueError: no folder is given, or the next automatic one exists already.
         """
         self._project = accelerator.project_configuration
         self._automatic = bool(self._project.automatic_checkpoint_naming)
@@ -123,7 +123,7 @@ class _Naming:
                 raise ValueError("save_state needs output_dir, or automatic_checkpoint_naming")
             self.folder = Path(output_dir).absolute()
             return
-        # Not among the checkpoints: accelerate takes whatever is there for one.
+        # Not in the checkpoints folder: accelerate takes everything there for a checkpoint.
         self.beside = Path(accelerator.project_dir).absolute()
         name = f"{FOLDER}{accelerator.save_iteration}"
         self.folder = self.beside / CHECKPOINTS / name
@@ -170,10 +170,10 @@ def _is_entry(name: str) -> bool:
 
 
 def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: Any) -> None:
-    """Load as ``accelerator.load_state``, what either has saved.
+    """Load what ``save_state`` here or of accelerate has saved.
 
-    Without ``input_dir``, of the folders that were named automatically, the newest complete one is
-    taken; a warning names those that are skipped.
+    Without ``input_dir``, load the newest complete one of the automatically named folders; a
+    warning names those that are skipped.
 
     Raises:
         OffloadError: a model or an optimizer of the accelerator is not wrapped.

@@ -124,9 +124,9 @@ class OverspillStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write one torch file, as Lightning does.  To a file of this machine it is streamed, and
-        appears complete or not at all; what another ``CheckpointIO`` writes, or elsewhere, is whole
-        in memory before.
+        """Write one torch file, as Lightning does.  A local file is streamed, and appears complete
+        or not at all.  For another ``CheckpointIO`` or a remote path, the checkpoint is first built
+        in memory as a whole.
 
         Raises:
             IoError: the file cannot be written; a checkpoint that was there stays.

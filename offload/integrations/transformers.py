@@ -277,7 +277,7 @@ class _Offloaded(Trainer):
 
 
 class _Whole(Trainer):
-    """Mixed in behind a trainer's own class: a checkpoint's folder appears complete or not at all.
+    """Base class placed after the trainer's own: checkpoint folders appear complete or not at all.
 
     ``Trainer`` writes it to a draft. Until it is published, ``_get_output_dir`` answers with the
     draft's own folder.

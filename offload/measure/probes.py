@@ -188,7 +188,7 @@ def file(path: Path, limit_s: float) -> float | None:
 def link(device: torch.device, limit_s: float) -> Link:
     """Measure copies between host memory and a device.
 
-    Where no memory can be page-locked, runs copy pageable memory, and both pairs of rates are its.
+    If no memory can be page-locked, both pairs of rates are those of pageable memory.
     """
 
     def copied_s(dst: torch.Tensor, src: torch.Tensor) -> float:

@@ -51,7 +51,7 @@ class CommitWriter:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
         self.last: bytes | None = None  # the facts of the last commit
-        self._error: OffloadError | None = None  # why the data of a commit are not safe on disk
+        self._error: OffloadError | None = None  # why data of a commit could not be made durable
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
 
@@ -75,8 +75,8 @@ class CommitWriter:
 
     @property
     def pin(self) -> Identity | None:
-        """What readers hold who need the last commit to stay what it is.  Several ranks heed none:
-        they could not decide alike.  See Note [Pinned commits]."""
+        """The pin of readers of the last commit, if any; see Note [Pinned commits].  ``None`` with
+        several ranks, which could not all decide alike."""
         return None if self.agrees else pin_of(self._manifest.path.parent)
 
     def ends(self) -> None:
@@ -86,7 +86,7 @@ class CommitWriter:
 
     @property
     def folder(self) -> str | None:
-        """The folders of the store, as they are written in Python; ``None``: it has no commit."""
+        """``repr`` of the store's directories, for messages; ``None`` without a commit."""
         if self.last is None:
             return None
         found = [str(each) for each in self._io.owned_directories]
@@ -94,7 +94,7 @@ class CommitWriter:
 
     @property
     def stopped(self) -> bool:
-        """Whether no record of a commit is begun any more, as its data would not be safe."""
+        """Whether commits have stopped because an earlier one's data could not be made durable."""
         return self._error is not None
 
     def put(self, work: Commit, done: Ended) -> None:
@@ -140,11 +140,12 @@ class CommitWriter:
         self._trace.add("write", "commit", started, time.perf_counter_ns(), 0)
 
     def _flush(self, table: tuple[tuple[Key, int], ...]) -> None:
-        """Make the data of a commit safe on disk, before its record is begun.
+        """Make the data of a commit durable before its record is begun.
 
         Raises:
-            OffloadError: they are not, now or for an earlier commit, after which a flush may
-                succeed although data were lost.
+            OffloadError: this failed, or weights were changed while they were saved, now or for an
+                earlier commit: after a failed flush a later one may succeed although data were
+                lost.
         """
         if self._error is not None:
             raise self._error

@@ -36,7 +36,7 @@ class Memory:
             Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
         }
         self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
-        self.pageable_bytes = 0  # of host memory that the device uses, what cannot be page-locked
+        self.pageable_bytes = 0  # of the host memory the device uses: not page-locked
         self._annexed: Lease | None = None
         self._held = HeldMemory()
         try:
@@ -53,7 +53,7 @@ class Memory:
                     self._budgets[Tier.HOST], regions.device_bytes, self._allocate_unpacked
                 )
             if layout.saved.host:
-                # Its pages are taken as it fills; a limit on address space (ulimit -v) is met here.
+                # Only address space is allocated here, so that ulimit -v fails in wrap, not later.
                 self._held.take_annex(
                     lambda: self._annex(regions.host_bytes, layout.saved.host), self._free_annex
                 )
@@ -124,10 +124,8 @@ class Memory:
             self._budgets[Tier.HOST].count(nbytes + taken)
 
     def untaken(self) -> dict[Tier, int]:
-        """What may still be taken within the budgets, in bytes, by the memory that it is taken of.
-
-        That is address space without pages, and room for what autograd saves.
-        """
+        """Bytes that may still be taken within the budgets, by tier: pages not yet touched, and
+        room for activations."""
         leases = [lease for lease in (self.lease, self._annexed) if lease is not None]
         host = sum(lease.nbytes - min(lease.nbytes, lease.resident_bytes()) for lease in leases)
         saved = max(0, self._room.compute - self._saved_here)

@@ -147,7 +147,7 @@ class Mover:
                 on_done=self._copied(work, "copy_in"),
             )  # fmt: skip
             saved.filled += nbytes
-            if saved.filled == saved.nbytes:  # copies are made in the order of their start
+            if saved.filled == saved.nbytes:  # copies run in order, so the last event covers all
                 saved.bring(event)
 
     def _span(self, item: Key, saved: SavedStorage) -> tuple[int, int]:

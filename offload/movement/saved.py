@@ -21,8 +21,8 @@ class SavedStorage:
         nbytes: of the whole storage.
         memory: flat uint8, where compute has it; ``None`` while it is away.
         event: up to which ``memory`` was filled, by compute or by a copy.
-        coming: what copies fill on the way back, until all have been started.
-        filled: bytes of it for which they have.
+        coming: memory that copies back are filling, until the last one was started.
+        filled: bytes of ``coming`` whose copies were started.
         fetched: whether a copy has brought it back.
         taken: and whether compute was given that.
     """
@@ -45,7 +45,7 @@ class SavedStorage:
         self.memory = self.event = None
 
     def bring(self, event: Event) -> None:
-        """All of it is in what was ``coming``, once ``event`` is over."""
+        """Make ``coming`` the storage's memory; its contents are valid after ``event``."""
         # Whoever finds the memory finds the event.
         self.event, self.fetched, self.taken = event, True, False
         self.memory, self.coming, self.filled = self.coming, None, 0

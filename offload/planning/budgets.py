@@ -24,7 +24,7 @@ DISK_MARGIN = 0.05
 SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
 
 MACHINE = "the machine"
-# Limits on the address space of a process, and what they count of it (/proc/self/status).
+# ulimit limits on memory, by the field of /proc/self/status that they apply to.
 _RLIMITS = {
     "VmSize": ("ulimit -v", resource.RLIMIT_AS),
     "VmData": ("ulimit -d", resource.RLIMIT_DATA),
@@ -77,9 +77,9 @@ def total_host_bytes(root: Path = SYSTEM) -> int:
 
 @dataclass(frozen=True)
 class Untaken:
-    """What engines of this process may still take within their budgets, in bytes.
+    """Memory and disk that open engines have not taken yet but may take within their budgets.
 
-    It is free by what the system says, and is promised all the same.
+    The system reports these bytes as free.
 
     Attributes:
         host: of host memory.
@@ -119,7 +119,7 @@ def free_disk_bytes(directories: Sequence[Path], untaken: Untaken = NOTHING) -> 
 
 
 def _free_device_bytes(device: torch.device, untaken: Untaken) -> int:
-    """What of a device's memory is free and promised to no other engine."""
+    """Free memory of a device, less what other engines may still take."""
     free = int(torch.accelerator.get_memory_info(device)[0])
     promised = untaken.device.get(device, 0)
     if promised and hasattr(torch.accelerator, "memory_reserved"):  # from torch 2.9 on

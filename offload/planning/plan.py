@@ -127,9 +127,8 @@ class PlanDetail:
         activations_short: whether no tier that they may be in has room for them.
         left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
-        pageable_bytes: of a run's host memory, what the driver or a limit refused to page-lock:
-            copies of it are correct, but slower.  0 in a plan without a run, which allocates
-            nothing.
+        pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
+            0 in a plan without a run.
     """
 
     layout: Layout | None = field(default=None, repr=False)

@@ -26,7 +26,7 @@ KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
 UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
 BESIDE_SHARE = 0.5  # of the room that nothing needs, to weights that are trained beside frozen ones
 STAGING_SHARE = 4  # of host memory left for activations, to those on their way to or from disk
-OWN_STAGING_SHARE = 8  # the same, where that is compute's own memory: it needs the rest itself
+OWN_STAGING_SHARE = 8  # the same on a CPU, where compute uses this memory too and needs the rest
 
 
 def _pages(nbytes: int) -> int:

@@ -76,7 +76,7 @@ class Simulation:
         self._grants: dict[int, Grant] = {}
         self._arriving: set[Place] = set()  # on the device
         self._facts = itertools.count(1)
-        # Of what autograd saved and has left, by number: where the parts that are back came to.
+        # Offloaded activations by number: the places of the parts that were copied back so far.
         self._away: dict[int, list[Place]] = {}
         self._saved: list[list[tuple[float, SavedBytes]]] = [[] for _ in layout.units]
         self._largest = 0  # of these

@@ -70,7 +70,7 @@ class Shards(nn.Module):
 
 
 class _Buffers(nn.Module):
-    """The buffers of another module's parts; one that is assigned here is assigned there."""
+    """The buffers of the model's modules; assigning one here assigns it in its module too."""
 
     def __init__(self) -> None:
         super().__init__()

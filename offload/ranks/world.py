@@ -240,7 +240,7 @@ class World:
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
-            # Each rank here has engines of about the same size.
+            # Assume that the engines of the other local ranks are as large as this rank's.
             promised = Untaken.together([untaken()] * self.local_size)
             free = max(0, free_host_bytes() - promised.host)
             memory = host.resolve(free, int(free * HOST_MARGIN))

@@ -58,7 +58,7 @@ class Activations:
         self._saved: dict[int, PartedStorage] = {}
         self._present: dict[int, PartedStorage] = {}  # with compute, and may leave; by turn
         self._leaving: dict[int, PartedStorage] = {}
-        self._absent: dict[int, PartedStorage] = {}  # without room at compute
+        self._absent: dict[int, PartedStorage] = {}  # offloaded, no room taken at compute yet
         self._coming: dict[int, PartedStorage] = {}  # with room there, but not all parts copied in
         self._fetches: dict[int, list[int]] = {}  # tickets
         self._waits: list[int] = []  # tickets of who has saved too much
@@ -134,7 +134,7 @@ class Activations:
             if storage is None:  # who was about to tell of it was interrupted
                 continue
             storage.used = True
-            for ticket in self._fetches.pop(number, ()):  # of who was interrupted as he waited
+            for ticket in self._fetches.pop(number, ()):  # the waiting thread was interrupted
                 self._emit(Grant(ticket))
             for where in (self._present, self._coming, self._absent):
                 where.pop(number, None)  # nothing may bring it back while its moves end
@@ -216,7 +216,7 @@ class Activations:
 
     def _arrived(self, storage: PartedStorage, part: Item) -> None:
         assert part.host is not None
-        if not part.host.holds:  # with compute it is as good as here
+        if not part.host.holds:  # compute has a copy now
             self._items.discard(part, Tier.HOST)
         if storage.complete and storage.arrived:
             self._present[storage.number] = storage
@@ -224,14 +224,14 @@ class Activations:
     # -- away -----------------------------------------------------------------------------------
 
     def _end_leaving(self, storage: PartedStorage) -> None:
-        """It is on its way out no more."""
+        """Stop counting a storage as leaving."""
         if storage.leaving:
             storage.leaving = storage.wanted = False
             self._leaving_bytes -= storage.nbytes
             del self._leaving[storage.number]
 
     def _stay(self, storage: PartedStorage) -> None:
-        """It was about to leave, and compute wants it: what was copied out is of no use."""
+        """Keep a storage that was leaving, since compute wants it; drop the copies made so far."""
         self._end_leaving(storage)
         self._present[storage.number] = storage
         for part in storage.parts:
@@ -260,7 +260,7 @@ class Activations:
         return max(over, coming - room - self._away_bytes - self._leaving_bytes)
 
     def _relieve(self) -> None:
-        """Has leave what should."""
+        """Offload what must leave, or should leave soon."""
         for storage in list(self._leaving.values()):
             if not self._go_on(storage):
                 return
@@ -274,11 +274,11 @@ class Activations:
             if not (self._leaves_at_once and past) and self._excess() <= 0:
                 return
             if not self._leave(storage) and self.moving:
-                return  # else it never will, but a smaller one may
+                return  # wait for the moves; if nothing moves, try the next, maybe smaller, storage
 
     def _shortage(self) -> tuple[Tier, int, int]:
-        """The tier that is full, and what is needed there and free, in bytes: the one below compute
-        if something could leave, else compute's."""
+        """Return the full tier, and the bytes needed and free there: the tier below compute if a
+        storage could leave, else compute's own."""
         mine = self._present.items()
         leaves = (s for n, s in mine if n != self._granted and n not in self._fetches)
         first = next(leaves, None)
@@ -286,7 +286,7 @@ class Activations:
             return Tier.NVME, first.nbytes, max(0, self._room.disk - self._disk_bytes)
         if first is not None and self._has_device and not self._room.disk:
             return Tier.HOST, first.nbytes, self._host.nbytes - self._host.used_bytes
-        # One more storage as large as the largest must have room before anyone is told of it.
+        # Saves are reported in chunks, so keep room for one more storage as large as the largest.
         return Tier.DEVICE, self._tally.used_bytes + self._largest, self._whole_room
 
     def _leave(self, storage: PartedStorage) -> bool:
@@ -295,7 +295,7 @@ class Activations:
         missing = storage.missing_bytes
         storage.streams = self._through or missing > self._host.nbytes
         if missing and not storage.streams and not self._take_slots(storage):
-            # What has the room is needed sooner, and may be written already: no use to wait for it.
+            # Host memory is full of storages that are needed sooner: go through it to disk.
             storage.streams = not self.moving
             if not storage.streams:
                 return False
@@ -310,7 +310,7 @@ class Activations:
         return self._go_on(storage)
 
     def _go_on(self, storage: PartedStorage) -> bool:
-        """Copies out what finds room of a storage that leaves.  ``False``: not all does yet."""
+        """Copy out the parts that have room below.  ``False``: some have none yet."""
         while storage.out < len(storage.parts) and not storage.wanted:
             part = storage.parts[storage.out]
             if not is_below(part):
@@ -341,7 +341,7 @@ class Activations:
     def _host_room(self, part: Item, *, urgent: bool = False) -> bool:
         """Gives the part a slot in host memory, or starts to make room for one.
 
-        ``urgent``, and where somebody waits for it, all gives way that is on disk too.
+        If ``urgent``, or if compute waits for the part, everything that is also on disk is evicted.
         """
         urgent = urgent or part.key.number in self._fetches
         if self._full and not urgent:
@@ -349,7 +349,7 @@ class Activations:
         if part.nbytes > self._host.nbytes:
             return False
         distance = -1 if urgent else self.next_use(part, Tier.HOST)
-        # Parts that were read ahead for who waits would only be read again.
+        # Keep parts read ahead for a waiting storage: evicting them means reading them again.
         if self._items.make_room(part, Tier.HOST, distance, spare=self._fetches) is not None:
             return True
         self._full = True
@@ -358,7 +358,7 @@ class Activations:
         return False
 
     def _write_others(self, nbytes: int) -> None:
-        """Starts to write so many bytes that are in host memory alone."""
+        """Start to write ``nbytes`` of what is only in host memory."""
         for storage in chain(self._absent.values(), self._leaving.values()):
             for part in storage.parts if self._may_write(storage) else ():
                 if self._writing_bytes >= nbytes:
@@ -399,8 +399,8 @@ class Activations:
         return asked and storage.here
 
     def _has_room(self, storage: PartedStorage, *, urgent: bool) -> bool:
-        """Whether a storage may come to compute now.  An urgent one must, once nothing that moves
-        could make room: on a device, who asks is far ahead of the copies."""
+        """Return whether a storage may come to compute now.  An urgent one must come once no move
+        in progress can free room: on a device, the caller is far ahead of the copies."""
         room = self._whole_room if urgent else self._compute_room
         if self._tally.used_bytes + storage.nbytes <= room:
             return True
@@ -477,14 +477,13 @@ class Activations:
             self._waits.clear()
 
     def give_up(self) -> None:
-        """Nothing moves: who waits for room will not get it; who waits for a storage gets it at the
-        cost of what stays beside it."""
+        """Nothing moves: refuse saves that wait for room, and serve fetches over the budget."""
         for ticket in self._waits:
             newest = next(reversed(self._saved.values()))
             self._emit(Refuse(ticket, newest.parts[0].key, *self._shortage(), newest.unit))
         self._waits.clear()
         for number in list(self._fetches):
-            # Its slots to be read into are taken by what has no other copy: that goes to compute.
+            # Parts without another copy occupy the slots it would be read into: copy them in first.
             self._full = False
             for other in [*self._coming.values(), *self._absent.values()]:
                 if any(part.host is not None for part in other.pending):

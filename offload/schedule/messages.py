@@ -24,9 +24,8 @@ class Kind(enum.Enum):
 
 
 class Key(NamedTuple):
-    """Which item: the ``number`` of a unit, for ``STATE`` and ``VISIT`` of a subgroup, for
-    ``SAVED`` one that no other storage of a run has.  A saved storage moves in parts: ``part``
-    counts them from 0."""
+    """Identifies an item: ``number`` is that of a unit, of a subgroup (``STATE``, ``VISIT``), or of
+    a saved storage, unique in a run (``SAVED``).  ``part`` counts the parts of a saved storage."""
 
     kind: Kind
     number: int

@@ -66,8 +66,8 @@ class Contents:
         what is trained is finite.
 
         ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
-        fp32, which are stored in their format), or ``None`` to leave it as it is; ``BEFORE``: a
-        weight that others have written to its memory already.  ``first``: nothing was there before.
+        fp32, which are stored in their format), or ``None`` to leave it as it is; ``BEFORE``: the
+        old value of a weight whose memory already holds the new one.  ``first``: there was none.
         """
         item, finite = Key(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.bring(item)

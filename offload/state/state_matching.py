@@ -19,12 +19,11 @@ def matched(
     model: nn.Module, groups: Groups, names: Sequence[Sequence[str]],
     state_dict: Mapping[str, Any],
 ) -> tuple[Given, Sequence[dict[str, Any]]]:  # fmt: skip
-    """Match the state of parameters, and the hyper-parameters of groups, with those that are there.
+    """Match a loaded optimizer state with the parameters and groups of this optimizer.
 
-    The state of a model that has changed since, or of other groups, is matched by the names of
-    parameters, if it has them; parameters without state start anew, which is logged. Otherwise
-    groups have the same sizes, and parameters are matched by ``param_names`` of their group, or by
-    place.
+    If the state has parameter names and the model or its groups have changed, match by name;
+    parameters without an entry start with empty state, which is logged. Otherwise the groups must
+    have the same sizes, and parameters are matched by their group's ``param_names`` or by position.
 
     Args:
         names: of the parameters of ``groups``.
@@ -33,7 +32,7 @@ def matched(
         The state of each parameter that has some, and a loaded group for each group.
 
     Raises:
-        ValueError: groups or names differ, and nothing tells which state belongs where.
+        ValueError: groups or names differ, so that the state cannot be matched.
     """
     state, loaded_groups = state_dict["state"], state_dict["param_groups"]
     theirs = state_dict.get(NAMES)

@@ -419,7 +419,7 @@ class WeightDoor:
         self, values: Mapping[int, torch.Tensor],
         before: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:  # fmt: skip
-        """``before``: modules have changed their own weights, from these; graphs go on."""
+        """``before``: old values of weights that modules changed themselves; graphs stay valid."""
         self._executor.health.check()
         fixed = self._executor.layout.unchangeable
         for index in values:

@@ -151,8 +151,8 @@ def run(job: Job, watch: Watch) -> Report | None:
     started each calls it, and the first one writes.
 
     Returns:
-        The report; ``None`` where the run that was resumed had done all steps, and lacked its model
-        only, which is written.
+        The report; ``None`` if the resumed run had done all its steps and only lacked its model,
+        which was written.
 
     Raises:
         ValueError: model, data or an option makes no sense, or the files have no room.

@@ -1,6 +1,6 @@
-"""The files of a run: where they go, whether there is room for them, and in which order they come.
+"""The files of a run: their folder, the disk space they need, and the order they are written in.
 
-What cannot be made again comes first: the model, then the figures, then what only shows them.
+What cannot be recreated is written first: the model, then the figures, then pictures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def require_folder(out: Path) -> None:
     """Check that a run can write to its folder; create nothing.
 
     Raises:
-        ValueError: it is a file, lies below one, or cannot be written to.
+        ValueError: it is a file, is inside a file, or is not writable.
     """
     place = out.absolute()
     while not os.path.lexists(place):
@@ -51,8 +51,8 @@ def require_room(out: Path, model: nn.Module, precision: str | None, *, masters:
     """Check that a run's files fit on the disk of its folder.
 
     Args:
-        precision: of the weights, if another one than the model has now.
-        masters: the exact initial values are kept meanwhile, too.
+        precision: dtype the weights will have, if not the model's present one.
+        masters: whether exact initial values are stored as well, for a comparison.
 
     Raises:
         ValueError: they do not; need and have are named.

@@ -33,7 +33,7 @@ log = logging.getLogger("overspill")
 LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
 TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
 NOWHERE = -1  # saved in no unit
-MORE_OVER = 1.1  # times the bytes over the budget that were told of: so many are told of again
+MORE_OVER = 1.1  # warn again only if the excess over the budget has grown by this factor
 MOST_FORWARDS = 10_000  # of units that are remembered: more without a backward are no step
 
 
@@ -293,11 +293,11 @@ class Stash:
             self._refused_bytes = self._bytes
 
     def _tell_over(self) -> None:
-        """Warns of a step that kept more with compute than has room there, with figures of all of
-        it; once, and again only where they have grown."""
+        """Warn if a step kept more activations at compute than its budget, with the step's peak;
+        once, and again only if the excess has grown."""
         most, room = self._store.most_here_bytes, self.room_bytes
         self._store.most_here_bytes = 0
-        # What is saved is told of in chunks, so a chunk more is there now and then.
+        # Saves are reported in chunks, so an excess of one chunk is normal.
         if most - room > max(self._chunk, MORE_OVER * self._told_over_bytes):
             self._told_over_bytes = most - room
             tier = "device" if self._executor.layout.has_device else "host"

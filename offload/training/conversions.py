@@ -32,7 +32,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Conversions:
-    """Keeps dtypes and devices of a wrapped model; ``remove`` ends that."""
+    """Make a wrapped model keep its dtype and device when it is converted, until ``remove``."""
 
     def __init__(
         self, model: nn.Module, held: Callable[[nn.Parameter], bool], closed: Callable[[], bool]
@@ -75,8 +75,7 @@ class Conversions:
 
 
 class Kept:
-    """A module's ``_apply`` while it is wrapped.  Copies and pickles of the module are without it:
-    see ``pickling``."""
+    """The ``_apply`` of a wrapped module.  Copies and pickles leave it out: see ``pickling``."""
 
     def __init__(self, module: nn.Module, conversions: weakref.ref[Conversions]) -> None:
         self._module, self._conversions = weakref.ref(module), conversions

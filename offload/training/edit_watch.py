@@ -1,22 +1,24 @@
-"""Which weights were changed in place while they showed, and where that cannot be kept.
+"""Find weights that were changed in place, and refuse changes that cannot be kept.
 
 # Note [Changes in forward]
 # Some modules change their own weights in place when they run: Gemma 3n clamps coefficients
 # (`self.coefs.weight.data.clamp_(-c, c)`).  The slot that compute uses may be one of several copies
-# of the weight, and its master is elsewhere, so the change is copied when the parameter is hidden.
-# It is written like one from outside (see `WeightDoor`) before the next module runs, or, while
-# backward uses the unit, after that.  A unit that is onloaded before then gets it on top.
+# of the weight, and the master is elsewhere.  So the changed weight is copied when the parameter
+# gets its placeholder back.  The copy is written to the engine like an edit from outside (see
+# `WeightDoor`) before the next module runs, or, if backward uses the unit, after it has ended.  If
+# the unit is onloaded before that, the copy is written over its weights in the slot.
 #
-# A parameter that was changed once is copied when it shows from then on: a change that leaves its
-# bits as they are, as most clamps do, costs a comparison and is not written.
+# A parameter that was changed once is also copied each time its unit is onloaded.  Most clamps
+# leave all bits as they are: then the two copies are equal, and nothing is written.
 #
-# With device="cpu", compute uses the very memory that updates and commits are written to disk from.
-# Where a unit is known to change itself, these writes end before its module runs (`Loop.catch_up`).
-# One that did it for the first time stays in memory until the change is written over what they may
-# have written; a commit that saves the unit then fails, with an error.
+# With device="cpu", compute changes the same memory that updates and commits are written to disk
+# from.  If a unit is known to change its weights, these writes end before its module runs
+# (`Loop.catch_up`).  A unit that does so for the first time stays in memory until its change is
+# written, because its copy on disk may mix old and new values.  A commit that includes such a copy
+# fails with an error.
 #
-# Versions tell of changes.  A tensor that was made over a slot while it showed, and is changed
-# later, changes memory that may be another unit's by then: an error.
+# Changes are found by tensor version counters.  A tensor over a slot that outlives the forward may
+# point to memory of another unit by the time it is changed: that is an error.
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from . import torch_private
 
 
 class Change(NamedTuple):
-    """What a module has made of a weight of its own, and what it was ``before``, if that is known:
-    where compute uses the only copy, a master that has the low half of the bits needs it."""
+    """A weight that its own module has changed, and its value ``before``.
+
+    ``before`` is ``None`` if it is not known.  A split master needs it where the slot holds the
+    only copy of the weight.
+    """
 
     weight: torch.Tensor
     before: torch.Tensor | None
@@ -61,14 +66,13 @@ class EditWatch:
             return tuple(map(torch_private.version_of, self._params[unit]))
 
     def _written(self, unit: int, before: tuple[int, ...]) -> list[int]:
-        """Places of the parameters that were written since ``before``; nothing stood there if it is
-        empty."""
+        """Return the positions of parameters written since ``before``; none if it is empty."""
         now = self._versions(unit)
         return [n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b]
 
     @torch_private.without_grad
     def put_on_top(self, unit: int, views: Sequence[torch.Tensor]) -> None:
-        """Write to a unit's weights, where they were onloaded, what is not written elsewhere."""
+        """Write changes that the engine does not have yet over the weights of an onloaded unit."""
         if self._changed:
             for spec, view in zip(self._specs[unit], views, strict=True):
                 if spec.index in self._changed:
@@ -85,7 +89,7 @@ class EditWatch:
         self._hid[unit] = self._versions(unit)
 
     def look_while_shown(self, unit: int, wait: Callable[[], None]) -> None:
-        """Copies what was changed since they showed; they show still.
+        """Copy what was changed since the weights were onloaded; they stay visible.
 
         ``wait``: has the calling thread's stream wait for all that have used them.
         """
@@ -127,7 +131,7 @@ class EditWatch:
         )
 
     def written(self, indices: Iterable[int]) -> None:
-        """Such changes are written, or are to be forgotten."""
+        """Forget changes: they were written, or are to be dropped."""
         for index in list(indices):
             del self._changed[index]
 

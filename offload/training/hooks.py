@@ -205,7 +205,7 @@ class ModuleHooks:
             for t in differentiable(output):
                 if torch_private.made_since(t, began):  # and not handed through
                     t.register_hook(lambda _grad: backward.enter(unit))
-        self._residences.refuse_edits()  # after an exception torch might drop this one
+        self._residences.refuse_edits()  # not after an exception: torch might suppress this error
 
     def open_ahead(self, units: Collection[int]) -> None:
         """Onload units whose parameters are about to be inspected, and then computed with."""

@@ -1,4 +1,4 @@
-"""What ``nn.Module`` keeps to itself: its members, hooks, conversions and marks of compilers."""
+"""Access to private attributes of ``nn.Module``: members, hooks, conversions, compiler marks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter |
     return module._parameters
 
 
-# The engine's own on top, see ``conversions`` and ``pickling``.
+# ``_apply`` and ``__reduce_ex__`` are set by ``conversions`` and ``pickling``.
 _OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply", "__reduce_ex__"}
 
 

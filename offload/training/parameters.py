@@ -154,7 +154,7 @@ class Hidden(Elsewhere, _Fixed):
 
 
 def _reduced(p: Any, plainly: Callable[[Any], Any], protocol: Any) -> Any:
-    """What pickle is to do: with its weights, an ordinary parameter is made."""
+    """Return the ``__reduce_ex__`` value of a parameter: ordinary, with weights, or on ``meta``."""
     return on_meta(p) if spawning() else plainly(protocol)
 
 

@@ -1,9 +1,9 @@
-"""Pickles of a wrapped model's modules: for workers of a data loader, and of single modules.
+"""Pickle modules of a wrapped model.
 
-A module has hooks of the engine's, which are closures and cannot be pickled.  A pickle of a module
-is an ordinary module without them.  Where it is for a process that is being spawned, such as a
-data-loader worker whose collator holds the model, its parameters are on ``meta``: there nobody
-computes with them, and the weights need not fit in memory once more for every worker.
+The engine's hooks are closures and cannot be pickled, so a pickle of a module is an ordinary module
+without them.  For a process that is being spawned, such as a data-loader worker whose collator
+holds the model, parameters are put on ``meta``: the worker does not compute with them, and the
+weights need not fit in memory again for each worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spawning() -> bool:
 
 
 def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
-    """Return what pickle is to do for a module that has hooks of the engine's: an ordinary one.
+    """Return the ``__reduce_ex__`` value of a module with the engine's hooks: an ordinary module.
 
     ``leave_out``: attributes that the copy does not have.
     """

@@ -221,8 +221,8 @@ class Residences:
         self._edits.written(indices)
 
     def check_shown(self, hidden: Container[int]) -> None:
-        """Look at parameters that never move: notes changes, and raises if one was given other
-        data, since it showed; ``hidden``: units that do not show now."""
+        """Check parameters that never move: record changes in place, and raise if one was given
+        other data.  ``hidden``: units whose parameters are placeholders now."""
         for unit, residence in enumerate(self.current):
             self._edits.look_while_hidden(unit)
             if self.fixed[unit] and residence is not None and unit not in hidden:
@@ -386,7 +386,7 @@ class Residences:
         self._conceal(unit)
         if self.uses[unit]:
             return
-        # What its module has changed is written where it is: a copy on disk may be half of both.
+        # Keep a changed unit until the change is written: a copy on disk may mix old and new.
         changed = not torch_private.in_backward() and self._edits.any_changed(self.groups[unit])
         if keep or changed:
             self._keep(unit)
@@ -438,7 +438,7 @@ class Residences:
             return
         residence, place = self.current[unit], self.places[unit]
         if self._visible[unit]:
-            self.suspend(unit)  # first: it may copy what is in the slot
+            self.suspend(unit)  # may copy the weights: before the slot is released
         if self.accelerator.has_device_memory and place is not None:
             if residence is not None:
                 self.accelerator.join(residence.streams)

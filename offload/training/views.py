@@ -1,5 +1,4 @@
-"""Tensors over the memory of a slot: described, made again over another copy of it, and those of
-one residency of a unit."""
+"""Tensors over a slot: descriptions to rebuild them over another copy, and the views of a unit."""
 
 from __future__ import annotations
 
