@@ -209,7 +209,7 @@ class _Draft:
             raise named from error
 
     def _named(self, error: BaseException | None) -> IoError | None:
-        """Return an error that names the target, or ``None`` if ``error`` can be raised as it is."""
+        """Return an error that names the target, or ``None`` if ``error`` needs no other."""
         if isinstance(error, OSError):
             named = error.filename if isinstance(error.filename, str) else str(self.path)
             if named.startswith(str(self._outer)):
