@@ -14,7 +14,7 @@ PACKAGES = ("offload", "io_engine", "optim")
 
 # What advice begins with, behind a mark of punctuation.
 _VERBS = (
-    "add ask assign attach begin build call change choose clear clip close continue copy create "
+    "add ask assign attach begin build call change choose clear clip close commit continue copy create "
     "delete do edit end export find finish free freeze get give go hand have initialise install "
     "keep leave load look lower make mend mount move name open pass pickle pip point pull put "
     "raise read regenerate release rename remove replace reset restore resume retry return run "
@@ -23,7 +23,8 @@ _VERBS = (
 )
 _ADVICE = re.compile(
     r"(?:[;:,.] |; .*?\bor |\()(?:or |and |then |please |first )?"
-    rf"(?:{'|'.join(_VERBS.split())})\b",
+    rf"(?:{'|'.join(_VERBS.split())})\b"
+    r"|[;,] (?:keep state = |overspill\.\w+\()|; for [^;]*\buse\b",
     re.IGNORECASE,
 )
 
@@ -67,13 +68,18 @@ def advises(text: str) -> bool:
 
 
 @cache
-def messages() -> tuple[Message, ...]:
-    """All messages of the package that advise something, by file and line."""
+def texts() -> tuple[Message, ...]:
+    """All texts in the package, by file and line."""
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = str(path.relative_to(ROOT))
             for line, text in _strings(ast.parse(path.read_text())):
-                if advises(text):
-                    found.append(Message(name, line, text))
+                found.append(Message(name, line, text))
     return tuple(found)
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """Those of them that advise something."""
+    return tuple(each for each in texts() if advises(each.text))

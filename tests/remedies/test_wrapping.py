@@ -109,7 +109,7 @@ def test_what_is_wrapped_already() -> None:
         trains(again, optimizer)
 
 
-@tries(CHECKS, "(a lazy module); run one forward of the model before wrap",
+@tries(CHECKS, "has no shape yet (a lazy module); run one forward of the model before wrap",
        "run one forward of the model before wrap")  # fmt: skip
 def test_lazy_modules() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
