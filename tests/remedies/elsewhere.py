@@ -4,283 +4,323 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ('offload/movement/health.py', 'use the model in the parent, or wrap one here'): 'tests/robust/test_fork.py::test_a_child_may_not_use_the_engine_and_harms_nothing',
-    ('offload/train/job.py', 'ask for more steps to train on'): 'tests/unit/test_train_outputs.py::test_resuming_a_finished_run_writes_the_files_that_are_missing',
-    ('offload/train/job.py', 'ask for more than {} to train on, or write its weights'): 'tests/unit/test_train_outputs.py::test_the_alternative_that_is_named_works',
-    ('offload/train/outputs.py', 'give the same command with --resume {} instead of --nvme'): 'tests/unit/test_train_outputs.py::test_a_disk_that_fills_up_meanwhile',
-    ('offload/train/progress.py', 'the run was begun with {} {}, not {}; give the same'): 'tests/unit/test_train_job_resume.py::test_another_job_is_refused',
-    ('offload/training/frames.py', 'keep it on the device: resident=[%r] (or a larger budget: %s)'): 'tests/parity/test_nested_units.py::test_what_nothing_refers_to_is_onloaded_in_turns_and_said_once',
-    ('offload/training/roster.py', 'set p.grad = None, or {}'): 'tests/parity/test_roster.py::test_a_gradient_of_what_is_not_trained_is_not_dropped',
+    ("offload/movement/health.py", "use the model in the parent, or wrap one here"): (
+        "tests/robust/test_fork.py::test_a_child_may_not_use_the_engine_and_harms_nothing"
+    ),
+    ("offload/train/job.py", "ask for more steps to train on"): (
+        "tests/unit/test_train_outputs.py::"
+        "test_resuming_a_finished_run_writes_the_files_that_are_missing"
+    ),
+    ("offload/train/job.py", "ask for more than {} to train on, or write its weights"): (
+        "tests/unit/test_train_outputs.py::test_the_alternative_that_is_named_works"
+    ),
+    ("offload/train/outputs.py", "give the same command with --resume {} instead of --nvme"): (
+        "tests/unit/test_train_outputs.py::test_a_disk_that_fills_up_meanwhile"
+    ),
+    ("offload/train/progress.py", "the run was begun with {} {}, not {}; give the same"): (
+        "tests/unit/test_train_job_resume.py::test_another_job_is_refused"
+    ),
+    (
+        "offload/training/frames.py",
+        "keep it on the device: resident=[%r] (or a larger budget: %s)",
+    ): (
+        "tests/parity/test_nested_units.py::"
+        "test_what_nothing_refers_to_is_onloaded_in_turns_and_said_once"
+    ),
+    ("offload/training/roster.py", "set p.grad = None, or {}"): (
+        "tests/parity/test_roster.py::test_a_gradient_of_what_is_not_trained_is_not_dropped"
+    ),
 }
 
 # Messages about another machine or environment than the one that runs the tests.
 NOT_HERE: dict[tuple[str, str], str] = {
-    ('io_engine/aiofiles_backend.py', 'pip install aiofiles'): 'an environment without the package',
-    ('io_engine/backend.py', 'install with a C++ compiler, unset OVERSPILL_NATIVE'): 'an environment without the extension',
-    ('io_engine/dispatch.py', 'nothing has moved for {} s; see the kernel log'): 'a disk that hangs; the remedy is to look',
-    ('io_engine/manifest.py', 'export it with the version that wrote it, and import it here'): 'another version of this package',
-    ('io_engine/probe.py', 'leave it out, or see the kernel log'): 'a disk that fails while it is measured',
-    ('io_engine/verdict.py', 'go back to the last commit, on another device'): 'a disk that loses data, and another one',
-    ('offload/checks.py', 'move the model to the CPU{} before wrap'): 'a model on another device than the one that is asked for',
-    ('offload/doctor/device.py', 'update the driver, or in a container run with --gpus all'): 'a machine whose driver fails',
-    ('offload/doctor/disks.py', "look at the disk's rated writes"): "a disk's own figures",
-    ('offload/doctor/host.py', 'use a processor with AVX2, AVX-512 or NEON'): 'another processor',
-    ('offload/durable/files.py', 'export with another'): 'another version of torch',
-    ('offload/durable/hub.py', 'leave the config out for the names in memory'): 'transformers of another version, or none',
-    ('offload/facts/machine.py', 'write the same keys as JSON'): 'Python 3.10',
-    ('offload/integrations/transformers.py', 'more than one GPU in one process (set CUDA_VISIBLE_DEVICES)'): 'several GPUs',
-    ('offload/movement/accelerators/vendors.py', 'raise the limit on locked memory'): 'CUDA, or a limit on locked memory',
-    ('offload/observe/pictures.py', 'pip install "overspill[plot]"'): 'an environment without matplotlib',
-    ('offload/train/shapes.py', 'pip install "overspill[hf]"'): 'an environment without transformers',
-    ('offload/training/torch_private.py', 'compare the first losses with a run in memory'): 'another version of torch',
-    ('optim/kernels.py', 'the native kernels are not there; use reference.update'): 'an environment without the extension',
+    ("io_engine/aiofiles_backend.py", "pip install aiofiles"): (
+        "an environment without the package"
+    ),
+    ("io_engine/backend.py", "install with a C++ compiler, unset OVERSPILL_NATIVE"): (
+        "an environment without the extension"
+    ),
+    ("io_engine/dispatch.py", "nothing has moved for {} s; see the kernel log"): (
+        "a disk that hangs; the remedy is to look"
+    ),
+    ("io_engine/manifest.py", "export it with the version that wrote it, and import it here"): (
+        "another version of this package"
+    ),
+    ("io_engine/probe.py", "leave it out, or see the kernel log"): (
+        "a disk that fails while it is measured"
+    ),
+    ("io_engine/verdict.py", "go back to the last commit, on another device"): (
+        "a disk that loses data, and another one"
+    ),
+    ("offload/checks.py", "move the model to the CPU{} before wrap"): (
+        "a model on another device than the one that is asked for"
+    ),
+    ("offload/doctor/device.py", "update the driver, or in a container run with --gpus all"): (
+        "a machine whose driver fails"
+    ),
+    ("offload/doctor/disks.py", "look at the disk's rated writes"): ("a disk's own figures"),
+    ("offload/doctor/host.py", "use a processor with AVX2, AVX-512 or NEON"): ("another processor"),
+    ("offload/durable/files.py", "export with another"): ("another version of torch"),
+    ("offload/durable/hub.py", "leave the config out for the names in memory"): (
+        "transformers of another version, or none"
+    ),
+    ("offload/facts/machine.py", "write the same keys as JSON"): ("Python 3.10"),
+    (
+        "offload/integrations/transformers.py",
+        "more than one GPU in one process (set CUDA_VISIBLE_DEVICES)",
+    ): ("several GPUs"),
+    ("offload/movement/accelerators/vendors.py", "raise the limit on locked memory"): (
+        "CUDA, or a limit on locked memory"
+    ),
+    ("offload/observe/pictures.py", 'pip install "overspill[plot]"'): (
+        "an environment without matplotlib"
+    ),
+    ("offload/train/shapes.py", 'pip install "overspill[hf]"'): (
+        "an environment without transformers"
+    ),
+    ("offload/training/torch_private.py", "compare the first losses with a run in memory"): (
+        "another version of torch"
+    ),
+    ("optim/kernels.py", "the native kernels are not there; use reference.update"): (
+        "an environment without the extension"
+    ),
 }
 
 # Texts that look like advice and are none.
 NO_ADVICE: set[tuple[str, str]] = {
-    ('offload/cli/options.py', 'What autograd saves for backward'),
-    ('offload/cli/options.py', 'fp32 masters of low-precision weights'),
-    ('offload/cli/plan_text.py', 'in words of overspill plan'),
-    ('offload/wrapping.py', 'until then what has no room stays'),
-    ('offload/wrapping.py', 'wrap could not be undone completely'),
+    ("offload/cli/options.py", "What autograd saves for backward"),
+    ("offload/cli/options.py", "fp32 masters of low-precision weights"),
+    ("offload/cli/plan_text.py", "in words of overspill plan"),
+    ("offload/wrapping.py", "until then what has no room stays"),
+    ("offload/wrapping.py", "wrap could not be undone completely"),
 }
 
 _UNTRIED: dict[str, list[str]] = {
-    'offload/api.py': [
-        'several, read overspill.named_weights(model), p.full_tensor() or',
+    "offload/api.py": [
+        "several, read overspill.named_weights(model), p.full_tensor() or",
     ],
-    'offload/checks.py': [
-        'supported; wrap the plain model, on one device',
+    "offload/checks.py": [
+        "supported; wrap the plain model, on one device",
     ],
-    'offload/cli/bench_io.py': [
+    "offload/cli/bench_io.py": [
         "is no size to move; write '1MiB'",
     ],
-    'offload/cli/inspect.py': [
-        'repair mends one store; name the folder of the rank that is damaged',
+    "offload/cli/inspect.py": [
+        "repair mends one store; name the folder of the rank that is damaged",
     ],
-    'offload/cli/plan.py': [
-        '--largest looks for a model; leave MODEL out',
-        '--options tries moments, packed bases and LoRA; leave them out',
+    "offload/cli/plan.py": [
+        "--largest looks for a model; leave MODEL out",
+        "--options tries moments, packed bases and LoRA; leave them out",
     ],
-    'offload/doctor/disks.py': [
-        'name another directory, or free space in this one',
-        'free some, or name several directories',
+    "offload/doctor/disks.py": [
+        "name another directory, or free space in this one",
+        "free some, or name several directories",
     ],
-    'offload/durable/export.py': [
+    "offload/durable/export.py": [
         "there; make room, export elsewhere, or leave the optimizer's state",
     ],
-    'offload/durable/inspect.py': [
-        ': no commit is whole; start from an export',
-        'meanwhile; try when it has ended, or call optimizer.save(path) in it',
+    "offload/durable/inspect.py": [
+        ": no commit is whole; start from an export",
+        "meanwhile; try when it has ended, or call optimizer.save(path) in it",
     ],
-    'offload/durable/moving.py': [
-        ': another process has taken the copy; try again',
+    "offload/durable/moving.py": [
+        ": another process has taken the copy; try again",
     ],
-    'offload/integrations/accelerate.py': [
-        'save_state writes safetensors only; leave safe_serialization out',
-        'already; set accelerator.project_configuration.iteration to the',
-        'wrapped: wrap every model and optimizer before accelerator.prepare,',
+    "offload/integrations/accelerate.py": [
+        "save_state writes safetensors only; leave safe_serialization out",
+        "already; set accelerator.project_configuration.iteration to the",
+        "wrapped: wrap every model and optimizer before accelerator.prepare,",
     ],
-    'offload/integrations/axolotl.py': [
+    "offload/integrations/axolotl.py": [
         "; use TRL's trainer in a script, by overspill.integrations.transformer",
     ],
-    'offload/integrations/checkpoints.py': [
-        '; remove them to start anew, or name a checkpoint elsewhere',
+    "offload/integrations/checkpoints.py": [
+        "; remove them to start anew, or name a checkpoint elsewhere",
     ],
-    'offload/integrations/experts.py': [
-        'the model is wrapped; overspill.unwrap(model) first',
-        'split_experts: the model is wrapped already; call it before wrap',
-        'copy; split the model before peft has it, or leave them',
-        ') computes otherwise than sections do; try arithmetic=',
+    "offload/integrations/experts.py": [
+        "the model is wrapped; overspill.unwrap(model) first",
+        "split_experts: the model is wrapped already; call it before wrap",
+        "copy; split the model before peft has it, or leave them",
+        ") computes otherwise than sections do; try arithmetic=",
     ],
-    'offload/integrations/lightning.py': [
-        'gives; overspill.unwrap(model) before this',
+    "offload/integrations/lightning.py": [
+        "gives; overspill.unwrap(model) before this",
     ],
-    'offload/integrations/transformers.py': [
-        '(set max_grad_norm=0)',
-        '; name another one, or pass resume_from_checkpoint=True for the',
+    "offload/integrations/transformers.py": [
+        "(set max_grad_norm=0)",
+        "; name another one, or pass resume_from_checkpoint=True for the",
     ],
-    'offload/movement/accelerators/ordering.py': [
-        ': wait for its event first',
+    "offload/movement/accelerators/ordering.py": [
+        ": wait for its event first",
     ],
-    'offload/movement/commit_writer.py': [
-        'them; change them between step() and the next forward, or inside',
+    "offload/movement/commit_writer.py": [
+        "them; change them between step() and the next forward, or inside",
     ],
-    'offload/movement/refusals.py': [
-        '_memory, or free graphs that still hold weights',
+    "offload/movement/refusals.py": [
+        "_memory, or free graphs that still hold weights",
     ],
-    'offload/observe/memory_picture.py': [
-        'the trace says nothing of memory; write one with optimizer.trace()',
+    "offload/observe/memory_picture.py": [
+        "the trace says nothing of memory; write one with optimizer.trace()",
     ],
-    'offload/observe/page.py': [
-        'is missing; give the folder that `overspill train --out` wrote',
+    "offload/observe/page.py": [
+        "is missing; give the folder that `overspill train --out` wrote",
     ],
-    'offload/open_engines.py': [
-        '. End it with close() of its optimizer',
-        ', and open engines of this process have budgets of',
+    "offload/open_engines.py": [
+        ". End it with close() of its optimizer",
+        ", and open engines of this process have budgets of",
     ],
-    'offload/planning/activations.py': [
+    "offload/planning/activations.py": [
         "host_memory, give fewer tokens, or activations='auto' or",
     ],
-    'offload/planning/packing.py': [
-        '); leave frozen= out, and such weights move as they are',
+    "offload/planning/packing.py": [
+        "); leave frozen= out, and such weights move as they are",
     ],
-    'offload/planning/sources.py': [
-        'bytes; put it back, or say with weights= (--weights) which folder has',
-        'same; put the file back with its time (cp -p), or wrap',
+    "offload/planning/sources.py": [
+        "bytes; put it back, or say with weights= (--weights) which folder has",
+        "same; put the file back with its time (cp -p), or wrap",
     ],
-    'offload/plans.py': [
-        ', or give --tokens 0 (tokens=0)',
+    "offload/plans.py": [
+        ", or give --tokens 0 (tokens=0)",
         "not known, but this plan needs them; add them to the machine's file",
     ],
-    'offload/ranks/bridge.py': [
-        'wrapped; overspill.unwrap(model) first, change it, and wrap it with a',
+    "offload/ranks/bridge.py": [
+        "wrapped; overspill.unwrap(model) first, change it, and wrap it with a",
     ],
-    'offload/ranks/ddp.py': [
-        'now: load them into the model before',
+    "offload/ranks/ddp.py": [
+        "now: load them into the model before",
         "over; use update='next_forward'",
     ],
-    'offload/ranks/ddp_bridge.py': [
-        'them: give every rank as many batches',
-        'is sparse; use dense ones',
+    "offload/ranks/ddp_bridge.py": [
+        "them: give every rank as many batches",
+        "is sparse; use dense ones",
     ],
-    'offload/ranks/ddp_optimizer.py': [
-        'it; use optimizer.load_state_dict',
+    "offload/ranks/ddp_optimizer.py": [
+        "it; use optimizer.load_state_dict",
     ],
-    'offload/ranks/filling.py': [
-        'some parameters are on meta, and others have values; build all alike',
+    "offload/ranks/filling.py": [
+        "some parameters are on meta, and others have values; build all alike",
     ],
-    'offload/ranks/fsdp.py': [
-        'fully_shard; call fully_shard on the whole model too, without',
-        'meta; pass weights= (safetensors, or a Hugging Face folder), or',
-        'shard; use a mesh of one dimension',
-        'supported; call fully_shard on all of them with one',
-        ', and not by its rows; leave shard_placement_fn out',
-        'state: leave offload_policy out',
+    "offload/ranks/fsdp.py": [
+        "fully_shard; call fully_shard on the whole model too, without",
+        "meta; pass weights= (safetensors, or a Hugging Face folder), or",
+        "shard; use a mesh of one dimension",
+        "supported; call fully_shard on all of them with one",
+        ", and not by its rows; leave shard_placement_fn out",
+        "state: leave offload_policy out",
     ],
-    'offload/ranks/optimizer.py': [
-        'it; use optimizer.load_state_dict',
-        'path; load it with torch.distributed.checkpoint',
-        'there; end the run and resume it, with a lower learning',
+    "offload/ranks/optimizer.py": [
+        "it; use optimizer.load_state_dict",
+        "path; load it with torch.distributed.checkpoint",
+        "there; end the run and resume it, with a lower learning",
     ],
-    'offload/ranks/resuming.py': [
-        'modules); pass nvme= with another folder to go on',
+    "offload/ranks/resuming.py": [
+        "modules); pass nvme= with another folder to go on",
     ],
-    'offload/ranks/sharding.py': [
-        'the model is wrapped already; overspill.unwrap(model) it first',
-        'commit; use fewer ranks, or leave nvme out',
-        'model; build the optimizer from model.parameters(), after the model',
-        'is not sharded by fully_shard; call fully_shard on the whole model',
-        'DistributedDataParallel; leave it out',
+    "offload/ranks/sharding.py": [
+        "the model is wrapped already; overspill.unwrap(model) it first",
+        "commit; use fewer ranks, or leave nvme out",
+        "model; build the optimizer from model.parameters(), after the model",
+        "is not sharded by fully_shard; call fully_shard on the whole model",
+        "DistributedDataParallel; leave it out",
     ],
-    'offload/ranks/stores.py': [
-        '), remove its files if it is of no use any more, or choose another',
+    "offload/ranks/stores.py": [
+        "), remove its files if it is of no use any more, or choose another",
     ],
-    'offload/ranks/voting.py': [
-        '); where all of them have it, resume finds it, else the one before',
+    "offload/ranks/voting.py": [
+        "); where all of them have it, resume finds it, else the one before",
     ],
-    'offload/schedule/describe.py': [
-        'otherwise; use frozen= and resident= of the',
-        '; use the optimizer, moments= and master= of the store',
+    "offload/schedule/describe.py": [
+        "otherwise; use frozen= and resident= of the",
+        "; use the optimizer, moments= and master= of the store",
     ],
-    'offload/state/adapters.py': [
-        'weights; load the base before get_peft_model',
-        'values: load the base before the adapter, or give no weights= and let',
-        'meta, and begin anew; to go on with trained ones, load them after',
+    "offload/state/adapters.py": [
+        "weights; load the base before get_peft_model",
+        "values: load the base before the adapter, or give no weights= and let",
+        "meta, and begin anew; to go on with trained ones, load them after",
     ],
-    'offload/state/distributed_checkpoint.py': [
-        '); load its weights alone, with weights=',
+    "offload/state/distributed_checkpoint.py": [
+        "); load its weights alone, with weights=",
     ],
-    'offload/state/taken.py': [
-        'now: build the model again',
+    "offload/state/taken.py": [
+        "now: build the model again",
     ],
-    'offload/state/unmanaged.py': [
-        'values; build it with memory (outside of overspill.empty_init() or',
+    "offload/state/weight_door.py": [
+        "lost; change weights between step() and the next",
     ],
-    'offload/state/weight_door.py': [
-        'lost; change weights between step() and the next',
+    "offload/train/job.py": [
+        "compare trains from the first step on; leave it out with resume",
+        "compare trains in the memory of one rank; run it without torchrun",
+        "precision fp16 needs a loss scale that all ranks share; use bf16",
     ],
-    'offload/train/job.py': [
-        'compare trains from the first step on; leave it out with resume',
-        'compare trains in the memory of one rank; run it without torchrun',
-        'precision fp16 needs a loss scale that all ranks share; use bf16',
+    "offload/train/loop.py": [
+        "; lower the learning rate (lr), clip with max_grad_norm, or train in",
     ],
-    'offload/train/loop.py': [
-        '; lower the learning rate (lr), clip with max_grad_norm, or train in',
-    ],
-    'offload/train/outputs.py': [
+    "offload/train/outputs.py": [
         "is not a folder; name another folder for the run's files",
-        'to; give this user permission, or name another',
-        'are free there; free space, or name another folder',
+        "to; give this user permission, or name another",
+        "are free there; free space, or name another folder",
     ],
-    'offload/train/progress.py': [
-        'train; continue it with overspill.resume in the program that made',
+    "offload/train/progress.py": [
+        "train; continue it with overspill.resume in the program that made",
     ],
-    'offload/training/gradients.py': [
+    "offload/training/gradients.py": [
         "(update='backward'); use update='next_forward' where hooks need",
     ],
-    'offload/training/held_gradients.py': [
-        'on: ask after the next backward()',
+    "offload/training/held_gradients.py": [
+        "on: ask after the next backward()",
     ],
-    'offload/training/residences.py': [
-        'extension, say), so its result is NaN; call the module that holds the',
+    "offload/training/residences.py": [
+        "extension, say), so its result is NaN; call the module that holds the",
     ],
-    'offload/training/torch_private.py': [
-        'whole; leave fullgraph=True out, or give it to single blocks',
-    ],
-    'io_engine/backend.py': [
+    "io_engine/backend.py": [
         "); use 'threads' or 'auto'",
     ],
-    'io_engine/buffers.py': [
-        '; ask for less, or raise the address space limit (ulimit -v)',
+    "io_engine/buffers.py": [
+        "; ask for less, or raise the address space limit (ulimit -v)",
         "; lower host_memory, or raise the memory limit of this process's group",
     ],
-    'io_engine/committed.py': [
-        'no commit is whole; start from an export',
-        ': another process has made a new store here; try again',
+    "io_engine/committed.py": [
+        "no commit is whole; start from an export",
+        "resume; wrap the model to begin anew",
+        ": another process has made a new store here; try again",
     ],
-    'io_engine/contents.py': [
-        '); write it again',
+    "io_engine/contents.py": [
+        "); write it again",
     ],
-    'io_engine/errors.py': [
-        'give this user write permission, or choose another directory',
-        'create the folder, or choose another one',
+    "io_engine/errors.py": [
+        "give this user write permission, or choose another directory",
+        "create the folder, or choose another one",
     ],
-    'io_engine/extent_table.py': [
-        'has transfers on their way; wait for them first',
+    "io_engine/extent_table.py": [
+        "has transfers on their way; wait for them first",
     ],
-    'io_engine/ownership.py': [
-        '; choose another directory, or',
+    "io_engine/ownership.py": [
+        "; choose another directory, or",
     ],
-    'io_engine/ranges.py': [
-        'bytes; it was cut while in use, or was never whole: get it again',
-        'needed: put the file back as it was, or wrap the model',
+    "io_engine/ranges.py": [
+        "bytes; it was cut while in use, or was never whole: get it again",
     ],
-    'io_engine/reading.py': [
-        'has; restore the store from a copy, or start from an',
+    "io_engine/reading.py": [
+        "has; restore the store from a copy, or start from an",
     ],
-    'io_engine/store.py': [
-        'bytes; raise the limit (ulimit -f), or use more directories',
-        'are free; free some, choose another directory, or lower nvme_memory',
+    "optim/elementwise.py": [
+        "numbers, or keep memory of its own?); overspill could not resume",
     ],
-    'optim/elementwise.py': [
-        'numbers, or keep memory of its own?); overspill could not resume',
+    "optim/formats.py": [
+        "have no kernel; use one of",
     ],
-    'optim/formats.py': [
-        'have no kernel; use one of',
+    "optim/kernels.py": [
+        "; unset it to use the best",
+        "has no kernel; use one of",
     ],
-    'optim/kernels.py': [
-        '; unset it to use the best',
-        'has no kernel; use one of',
+    "optim/norm.py": [
+        "has no kernel; use one of",
     ],
-    'optim/norm.py': [
-        'has no kernel; use one of',
+    "optim/optimizer.py": [
+        "; for a model on a device use overspill.wrap",
     ],
-    'optim/optimizer.py': [
-        '; for a model on a device use overspill.wrap',
-    ],
-    'optim/registry.py': [
-        'has a sign; name yours differently',
+    "optim/registry.py": [
+        "has a sign; name yours differently",
     ],
 }
 # Remedies that no test executes yet: nothing is to be added here.

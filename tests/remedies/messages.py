@@ -14,12 +14,12 @@ PACKAGES = ("offload", "io_engine", "optim")
 
 # What advice begins with, behind a mark of punctuation.
 _VERBS = (
-    "add ask assign attach begin build call change choose clear clip close commit continue copy create "
-    "delete do edit end export find finish free freeze get give go hand have initialise install "
-    "keep leave load look lower make mend mount move name open pass pickle pip point pull put "
-    "raise read regenerate release rename remove replace reset restore resume retry return run "
-    "save say see set shorten split start stop take tell tie train try turn unset unwrap update "
-    "use wait wrap write"
+    "add ask assign attach begin build call change choose clear clip close commit continue copy "
+    "create delete do edit end export find finish free freeze get give go hand have initialise "
+    "install keep leave load look lower make mend mount move name open pass pickle pip point pull "
+    "put raise read regenerate release rename remove replace reset restore resume retry return "
+    "run save say see set shorten split start stop take tell tie train try turn unset unwrap "
+    "update use wait wrap write"
 )
 _ADVICE = re.compile(
     r"(?:[;:,.] |; .*?\bor |\()(?:or |and |then |please |first )?"

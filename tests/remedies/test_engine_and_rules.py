@@ -16,7 +16,17 @@ from overspill.io_engine import IoEngine, allocate_host, settings
 from overspill.io_engine.atomic_files import make_folder, replacing, write_bytes
 from tests.devices import about_files
 from tests.remedies.table import (
-    WIDTH, adamw, logged, net, plain_run, same, says, step, trains, tries, wrapped,
+    WIDTH,
+    adamw,
+    logged,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
 )  # fmt: skip
 
 NBYTES = 8192
@@ -124,7 +134,7 @@ def test_a_setting_that_is_damaged(
     engine(tmp_path).close()
 
 
-# -- update rules -----------------------------------------------------------------------------------
+# -- update rules --------------------------------------------------------------------------------
 
 
 @tries("optim/adam.py", "set it before the optimizer is wrapped")
@@ -191,7 +201,7 @@ def test_options_of_torchs_own_step() -> None:
         trains(model, optimizer)
 
 
-# -- weights that are read, and models on meta ------------------------------------------------------
+# -- weights that are read, and models on meta ---------------------------------------------------
 
 
 @tries("offload/state/initial.py", "pass init=, a callable (module) -> None, or weights=")
