@@ -62,7 +62,9 @@ class Sharding:
         """
         for module in model.modules():
             if OPTIMIZER in module.__dict__:
-                raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
+                raise OffloadError(
+                    "the model is wrapped already; call overspill.unwrap(model) first"
+                )
         self._way: Replicated | FullySharded
         if isinstance(model, DistributedDataParallel):
             self._way = Replicated(model)

@@ -347,6 +347,32 @@ def test_a_frozen_weight_that_cannot_be_packed(way: str) -> None:
 
 
 @about_sim
+@tries("offload/planning/activations.py",
+       "raise host_memory, use fewer tokens, or activations='auto' or 'recompute'",
+       "raise nvme_memory, use fewer tokens, or activations='recompute'")  # fmt: skip
+@pytest.mark.parametrize(("policy", "remedy"), [
+    *((policy, remedy) for policy in ("host", "nvme") for remedy in (
+        {f"{policy}_memory": "80MiB"}, {"tokens": 64}, {"activations": "recompute"})),
+    ("host", {"activations": "auto"}),
+])  # fmt: skip
+def test_activations_that_are_known_not_to_fit(
+    policy: str, remedy: dict[str, Any], tmp_path: Path
+) -> None:
+    """By their tokens, before training begins."""
+    torch.manual_seed(0)
+    model = TinyLM(width=128, depth=6)
+    given = {
+        "device": SIM, "device_memory": "6MiB", "host_memory": "16MiB", "tokens": 512,
+        "nvme": tmp_path, "nvme_memory": "12MiB", "durable": False, "activations": policy,
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with says(f"raise {policy}_memory, use fewer tokens, or activations="):
+        wrapped(model, optimizer, **given)
+    with wrapped(model, optimizer, **{**given, **remedy}):
+        model(*batch(0, rows=1, length=64)).backward()
+
+
+@about_sim
 @tries("offload/movement/refusals.py", "memory, use fewer tokens, or pass activations='auto'")
 @pytest.mark.parametrize("remedy", [
     {"host_memory": "80MiB"}, {"rows": 1}, {"activations": "auto"}, {"activations": "recompute"},
