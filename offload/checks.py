@@ -32,7 +32,7 @@ def check_model(
             "again (overspill.unwrap(model) before close() keeps them)"
         )
     if engine is not None:
-        raise OffloadError("the model is wrapped already; overspill.unwrap(model) it first")
+        raise OffloadError("the model is wrapped already; call overspill.unwrap(model) first")
     check_modules(model)
     for name, p in model.named_parameters():
         _check_parameter(name, p)

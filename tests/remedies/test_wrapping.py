@@ -84,13 +84,13 @@ def test_a_model_that_is_not_wrapped() -> None:
 
 
 @tries(CHECKS, "overspill.unwrap(model) before close() keeps them",
-       "overspill.unwrap(model) it first", "is wrapped already; unwrap it first",
+       "call overspill.unwrap(model) first", "is wrapped already; unwrap it first",
        "belongs to another wrapped model; unwrap that one first")  # fmt: skip
 def test_what_is_wrapped_already() -> None:
     model = net()
     optimizer = wrapped(model)
     step(model, optimizer)
-    with says("overspill.unwrap(model) it first"):
+    with says("call overspill.unwrap(model) first"):
         wrapped(model)
     around = nn.Sequential(model)
     with says("is wrapped already; unwrap it first"):
