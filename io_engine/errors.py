@@ -92,6 +92,22 @@ def format_bytes(nbytes: float) -> str:
     return f"{text} {_UNITS[unit]}"
 
 
+def format_apart(one: int, other: int) -> tuple[str, str]:
+    """Format two amounts, to the byte where they would read alike and are not."""
+    texts = format_bytes(one), format_bytes(other)
+    if texts[0] == texts[1] and one != other:
+        return f"{one:,} bytes", f"{other:,} bytes"
+    return texts
+
+
+def format_budget(nbytes: int) -> str:
+    """Format ``nbytes`` as a budget that is no smaller, and larger by 2% at most: ``1537KiB``."""
+    size, unit = nbytes, 0
+    while (size >= 64 * 1024 or (size and size % 1024 == 0)) and unit < len(_UNITS) - 1:
+        size, unit = -(-size // 1024), unit + 1
+    return f"{size}{_UNITS[unit]}"
+
+
 def refused(path: Path, what: str, error: OSError, *, need_bytes: int = 0) -> IoError:
     """Build the error for a system call on ``path`` that failed, with a remedy.
 

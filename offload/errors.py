@@ -5,9 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .io_engine.errors import CorruptionError, IoError, OffloadError, format_bytes
+from .io_engine.errors import (
+    CorruptionError,
+    IoError,
+    OffloadError,
+    format_apart,
+    format_budget,
+    format_bytes,
+)
 
-__all__ = ["BudgetError", "CorruptionError", "IoError", "OffloadError", "clean_up", "format_bytes"]
+__all__ = [
+    "BudgetError", "CorruptionError", "IoError", "OffloadError", "clean_up", "format_apart",
+    "format_budget", "format_bytes",
+]  # fmt: skip
 
 log = logging.getLogger("overspill")
 
@@ -35,7 +45,6 @@ class BudgetError(OffloadError):
     ) -> None:
         self.what, self.tier, self.remedy = what, tier, remedy
         self.need_bytes, self.have_bytes, self.of_bytes = need_bytes, have_bytes, of_bytes
-        super().__init__(
-            f"{what} needs {format_bytes(need_bytes)} of {tier} memory; "
-            f"{format_bytes(have_bytes)} of {format_bytes(of_bytes)} is free; {remedy}"
-        )
+        need, have = format_apart(need_bytes, have_bytes)
+        of = have if of_bytes == have_bytes else format_bytes(of_bytes)
+        super().__init__(f"{what} needs {need} of {tier} memory; {have} of {of} is free; {remedy}")

@@ -38,6 +38,7 @@ from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
 from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
+from .planning.planner import make_layout
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
@@ -65,6 +66,8 @@ def _fields_of(
 
     return fields
 
+
+FITTING_TRIES = 10  # to find budgets that fit: more room for one thing may be taken by another
 
 # Attribute of a model: from so many tokens on its loss is computed without all logits at once.
 LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"
@@ -134,7 +137,9 @@ def make_blueprint(
     if chosen.shortfalls and needs.in_place and description is None:
         # The reader of files has no room: copies need none.
         copied = choose(replace(needs, in_place=frozenset()))
-        chosen = chosen if copied.shortfalls else copied
+        short = max(0, _reader_bytes(budgets, needs.in_place) - budgets.host)
+        if _missing(copied) <= _missing(chosen) + short:
+            chosen = copied
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
@@ -175,6 +180,29 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 
 
+def _missing(planned: PlannedLayout) -> int:
+    return sum(each.missing_bytes for each in planned.shortfalls)
+
+
+def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) -> dict[str, str]:
+    """Return what must be larger than the budgets ``given``, as in ``PlanDetail.fitting``."""
+    reader = _reader_bytes(given, needs.in_place)
+    budgets = replace(given, host=max(given.host, reader))
+    for _ in range(FITTING_TRIES):
+        room = replace(budgets, host=budgets.host - reader)
+        layout, _, missing = make_layout(parts, room, needs)
+        if not missing and needs.saved_bytes is not None:
+            short = shortfall(
+                layout, budgets, needs.saved_bytes, needs.activations, needs.recomputable,
+                logits_bytes,
+            )  # fmt: skip
+            missing = () if short is None else (short,)
+        if not missing:
+            return budgets.beyond(given)
+        budgets = budgets.raised(missing)
+    return {}
+
+
 def _reader_bytes(budgets: Budgets, in_place: frozenset[int]) -> int:
     """What the reader of weight files takes of host memory, where there is one."""
     return held_bytes(threads_for(budgets.host)) if in_place else 0
@@ -186,12 +214,11 @@ def _plan_of(
 ) -> Plan:  # fmt: skip
     """All that a plan says of what was chosen."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
-    sizes, missing = needs.saved_bytes, None
+    sizes, missing, logits_bytes = needs.saved_bytes, None, load.logits_bytes(parts.units)
     if sizes is not None and not chosen.shortfalls:
         missing = shortfall(
-            layout, budgets, sizes, needs.activations, needs.recomputable,
-            load.logits_bytes(parts.units),
-        )  # fmt: skip
+            layout, budgets, sizes, needs.activations, needs.recomputable, logits_bytes
+        )
     shortfalls = chosen.shortfalls if missing is None else (missing,)
     fits, links, bound = not shortfalls, chosen.link_bytes, None
     if rates is not None and not chosen.shortfalls:
@@ -219,6 +246,7 @@ def _plan_of(
         left_bytes=left_bytes(layout, budgets),
         profile=profile,
         budgets=budgets,
+        fitting={} if fits else _fitting(needs, parts, budgets, logits_bytes),
         rates=rates,
     )
     return Plan(

@@ -50,10 +50,11 @@ def raise_shortfall(plan: Plan) -> None:
     if plan.detail.activations_short and layout is not None and layout.saved.policy == "auto":
         log.warning("overspill: %s; until then what has no room stays, over the budget", first)
         return
+    remedy = ". Also, ".join([first.remedy, *map(str, plan.shortfalls[1:])])
+    remedy += plan.detail.about_fitting
     raise BudgetError(
-        first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes,
-        first.remedy,
-    )  # fmt: skip
+        first.what, first.tier.value, first.need_bytes, first.have_bytes, first.have_bytes, remedy
+    )
 
 
 def wrapped(

@@ -74,6 +74,7 @@ def plan_json(
             {"tier": s.tier.value, "what": s.what, "need_bytes": s.need_bytes,
              "have_bytes": s.have_bytes, "remedy": s.remedy} for s in plan.shortfalls
         ],
+        "fitting": dict(plan.detail.fitting),
         "tier_bytes": {tier.value: nbytes for tier, nbytes in plan.tier_bytes.items()},
         "contents": {t.value: dict(kinds) for t, kinds in contents(plan).items()},
         "link_bytes": dict(plan.link_bytes),
@@ -130,6 +131,10 @@ def show_plan(
         console.print(line, highlight=False, soft_wrap=True)
     for shortfall in plan.shortfalls:
         console.print(f"does not fit: {shortfall}", soft_wrap=True)
+    if plan.detail.fitting:
+        flags = (f"--{k.replace('_', '-')} {size}" for k, size in plan.detail.fitting.items())
+        told = f"the smallest budgets that fit: {' '.join(flags)}"
+        console.print(told, highlight=False, soft_wrap=True)
     if plan.fits:
         console.print(verdict(plan, tokens), highlight=False, soft_wrap=True)
     elif plan.detail.activation_bytes is not None:

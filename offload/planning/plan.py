@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..errors import format_bytes
+from ..errors import format_apart, format_budget, format_bytes
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..schedule.layout import Layout, SavedRoom, UnitHome
@@ -27,10 +27,16 @@ class Shortfall:
     have_bytes: int
     remedy: str
 
+    @property
+    def missing_bytes(self) -> int:
+        """By how much the budget is too small."""
+        return self.need_bytes - self.have_bytes
+
     def __str__(self) -> str:
+        need, have = format_apart(self.need_bytes, self.have_bytes)
         return (
-            f"{self.what} needs {format_bytes(self.need_bytes)} of {self.tier.value} memory; "
-            f"the budget is {format_bytes(self.have_bytes)}; {self.remedy}"
+            f"{self.what} needs {need} of {self.tier.value} memory; the budget is {have}; "
+            f"{self.remedy}"
         )
 
 
@@ -47,6 +53,25 @@ class Budgets:
     host: int
     nvme: int | None
     compute_bytes: int | None = None
+
+    def raised(self, shortfalls: Iterable[Shortfall]) -> Budgets:
+        """Return budgets that are larger by what is missing."""
+        return replace(self, **{
+            s.tier.value: (getattr(self, s.tier.value) or 0) + s.missing_bytes
+            for s in shortfalls
+        })  # fmt: skip
+
+    def beyond(self, other: Budgets) -> dict[str, str]:
+        """Return those of these budgets that are not ``other``'s, by the name of their option."""
+        return {
+            f"{tier}_memory": format_budget(nbytes)
+            for tier, nbytes, its in (
+                ("device", self.device, other.device),
+                ("host", self.host, other.host),
+                ("nvme", self.nvme, other.nvme),
+            )
+            if nbytes is not None and nbytes != its
+        }
 
 
 @dataclass(frozen=True)
@@ -127,6 +152,8 @@ class PlanDetail:
         activations_short: whether no tier that they may be in has room for them.
         left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
+        fitting: of a plan that does not fit, the smallest larger budgets that do, by option, as
+            ``{"host_memory": "628KiB"}``; empty for one that fits, and where none were found.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -144,6 +171,7 @@ class PlanDetail:
     left_bytes: int | None = None
     profile: Profile | None = field(default=None, repr=False)
     budgets: Budgets | None = field(default=None, repr=False)
+    fitting: Mapping[str, str] = field(default_factory=dict, repr=False)
     rates: Rates | None = field(default=None, repr=False)
     pageable_bytes: int = 0
 
@@ -156,6 +184,12 @@ class PlanDetail:
     def activations_fit(self) -> bool | None:
         """Whether there is room for the activations; ``None`` where they are not known."""
         return None if self.activation_bytes is None else not self.activations_short
+
+    @property
+    def about_fitting(self) -> str:
+        """What is known of the budgets that fit, as the end of a message."""
+        sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
+        return f". The smallest budgets that fit: {sizes}" if sizes else ""
 
     @property
     def about_activations(self) -> str:
@@ -202,7 +236,9 @@ class Plan:
         tiers = ", ".join(f"{t.value} {format_bytes(n)}" for t, n in self.tier_bytes.items() if n)
         moved = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.link_bytes.items() if v)
         if not self.fits:
-            return "does not fit: " + "; ".join(map(str, self.shortfalls))
+            return (
+                "does not fit: " + "; ".join(map(str, self.shortfalls)) + self.detail.about_fitting
+            )
         bound = "" if self.bound_s is None else f"; bound {self.bound_s:.3g} s ({self.bottleneck})"
         held = f"holds {tiers or 'nothing'}, {self.detail.about_activations}"
         if self.detail.pageable_bytes:

@@ -197,7 +197,7 @@ class _Planner(Placement):
         self._fill()
         need = self._homes() + self._regions(0, 1)
         if need > budget:
-            what = "the model's weights, gradients and optimizer state"
+            what = "the model with its gradients and optimizer state"
             remedy = "give a directory with nvme=, or raise host_memory"
             if self.lower is Tier.NVME:
                 largest = max(self.units, key=lambda u: u.weight_bytes + u.grad_bytes)
@@ -292,14 +292,11 @@ class _Planner(Placement):
         )
         disk = self.disk_bytes()
         if self.budgets.nvme is not None and disk > self.budgets.nvme:
+            remedy = "free disk space or raise nvme_memory"
+            if self.needs.durable:
+                remedy = "free disk space, raise nvme_memory or set durable=False (half the size)"
             self.shortfalls.append(
-                Shortfall(
-                    Tier.NVME,
-                    "the store",
-                    disk,
-                    self.budgets.nvme,
-                    "free disk space, raise nvme_memory or set durable=False (half the size)",
-                )
+                Shortfall(Tier.NVME, "the store", disk, self.budgets.nvme, remedy)
             )
         return (
             Layout(

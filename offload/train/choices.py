@@ -101,7 +101,7 @@ def least_budget(
         made = make(machine, tokens, more)
         if made.fits:
             return made
-        lacks = sum(short.need_bytes - short.have_bytes for short in made.shortfalls)
+        lacks = sum(short.missing_bytes for short in made.shortfalls)
         here = any(short.tier is tier for short in made.shortfalls)
         if not here and lacks >= lacked > 0:
             return None  # more of it has not helped another tier, where activations were short

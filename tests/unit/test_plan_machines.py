@@ -66,7 +66,7 @@ def test_the_example_machines_plan_70_b(path: Path) -> None:
     adamw = torch.optim.AdamW(model.parameters())
     made = plan(
         model, adamw, machine=Machine.from_file(path), tokens=4096, precision="bf16",
-        prefetch_depth=3,
+        prefetch_depth=3, nvme_memory="1.2TB",  # the smallest machine has less
     )  # fmt: skip
     assert made.fits, made.shortfalls
     assert made.step_s is not None and made.bound_s is not None
