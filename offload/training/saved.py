@@ -68,6 +68,19 @@ class _Packing:
         return self.saved.pack(t, self.outer)
 
 
+def _count(weight: torch.Tensor, outer: Hooks | None) -> None:
+    """Let the checkpoints count a weight that they do not keep.
+
+    They match what is saved again in backward by its number.  A view of a weight may be an argument
+    of what they compute again: then it is a weight the first time, and another tensor the second.
+    """
+    while outer is not None:
+        if torch_private.of_checkpoint(outer):
+            outer[0](weight)
+            return
+        outer = outer[0].outer if isinstance(outer[0], _Packing) else None
+
+
 class SavedTensors:
     """The pair of hooks of one engine; ``versions`` counts the updates of every unit."""
 
@@ -103,11 +116,13 @@ class SavedTensors:
         # An argument of a Function, which may have read it somehow.
         found = self._residences.whereabouts(t) if isinstance(t, Elsewhere) else None
         if found is not None:
+            _count(t, outer)
             return self._handle(*found)
         plain = torch_private.has_memory(t)
         residence = self._residences.by_storage.get(torch_private.storage_key(t)) if plain else None
         if residence is not None:
             self._residences.used_here(residence)
+            _count(t, outer)
             return self._handle(residence.unit, View.of(t))
         if plain:
             self._residences.refuse_placeholder(t)
