@@ -15,9 +15,12 @@
 # 5. Flush the target's folder, so that the rename survives a power cut.
 #
 # A folder that exists is exchanged with its draft in one step (`renameat2`). Where that is not
-# possible (files of others in it, a mount point, an old file system), its files are replaced one
-# by one. So that no reader sees a mixture of two states, the files that a reader opens first (the
-# entries) are removed first and placed last; see `replacing_folder`.
+# possible (files of others in it, a mount point, the current directory, an old file system), its
+# files are replaced one by one. So that no reader sees a mixture of two states, the files that a
+# reader opens first (the entries) are removed first and placed last; see `replacing_folder`. If
+# that fails, or the process is killed, no complete set is left there; but the draft has one: until
+# the end its files are hard links to those that were placed. It is renamed to `NAME.HEX.complete`
+# before the first file is replaced, stays after a failure, and the error names it.
 #
 # A killed writer leaves its draft behind, without the lock. The next writer of the same target
 # removes it.
@@ -29,6 +32,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -41,8 +45,11 @@ from pathlib import Path
 
 from .errors import IoError, OffloadError, refused
 
+log = logging.getLogger("overspill")
+
 FULL_BYTES = 1 << 20  # a disk with less is full
 LONGEST_STEM = 200  # bytes of a name that fit in a draft's, of the 255 that Linux allows
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES)  # a folder is not flushed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -89,7 +96,7 @@ def replacing_folder(
         IoError: something cannot be written, or ``path`` is not a folder.
     """
     target = _absolute(path)
-    if target.exists() and not target.is_dir():
+    if os.path.lexists(target) and not target.is_dir():
         raise _not_a_folder(target)
     make_folder(target.parent)
     place = target if _is_fixed(target) else target.parent
@@ -197,22 +204,34 @@ class _Draft:
         except OSError as error:
             raise refused(target, "cannot write", error) from error
         self.path = self._outer / target.name
+        self._merging = False  # whether the draft may be the only complete copy
 
     def __enter__(self) -> _Draft:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         named = self._named(error)  # first, while the draft still fills the disk
-        shutil.rmtree(self._outer, ignore_errors=True)
+        if not self._merging:
+            shutil.rmtree(self._outer, ignore_errors=True)
         os.close(self._fd)
         if named is not None:
             raise named from error
 
     def _named(self, error: BaseException | None) -> IoError | None:
         """Return an error that names the target, or ``None`` if ``error`` needs no other."""
-        if isinstance(error, OSError):
-            named = error.filename if isinstance(error.filename, str) else str(self.path)
-            if named.startswith(str(self._outer)):
+        if self._merging and isinstance(error, Exception):
+            return IoError(
+                f"{self.target}: its files were being replaced, and are not complete ({error}); "
+                f"the complete ones are in {self.path}: move them there, or write them again",
+                path=str(self.target), errno=getattr(error, "errno", None) or errno.EIO,
+            )  # fmt: skip
+        if self._merging:
+            log.error("overspill: the complete files for %s are in %s", self.target, self.path)
+        elif isinstance(error, OSError):
+            named = error.filename
+            if named is None and error.errno in _OF_DISKS:
+                named = str(self.path)
+            if isinstance(named, str) and named.startswith(str(self._outer)):
                 return refused(Path(self._renamed(named)), "cannot write", error)
         elif isinstance(error, IoError) and str(self._outer) in str(error):
             return IoError(
@@ -225,8 +244,11 @@ class _Draft:
         return None
 
     def _full(self, error: Exception) -> IoError | None:
-        if shutil.disk_usage(self._outer).free >= FULL_BYTES:
-            return None
+        try:
+            if shutil.disk_usage(self._outer).free >= FULL_BYTES:
+                return None
+        except OSError:
+            return None  # somebody has removed the folder
         full = refused(self.target, "cannot write", OSError(errno.ENOSPC, ""))
         words = (str(error).splitlines() or [type(error).__name__])[0]
         return IoError(f"{full} ({words})", path=full.path, errno=full.errno)
@@ -248,14 +270,15 @@ class _Draft:
     def publish_folder(self, is_part: Named, is_entry: Named) -> None:
         """Flush the draft and put it in the place of the target."""
         _sync_tree(self.path)
-        present = os.listdir(self.target) if self.target.is_dir() else []
-        names = set(os.listdir(self.path))
-        alone = all(name in names or is_part(name) for name in present)
-        if not alone or _is_fixed(self.target) or not self._exchange():
-            _merge(self.path, self.target, is_part, is_entry)
+        with _locked(self.target):
+            others = _others(self.path, self.target, is_part)
+            if others or _is_fixed(self.target) or not self._exchange(is_part):
+                self._keep()
+                _merge(self.path, self.target, is_part, is_entry)
+                self._merging = False
         sync_folder(self.target.parent)
 
-    def _exchange(self) -> bool:
+    def _exchange(self, is_part: Named) -> bool:
         """Put the draft in the target's place in one rename; return whether that was possible."""
         try:
             os.rename(self.path, self.target)  # over nothing, or an empty folder
@@ -263,11 +286,43 @@ class _Draft:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 raise
-        return _exchange(self.path, self.target)
+        if not _exchange(self.path, self.target):
+            return False
+        for name in _others(self.target, self.path, is_part):  # created in the meantime
+            os.rename(self.path / name, self.target / name)
+        return True
+
+    def _keep(self) -> None:
+        """Give the draft a name by which nobody takes it for abandoned."""
+        hidden = self._outer.name
+        kept = self._outer.with_name(f"{hidden[1:].removesuffix('.part')}.complete")
+        os.rename(self._outer, kept)
+        self._outer, self.path = kept, kept / self.target.name
+        sync_folder(kept.parent)
+        self._merging = True
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    return Path(os.path.abspath(path))
+    target = Path(os.path.abspath(path))
+    try:
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, a loop of links
+        raise refused(target, "cannot write", error) from error
+    return target
+
+
+def _others(draft: Path, target: Path, is_part: Named) -> list[str]:
+    """Return what is in the target, relative to it, and neither in the draft nor a part."""
+    found = []
+    for name in os.listdir(target) if target.is_dir() else ():
+        one, other = draft / name, target / name
+        if not os.path.lexists(one):
+            found += [] if is_part(name) else [name]
+        elif one.is_dir() and other.is_dir() and not other.is_symlink():
+            found += [f"{name}/{each}" for each in _others(one, other, lambda _: False)]
+    return found
 
 
 def _stem(name: str) -> str:
@@ -290,6 +345,27 @@ def _locked_folder(place: Path, stem: str) -> tuple[Path, int]:
         if folder.exists():
             return folder, fd
         os.close(fd)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time replace the files of a folder, if it exists."""
+    fd = None
+    while fd is None:
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            break
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if not folder.is_dir() or not os.path.samestat(os.fstat(fd), os.stat(folder)):
+            os.close(fd)  # it was exchanged while this waited
+            fd = None
+    try:
+        yield
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def _require_file(target: Path) -> None:
@@ -325,13 +401,22 @@ def _is_special(target: Path) -> bool:
         mode = target.stat().st_mode
     except OSError:
         return False
-    own = os.path.realpath(target.parent).split(os.sep)[1:2]
-    return own in (["dev"], ["proc"]) or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    own = os.path.realpath(target.parent).split(os.sep)[1:3]
+    of_system = own[:1] in (["dev"], ["proc"]) and own != ["dev", "shm"]
+    return of_system or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _is_fixed(folder: Path) -> bool:
-    """Whether a folder cannot be renamed: it is a link, or a file system is mounted there."""
-    return folder.is_dir() and (folder.is_symlink() or os.path.ismount(folder))
+    """Whether a folder must not be renamed: it is a link, a file system is mounted there, or the
+    current directory is in it, which would be a removed one afterwards."""
+    if not folder.is_dir():
+        return False
+    if folder.is_symlink() or os.path.ismount(folder):
+        return True
+    try:
+        return Path(os.path.realpath(folder)) in (here := Path.cwd()).parents or here == folder
+    except OSError:
+        return False  # it has been removed already
 
 
 def _same_device(one: Path, other: Path) -> bool:
@@ -370,11 +455,22 @@ def _merge(draft: Path, target: Path, is_part: Named, is_entry: Named) -> None:
 def _move(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         one, other = source / name, target / name
-        if one.is_dir() and other.is_dir():
+        if one.is_dir() and not one.is_symlink():
+            other.mkdir(exist_ok=True)
             _move(one, other, os.listdir(one))
             sync_folder(other)
         else:
-            os.replace(one, other)
+            _place(one, other)
+
+
+def _place(one: Path, other: Path) -> None:
+    """Put a file in another's place, and keep it where the file system has hard links."""
+    second = one.with_name(secrets.token_hex(16))
+    try:
+        os.link(one, second, follow_symlinks=False)
+    except OSError:
+        second = one
+    os.replace(second, other)
 
 
 def _remove(path: Path) -> None:

@@ -19,6 +19,11 @@ from ..state.weight_files import INDEX
 log = logging.getLogger("overspill")
 
 _TORCH = (".pt", ".pth", ".bin", ".pkl")
+# What names of JSON files begin with that frameworks read; others are the user's.
+_JSON = (
+    "adapter_config", "config", "generation_config", "model", "optimizer", "preprocessor_config",
+    "processor_config", "pytorch_model", "special_tokens_map", "tokenizer", "trainer_state",
+)  # fmt: skip
 _LARGEST_HEADER_BYTES = 100_000_000  # as safetensors allows
 
 
@@ -37,19 +42,19 @@ def newest_complete(folder: Path, prefix: str, required: Sequence[str] = ()) -> 
         ValueError: there are checkpoints, and none is complete.
     """
     named = re.compile(re.escape(prefix) + r"(\d+)")
-    numbered = {
-        int(match[1]): each
+    numbered = [
+        (int(match[1]), each)
         for each in (folder.iterdir() if folder.is_dir() else ())
         if (match := named.fullmatch(each.name)) and each.is_dir()
-    }
+    ]
     skipped: list[str] = []
-    for number in sorted(numbered, reverse=True):
-        problem = problem_of(numbered[number], required)
+    for _, checkpoint in sorted(numbered, reverse=True):
+        problem = problem_of(checkpoint, required)
         if problem is None:
             for each in skipped:
                 log.warning("overspill: skipped an incomplete checkpoint: %s", each)
-            log.info("overspill: the newest complete checkpoint is %s", numbered[number])
-            return numbered[number]
+            log.info("overspill: the newest complete checkpoint is %s", checkpoint)
+            return checkpoint
         skipped.append(problem)
     if skipped:
         raise ValueError(
@@ -67,18 +72,24 @@ def problem_of(folder: Path, required: Sequence[str] = ()) -> str | None:
     for name in required:
         if not (folder / name).is_file():
             return f"{folder / name} is missing"
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+    for file in sorted(each for each in folder.rglob("*") if each.is_file() or each.is_symlink()):
         try:
             wrong = _problem(file)
         except OSError as error:
             wrong = f"cannot be read: {error.strerror}"
+        except RecursionError:
+            wrong = "is nested too deeply"
         if wrong is not None:
             return f"{file} {wrong}"
     return None
 
 
 def _problem(file: Path) -> str | None:
-    if file.suffix == ".json":
+    if file.is_symlink() and not file.exists():
+        return "is a link to a file that is missing"
+    if not file.is_file():
+        return None
+    if file.suffix == ".json" and file.name.startswith(_JSON):
         return _of_json(file)
     if file.suffix == ".safetensors":
         return _of_safetensors(file)
@@ -89,12 +100,12 @@ def _problem(file: Path) -> str | None:
 
 def _of_json(file: Path) -> str | None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError:
         return "is not complete JSON"
     if file.name == INDEX or file.name.endswith(".bin.index.json"):
         shards = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(shards, dict):
+        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
             return "does not list shards"
         lacking = {name for name in shards.values() if not (file.parent / name).is_file()}
         if lacking:
@@ -111,7 +122,7 @@ def _of_safetensors(file: Path) -> str | None:
             return "is not a complete safetensors file"
         try:
             header = json.loads(stream.read(length))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            ends = [int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             return "is not a complete safetensors file"
     need = 8 + length + max(ends, default=0)
@@ -121,8 +132,8 @@ def _of_safetensors(file: Path) -> str | None:
 def _of_torch(file: Path) -> str | None:
     with file.open("rb") as stream:
         start = stream.read(2)
-    if not start:
-        return "is empty"
+    if len(start) < 2:
+        return "is cut off" if start else "is empty"
     if start == b"PK" and not zipfile.is_zipfile(file):  # its directory is at the end
         return "is cut off"
-    return None
+    return "begins with zeros, as after a power cut" if start == b"\0\0" else None

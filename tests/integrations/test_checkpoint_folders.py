@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,37 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+# More of the same, and what others write.
+ODD: dict[str, Callable[[Path], object]] = {
+    "optimizer.pt begins with zeros": lambda folder: (folder / "optimizer.pt").write_bytes(
+        bytes((folder / "optimizer.pt").stat().st_size)
+    ),
+    "scheduler.pt is cut off": lambda folder: (folder / "scheduler.pt").write_bytes(b"P"),
+    "scheduler.pt is a link to a file that is missing": lambda folder: (
+        (folder / "scheduler.pt").unlink(),
+        (folder / "scheduler.pt").symlink_to("none"),
+    ),
+    "index.json does not list shards": lambda folder: (
+        folder / "model.safetensors.index.json"
+    ).write_text('{"weight_map": {"a": [1]}}'),
+    "config.json is nested too deeply": lambda folder: (folder / "config.json").write_text(
+        "[" * 100_000
+    ),
+    "safetensors is nested too deeply": lambda folder: (folder / "a.safetensors").write_bytes(
+        (100_000).to_bytes(8, "little") + b"[" * 100_000
+    ),
+    "safetensors is not a complete": lambda folder: (folder / "a.safetensors").write_bytes(
+        (36).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, null]}}  '
+    ),
+    "": lambda folder: (
+        (folder / "predictions.json").write_text('{"a": 1}\n{"a": 2}\n'),
+        (folder / "config.json").write_text("\ufeff{}"),
+        os.mkfifo(folder / "model.pipe.json"),
+        (folder / "again").symlink_to(folder),
+    ),
+}
+
+
 def cut(path: Path, left: int | None = None) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2 if left is None else left])
@@ -75,6 +107,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out.parent / "logged.json").write_text(json.dumps(logged(trainer, 8)))
     trainer._offloaded.close()
     return out
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_files(run: Path, tmp_path: Path, what: str) -> None:
+    shutil.copytree(run / "checkpoint-12", tmp_path / "checkpoint-12")
+    ODD[what](tmp_path / "checkpoint-12")
+    problem = problem_of(tmp_path / "checkpoint-12", [STATE])
+    assert problem is None if not what else what in str(problem)
+
+
+def test_two_checkpoints_of_one_number(tmp_path: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-010"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-10" / STATE).write_text("{}")
+    assert newest_complete(tmp_path, "checkpoint-", [STATE]) == tmp_path / "checkpoint-10"
 
 
 @pytest.mark.parametrize("what", DAMAGE)

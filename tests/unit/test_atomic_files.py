@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,3 +323,155 @@ def test_long_names(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         write_text(tmp_path / name, "text")
     assert names(tmp_path) == [name]
+
+
+def _is_entry(name: str) -> bool:
+    return name == "model.safetensors"
+
+
+def _fill(folder: Path, value: str, *files: str) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(value)
+
+
+@pytest.mark.parametrize("how", ["error", "interrupt"])
+def test_what_fails_between_files_leaves_a_complete_set(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The old entry is gone by then, and some files are new."""
+    out, files = tmp_path / "out", ("config.json", "model.safetensors", "shards/1")
+    _fill(out, "old", *files, "notes")
+    kinds: dict[str, type[BaseException]] = {"error": IoError, "interrupt": KeyboardInterrupt}
+    real = os.replace
+
+    def replace(one: Any, other: Any) -> None:
+        if Path(other).name == "model.safetensors":
+            raise OSError(errno.EIO, "") if how == "error" else KeyboardInterrupt
+        real(one, other)
+
+    with pytest.raises(kinds[how]) as caught, replacing_folder(out, is_entry=_is_entry) as draft:
+        _fill(draft, "new", *files)
+        monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.undo()
+    (kept,) = tmp_path.glob("out.*.complete/out")
+    assert str(kept) in (str(caught.value) if how == "error" else caplog.text)
+    assert all((kept / name).read_text() == "new" for name in files)
+    assert not (out / "model.safetensors").exists()
+    with replacing_folder(out, is_entry=_is_entry) as draft:
+        _fill(draft, "newer", *files)
+    assert all((out / name).read_text() == "newer" for name in files)
+    assert kept.is_dir(), "it is its owner's to remove"
+
+
+def test_without_hard_links_files_are_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "")
+
+    monkeypatch.setattr(os, "link", refuse)
+    out, files = tmp_path / "out", ("config.json", "model.safetensors", "shards/1")
+    _fill(out, "old", *files, "notes")
+    with replacing_folder(out, is_entry=_is_entry) as draft:
+        _fill(draft, "new", *files)
+    assert all((out / name).read_text() == "new" for name in files)
+    assert names(tmp_path) == ["out"]
+
+
+def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in it, and paths relative to it, see the new files."""
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    for place in ("out", "out/inner"):
+        monkeypatch.chdir(tmp_path / place)
+        with replacing_folder(tmp_path / "out", is_part=lambda _: True) as draft:
+            _fill(draft, place, "a", "inner/b")
+        assert os.path.samefile(".", tmp_path / place)
+        assert (tmp_path / "out" / "a").read_text() == place
+
+
+def test_files_of_others_in_inner_folders_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _fill(out, "old", "a", "inner/b")
+    _fill(out, "mine", "inner/c")
+    with replacing_folder(out) as draft:
+        _fill(draft, "new", "a", "inner/b")
+    assert [(out / n).read_text() for n in ("a", "inner/b", "inner/c")] == ["new", "new", "mine"]
+
+
+def test_a_file_that_others_create_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    _fill(out, "old", "a")
+    exchange = atomic_files._exchange
+
+    def later(one: Path, other: Path) -> bool:
+        _fill(out, "mine", "b")
+        return exchange(one, other)
+
+    monkeypatch.setattr(atomic_files, "_exchange", later)
+    with replacing_folder(out) as draft:
+        _fill(draft, "new", "a")
+    assert [(out / n).read_text() for n in ("a", "b")] == ["new", "mine"]
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("no network"), TimeoutError("late"), OSError("an invalid generation config"),
+    ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+])  # fmt: skip
+def test_errors_that_are_not_of_disks_are_raised_as_they_are(
+    error: OSError, tmp_path: Path
+) -> None:
+    with pytest.raises(type(error)) as caught, replacing(tmp_path / "a"):
+        raise error
+    assert caught.value is error
+    assert names(tmp_path) == []
+
+
+def test_names_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "none")
+    with pytest.raises(IoError, match="File name too long"):
+        write_text(tmp_path / ("x" * 300), "")
+    with (
+        pytest.raises(IoError, match="File name too long"),
+        replacing_folder(tmp_path / ("x" * 300)),
+    ):
+        pass
+    for name in ("loop", "nowhere"):
+        with pytest.raises(IoError, match="is not a folder"), replacing_folder(tmp_path / name):
+            pass
+    assert names(tmp_path) == ["loop", "nowhere"]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
+def test_memory_file_systems_hold_files() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for text in ("one", "two"):
+            with replacing(Path(folder, "a")) as draft:
+                draft.write_text(text)
+        assert Path(folder, "a").read_text() == "two"
+
+
+def _write_sets(out: str, value: str, times: int) -> None:
+    for _ in range(times):
+        with replacing_folder(out, is_entry=_is_entry) as draft:
+            _fill(draft, value, *(f"part-{n}" for n in range(8)), "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["with files of others", "alone"])
+def test_two_writers_of_one_folder(place: str, tmp_path: Path) -> None:
+    """Files of both are never there beside an entry."""
+    out = tmp_path / "out"
+    _fill(out, "old", "model.safetensors", *(["notes"] if place != "alone" else []))
+    context = multiprocessing.get_context("fork")
+    for _ in range(10):
+        writers = [context.Process(target=_write_sets, args=(str(out), value, 5)) for value in "ab"]
+        for each in writers:
+            each.start()
+        for each in writers:
+            each.join()
+            assert each.exitcode == 0
+        found = {(out / name).read_text() for name in names(out) if name != "notes"}
+        assert found in ({"a"}, {"b"})
