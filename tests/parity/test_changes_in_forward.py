@@ -159,7 +159,7 @@ def test_a_change_in_backward_after_the_update_is_refused(
     options = {"nvme": tmp_path, "update": "backward", "durable": False, **PLACES[place]}
     with (
         overspill.wrap(model, inner, **options) as optimizer,
-        pytest.raises(overspill.OffloadError, match=r"in backward.*use update='next_forward'"),
+        pytest.raises(overspill.OffloadError, match=r"during backward.*Use update='next_forward'"),
     ):
         _losses(model, optimizer)
 
