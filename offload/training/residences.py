@@ -232,7 +232,6 @@ class Residences:
         self._edits.refuse()
 
     # -- opening and closing --------------------------------------------------------------------
-
     # An exception may come between any two lines.  What is granted, open or shown stays counted
     # until it is undone as a whole, so that ``reset`` finds it; no slot is let go that still shows.
 
@@ -469,6 +468,7 @@ class Residences:
         for unit, uses in enumerate(self.uses):
             for _ in range(uses):
                 self.leave(unit)
+        self.let_go()  # of a unit that its module had changed
         for unit, count in enumerate(self.open):
             if count:
                 self.open[unit] = 1

@@ -349,6 +349,34 @@ def test_a_change_before_an_error_stays(tmp_path: Path) -> None:
         assert torch.equal(model[3].inner.weight, before.clamp(-0.05, 0.05))
 
 
+@pytest.mark.parametrize("update", ["step", "next_forward", "backward"])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("ends", [False, True])
+def test_training_goes_on_or_ends_after_an_exception(
+    ends: bool, kind: type[BaseException], update: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def interrupted(weight: nn.Parameter) -> None:
+        weight.data.mul_(0.98)
+        if raises:
+            raise kind
+
+    raises: list[int] = []
+    model = _build(_decays)
+    model[3].change = interrupted
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"units": list("0123"), "update": update, **PLACES["streamed"]}
+    with overspill.wrap(model, inner, nvme=tmp_path, **options) as optimizer:
+        _losses(model, optimizer)
+        raises.append(1)
+        with pytest.raises(kind):
+            model(normal(2, 4, 32))
+        raises.clear()
+        if not ends:
+            _losses(model, optimizer)
+    assert not caplog.records
+
+
 def test_gemma_3n_trains(tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
     config = hf.Gemma3nTextConfig(
