@@ -324,7 +324,8 @@ def _require_unkept(directory: Path, locked: Sequence[Path]) -> None:
     raise IoError(
         f"{directory}: {what}; continue it with overspill.resume(model, {str(directory)!r}), "
         f"delete {files} in {'it' if len(places) == 1 else 'all of ' + ', '.join(places)}, or "
-        "choose another directory",
+        "choose another directory. A program that saves checkpoints of its own can use "
+        "durable=False, which keeps nothing here",
         path=str(directory),
         errno=errno.EEXIST,
     )

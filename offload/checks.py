@@ -53,7 +53,8 @@ def check_model(
             if id(p) not in own:
                 raise ValueError(
                     f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
-                    "not in the model; build the optimizer from model.parameters()"
+                    "not in the model; build the optimizer from model.parameters(), or wrap all "
+                    "models that it trains as one: nn.ModuleList([a, b])"
                 )
 
 
@@ -68,11 +69,6 @@ def check_modules(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise OffloadError(f"{kind} is not supported: overspill trains on one device")
-        if getattr(module, "max_norm", None) is not None:
-            raise OffloadError(
-                f"module {name!r} changes its weight in forward (max_norm), which would be lost; "
-                "set max_norm=None, and renormalise between step() and the next forward"
-            )
 
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)

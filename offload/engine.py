@@ -340,17 +340,21 @@ class Engine(Living):
             if isinstance(value, nn.Parameter):
                 yield name, value.detach().clone()
 
-    def load_weights(self, path: Path, *, hub: bool = True) -> None:
-        """All weights become those in safetensors files, and persistent buffers with them;
-        ``hub``: they have the hub's names, where the model has others.
+    def load_weights(self, path: Path, *, hub: bool = True, part: nn.Module | None = None) -> None:
+        """Load all weights and persistent buffers from safetensors files.
+
+        Args:
+            hub: whether they have the hub's names, where the model has others.
+            part: the module of the model that the files are of; default: the model.
 
         Raises:
             ValueError: the files lack a parameter, or have it in another shape; nothing was
                 changed.  Or one turns out to be damaged while it is read; then a part was.
         """
-        files = open_weights(path, self.model if hub else None)
-        names = match_files(files, self.model, self.machinery.parts)
-        others = Others(files, self.model, set(names.values()), set(map(id, self.parameters)))
+        model = self.model if part is None else part
+        files = open_weights(path, model if hub else None)
+        names = match_files(files, model, self.machinery.parts)
+        others = Others(files, model, set(names.values()), set(map(id, self.parameters)))
         self._loop.require_usable()
         self._weights.load_all({index: partial(read_float, files, n) for index, n in names.items()})
         others.load()

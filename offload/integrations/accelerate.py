@@ -28,9 +28,10 @@ from torch import nn
 from ..durable.files import is_of_weights, write_safetensors, write_torch
 from ..durable.hub import of_state_dict
 from ..durable.tensors import lazy
-from ..engine import engine_of
+from ..engine import Engine
 from ..errors import OffloadError
 from ..io_engine.atomic_files import make_folder, remove_abandoned, replacing, replacing_folder
+from ..open_engines import open_engines
 from ..optimizer import OffloadedOptimizer
 from .checkpoints import newest_complete
 
@@ -93,11 +94,10 @@ def _save(accelerator: Accelerator, ours: _Ours, folder: Path, more: dict[str, A
     finally:
         hook.remove()
     if accelerator.is_main_process:
-        parameters = [p for _, engine in ours.models for p in engine.parameters]
         for number, state in enumerate(left):
             name = f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
             with replacing(folder / name) as draft:
-                write_safetensors(of_state_dict(state, parameters), draft, lambda nbytes: None)
+                write_safetensors(of_state_dict(state, ours.parameters), draft, lambda nbytes: None)
         for number, (_, engine) in enumerate(ours.optimizers):
             tree = engine.streamed_state(
                 lambda name, shape, read: lazy(name, torch.float32, shape, read)
@@ -201,12 +201,12 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     (folder,) = found
     for number, each in enumerate(left):
         model = accelerator.unwrap_model(each)
-        engine = engine_of(model)
+        engine = _engine_over(model)
         assert engine is not None
         file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
         old = folder / f"{_numbered(MODEL_NAME, number)}.bin"
         if file.is_file() or not old.is_file():
-            engine.load_weights(file, hub=False)
+            engine.load_weights(file, hub=False, part=model)
         else:
             model.load_state_dict(torch.load(old, mmap=True, weights_only=True))
     for number, (optimizer, _) in enumerate(ours.optimizers):
@@ -217,6 +217,13 @@ def _numbered(name: str, number: int) -> str:
     return f"{name}_{number}" if number else name
 
 
+def _engine_over(model: nn.Module) -> Engine | None:
+    """Return the engine of a model that is wrapped, or is a part of one that is (the members of an
+    ``nn.ModuleList`` that share an optimizer, say)."""
+    found = [engine for engine in open_engines() if model in engine.model.modules()]
+    return found[0] if found else None
+
+
 class _Ours:
     """What is wrapped of an accelerator's.  Inside its block weights are not read for a state dict,
     but stand there as their parameters, and the accelerator knows of no optimizer."""
@@ -225,12 +232,14 @@ class _Ours:
         self._accelerator = accelerator
         found = [accelerator.unwrap_model(each) for each in accelerator._models]
         inner = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
-        self.models = [(m, engine) for m in found if (engine := engine_of(m)) is not None]
+        self.models = [(m, engine) for m in found if (engine := _engine_over(m)) is not None]
+        engines = list({id(engine): engine for _, engine in self.models}.values())
+        self.parameters = [p for engine in engines for p in engine.parameters]
         self.optimizers = [
             (each, engine)
             for each in inner
             if isinstance(each, OffloadedOptimizer)
-            for _, engine in self.models
+            for engine in engines
             if each.plan is engine.plan
         ]
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)

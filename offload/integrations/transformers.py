@@ -58,6 +58,8 @@ _AS_ADAMW: dict[str, str] = {
     OptimizerNames.ADAMW_8BIT: "int8",
     OptimizerNames.PAGED_ADAMW: "fp32",
     OptimizerNames.PAGED_ADAMW_8BIT: "int8",
+    OptimizerNames.ADAMW_TORCH_8BIT: "int8",
+    OptimizerNames.ADAMW_TORCH_4BIT: "int8",  # the most compact format that there is
 }
 
 
@@ -124,8 +126,15 @@ class _Offloaded(Trainer):
         moments = _AS_ADAMW.get(self.args.optim)
         if moments is None or self.optimizer is not None or self.optimizer_cls_and_kwargs:
             return None
-        options.setdefault("moments", moments)
         args = self.args
+        if args.optim_args:
+            raise ValueError(
+                f"optim_args={args.optim_args!r} has no meaning here: optim={str(args.optim)!r} is "
+                "AdamW with moments= of overspill; leave optim_args out"
+            )
+        if args.optim == OptimizerNames.ADAMW_TORCH_4BIT and "moments" not in options:
+            log.info("overspill: optim='adamw_torch_4bit': moments are int8, which is more exact")
+        options.setdefault("moments", moments)
         betas = (args.adam_beta1, args.adam_beta2)
         return torch.optim.AdamW, {
             "lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon,

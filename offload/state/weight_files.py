@@ -188,6 +188,7 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
     """By parameter index, the tensor in the files that holds it; checked before anything moves.
+    ``model``: that of ``parts``, or a part of it.
 
     A tied parameter may stand under any of its names, with or without a leading module.  What
     transformers leaves out of files for this model (tables that are computed) may be missing, and
@@ -207,7 +208,8 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
     prefix = getattr(base_of(model), "base_model_prefix", "")
     found: dict[int, str] = {}
     problems: list[str] = []
-    for index, p in enumerate(parts.parameters):
+    for index in sorted(names):
+        p = parts.parameters[index]
         candidates = list(dict.fromkeys([*names[index], *map(in_base, names[index])]))
         if prefix:
             own = list(candidates)

@@ -98,6 +98,50 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         run.optimizer.close()
 
 
+def test_models_that_share_an_optimizer(tmp_path: Path) -> None:
+    """The members of a list that is wrapped are prepared, saved and loaded one by one."""
+
+    def build(seed: int, options: dict[str, Any] | None) -> tuple[Any, ...]:
+        set_seed(seed)
+        models = nn.ModuleList([TinyLM(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))])
+        optimizer: torch.optim.Optimizer = adamw(models)
+        if options is not None:
+            store = tmp_path / f"store-{seed}"
+            store.mkdir()
+            optimizer = overspill.wrap(models, optimizer, nvme=store, **options)
+        accelerator = Accelerator(cpu=True)
+        placed = [False] * 3
+        return accelerator, *accelerator.prepare(*models, optimizer, device_placement=placed)
+
+    def train(made: tuple[Any, ...], first: int) -> list[float]:
+        accelerator, language, other, optimizer = made
+        losses = []
+        for number in range(first, first + 4):
+            loss = language(*batch(number)) + other(torch.ones(4, 8) * number).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain, ours, again = build(0, None), build(0, TIGHT), build(1, OTHER)
+    train(ours, 0)
+    train(plain, 0)
+    streaming.save_state(ours[0], str(tmp_path / "ours"))
+    plain[0].save_state(str(tmp_path / "plain"))
+    streaming.load_state(again[0], str(tmp_path / "ours"))
+    back = build(2, None)
+    back[0].load_state(str(tmp_path / "ours"))
+    there = build(3, TIGHT)
+    streaming.load_state(there[0], str(tmp_path / "plain"))
+    after = train(ours, 4)
+    assert train(again, 4) == after
+    assert near(train(back, 4), after)
+    assert near(train(there, 4), train(plain, 4))
+    for made in (ours, again, there):
+        made[3].optimizer.close()
+
+
 def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for use in (streaming.save_state, streaming.load_state):

@@ -330,6 +330,24 @@ def test_each_trial_has_the_optimizer_that_its_arguments_ask_for(tmp_path: Path)
         assert engine is not None and engine.config.moments == "int8"
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "paged_adamw_8bit"])
+def test_compact_optimizers_are_adamw_with_compact_moments(optim: str, tmp_path: Path) -> None:
+    def made(**more: Any) -> Any:
+        return OverspillTrainer(
+            llama(), arguments(tmp_path / "ours", optim=optim, max_steps=2, **more),
+            train_dataset=Rows(), eval_dataset=Rows(8), overspill=PLACES["memory"],
+        )  # fmt: skip
+
+    ours = made()
+    ours.train()
+    engine = engine_of(ours.model)
+    assert engine is not None
+    assert engine.config.moments == "int8"
+    ours._offloaded.close()
+    with pytest.raises(ValueError, match="leave optim_args out"):
+        made(optim_args="block_size=128").train()
+
+
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_a_script_is_run_again_in_the_same_folders(cut_off: bool, tmp_path: Path) -> None:
     """The trainer resumes from its checkpoints; what the last run has left is in no way."""

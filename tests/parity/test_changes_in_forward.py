@@ -377,6 +377,35 @@ def test_training_goes_on_or_ends_after_an_exception(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_an_embedding_that_renormalises(place: str, tmp_path: Path) -> None:
+    """``max_norm`` scales the rows that are looked up, in place."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        table = nn.Embedding(64, 32, max_norm=1.0)
+        return nn.Sequential(table, *(nn.Linear(32, 32) for _ in range(4))).to(DEVICE)
+
+    def losses(model: nn.Sequential, optimizer: Any) -> list[float]:
+        found = []
+        for number in range(4):
+            ids = (normal(number, 16).abs() * 30).long().clamp(max=63)
+            loss = model(ids).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    plain, model = build(), build()
+    expected = losses(plain, plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"nvme": tmp_path, "durable": False, **PLACES[place]}
+    with overspill.wrap(model, inner, **options) as optimizer:
+        assert losses(model, optimizer) == expected
+        assert torch.equal(model[0].weight.detach(), plain[0].weight.detach())
+
+
 def test_gemma_3n_trains(tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
     config = hf.Gemma3nTextConfig(

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("io_engine/atomic_files.py", "move them there, or write them again"): (
+        "tests/unit/test_atomic_files.py::test_what_fails_between_files_leaves_a_complete_set"
+    ),
+    ("offload/integrations/transformers.py", "leave optim_args out"): (
+        "tests/integrations/test_transformers.py::"
+        "test_compact_optimizers_are_adamw_with_compact_moments"
+    ),
     ("offload/movement/health.py", "use the model in the parent, or wrap one here"): (
         "tests/robust/test_fork.py::test_a_child_may_not_use_the_engine_and_harms_nothing"
     ),

@@ -234,7 +234,7 @@ def test_an_engine_that_stopped(
 @tries("io_engine/store.py", "continue it with overspill.resume(model, {}), delete {} in {}, or",
        "does not exist; create it, or choose another directory",
        "is not a directory; choose one")  # fmt: skip
-@pytest.mark.parametrize("way", ["resume", "delete", "elsewhere"])
+@pytest.mark.parametrize("way", ["resume", "delete", "elsewhere", "not durable"])
 def test_a_store_that_is_in_the_way(way: str, tmp_path: Path) -> None:
     place, other = tmp_path / "place", tmp_path / "other"
     place.mkdir()
@@ -249,6 +249,9 @@ def test_a_store_that_is_in_the_way(way: str, tmp_path: Path) -> None:
         (place / MANIFEST_NAME).unlink()
         run(place, 2)[1].close()
         resumed(place, 4)
+    elif way == "not durable":
+        for _ in range(2):  # as often as one likes
+            run(other, 2, durable=False)[1].close()
     else:
         run(other, 2)[1].close()
         resumed(other, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import CPU, SIM, about_cpu, about_sim
+from tests.devices import CPU, SIM, about_cpu, about_sim, normal, plainly
 from tests.models import TinyLM, batch
 from tests.remedies.table import (
     WIDTH,
@@ -126,37 +126,30 @@ def test_lazy_modules() -> None:
         trains(model, optimizer)
 
 
-@tries(CHECKS, "build the optimizer from model.parameters()")
+@tries(
+    CHECKS, "build the optimizer from model.parameters(), or wrap all models that it trains as one"
+)
 def test_an_optimizer_of_other_parameters() -> None:
     model = net()
     with says("build the optimizer from model.parameters()"):
         wrapped(model, torch.optim.AdamW(net().parameters()))
     with wrapped(model, torch.optim.AdamW(model.parameters(), lr=0.01)) as optimizer:
         trains(model, optimizer)
-
-
-@tries(CHECKS, "set max_norm=None, and renormalise between step() and the next forward")
-def test_an_embedding_that_renormalises() -> None:
-    def build(max_norm: float | None) -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(9, WIDTH, max_norm=max_norm), net())
-
-    model, ids = build(0.5), torch.arange(6)
-    with says("set max_norm=None, and renormalise between step() and the next forward"):
-        wrapped(model)
-    twin = build(None)
-    model[0].max_norm = None
-    reference = overspill.optim.AdamW(twin.parameters(), lr=0.01)
-    with wrapped(model) as optimizer:
-        for _ in range(2):
-            for each, its in ((model, optimizer), (twin, reference)):
-                with torch.no_grad():
-                    weight = each[0].weight
-                    weight.copy_(weight.renorm(2, 0, 0.5))
-                each(ids).square().mean().backward()
+    models = [net(seed=1), net(seed=2)]
+    both = torch.optim.AdamW([p for each in models for p in each.parameters()], lr=0.01)
+    with says("wrap all models that it trains as one: nn.ModuleList([a, b])"):
+        wrapped(models[0], both)
+    plain = [net(seed=1), net(seed=2)]
+    theirs = plainly(overspill.optim.AdamW, nn.ModuleList(plain).parameters(), lr=0.01)
+    with wrapped(nn.ModuleList(models), both) as optimizer:
+        for its, (one, other) in ((optimizer, models), (theirs, plain)):
+            for number in range(2):
+                x = normal(number, 5, WIDTH)
+                (one(x).square().mean() + other(x).square().mean()).backward()
                 its.step()
                 its.zero_grad()
-        same(model, twin)
+        for ours, their in zip(models, plain, strict=True):
+            same(ours, their)
 
 
 @tries(CHECKS, "replace it by a dense one (p.to_dense(), p.dequantize()) before wrap",
