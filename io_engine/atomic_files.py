@@ -44,13 +44,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from .errors import IoError, OffloadError, refused
+from .flushing import sync_file, sync_folder, sync_tree
 
 log = logging.getLogger("overspill")
 
 FULL_BYTES = 1 << 20  # a disk with less is full
 LONGEST_STEM = 200  # bytes of a name that fit in a draft's, of the 255 that Linux allows
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES)  # a folder is not flushed
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 Named = Callable[[str], bool]  # whether a file name is one of those meant
@@ -263,13 +263,13 @@ class _Draft:
             before = os.lstat(self.target)
             if stat.S_ISREG(before.st_mode):
                 os.chmod(self.path, stat.S_IMODE(before.st_mode))
-        _sync(self.path)
+        sync_file(self.path)
         os.replace(self.path, self.target)
         sync_folder(self.target.parent)
 
     def publish_folder(self, is_part: Named, is_entry: Named) -> None:
         """Flush the draft and put it in the place of the target."""
-        _sync_tree(self.path)
+        sync_tree(self.path)
         with _locked(self.target):
             others = _others(self.path, self.target, is_part)
             if others or _is_fixed(self.target) or not self._exchange(is_part):
@@ -478,40 +478,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-# -- flushing ------------------------------------------------------------------------------------
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_tree(folder: Path) -> None:
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            if not os.path.islink(os.path.join(place, name)):
-                _sync(Path(place, name))
-        sync_folder(Path(place))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or removed in a folder survive a power cut, where the file
-    system can.
-
-    Raises:
-        OSError: the device failed.
-    """
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in _UNSYNCED:
-            raise

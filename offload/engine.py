@@ -311,6 +311,10 @@ class Engine(Living):
         """Those that the engine has, in the order of their indices."""
         return self.machinery.parts.parameters
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module is the model, or in it."""
+        return any(each is module for each in self.model.modules())
+
     @property
     def trained(self) -> list[ParamSpec]:
         """The parameters that are trained, in the order in which ``masters`` gives them."""

@@ -220,7 +220,7 @@ def _numbered(name: str, number: int) -> str:
 def _engine_over(model: nn.Module) -> Engine | None:
     """Return the engine of a model that is wrapped, or is a part of one that is (the members of an
     ``nn.ModuleList`` that share an optimizer, say)."""
-    found = [engine for engine in open_engines() if model in engine.model.modules()]
+    found = [engine for engine in open_engines() if engine.has(model)]
     return found[0] if found else None
 
 
