@@ -29,7 +29,7 @@ def play(folder: Path, cases: int, seed: int, seconds: float, *more: str) -> Non
 @pytest.mark.timeout(900)
 def test_what_was_committed_is_never_lost(tmp_path: Path) -> None:
     """They wrap, resume, export, inspect and are killed; a short form of the soak below."""
-    play(tmp_path, 1, 1, 850, "2")  # steps
+    play(tmp_path, 1, 1, 850, "1")  # step
 
 
 @pytest.mark.soak

@@ -32,8 +32,9 @@ def killed(folder: Path, kills: int, names: list[str]) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", [LIGHT, SLOW[::2], SLOW[1::2]], ids=["light", "slow", "others"])
-def test_a_killed_writer_leaves_old_or_new(tmp_path: Path, names: list[str]) -> None:
+def test_a_killed_writer_leaves_old_or_new(tmp_path: Path) -> None:
+    """Some of them; the soak below kills all."""
+    names = [*LIGHT[::3], SLOW[0]]
     assert len(killed(tmp_path, 1, names)) == len(names)
 
 
