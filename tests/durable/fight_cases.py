@@ -31,6 +31,10 @@ from overspill.planning import choose
 from tests.resumed import adamw, build, options, train
 
 STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 20
+# Seconds of processor time after which a process is killed, on average: by the clock, none would
+# come to a commit on a busy machine.  Some die young, and some live long enough for a few steps.
+LIVES_S = (0.5, 2.0, 8.0)
+WAITING = 0.001  # how probably one is killed at each look, since it may wait and compute nothing
 Weights = dict[str, torch.Tensor]
 BEFORE = (  # what may be said as long as there is no commit that anybody may want
     "no store here", "never committed", "store file", "is missing", "made a new store here",
@@ -139,6 +143,12 @@ def begun(call: Callable[[], None]) -> int:
     return pid
 
 
+def computed_s(pid: int) -> float:
+    """The processor time of a process that nobody has waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def reference(folder: Path) -> list[Weights]:
     """The weights after every step of a run that has its store to itself."""
     model, found = build(), list[Weights]()
@@ -155,19 +165,20 @@ def play(folder: Path, rng: random.Random, wanted: list[Weights]) -> int:
     places = [folder / "a", folder / "b"]
     for each in places:
         each.mkdir()
-    told, running, killed = Told(), set[int](), set[int]()
+    told, running, killed = Told(), dict[int, float](), set[int]()  # seconds that each may compute
     while told.step < STEPS or running:
         while told.step < STEPS and len(running) < 2:
             fighter = Fighter(places, told, wanted, rng.getrandbits(32))
-            running.add(begun(fighter.fight))
+            running[begun(fighter.fight)] = rng.expovariate(1 / rng.choice(LIVES_S))
         time.sleep(rng.uniform(0, 0.1))
-        if rng.random() < 0.05 and running:
-            killed.add(victim := rng.choice(sorted(running)))
-            os.kill(victim, signal.SIGKILL)
+        for pid, life_s in running.items():
+            if pid not in killed and (computed_s(pid) > life_s or rng.random() < WAITING):
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
         for pid in sorted(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                running.remove(pid)
+                del running[pid]
                 code = os.waitstatus_to_exitcode(status)
                 assert code == 0 or (pid in killed and code == -signal.SIGKILL), code
     last = Fighter(places, told, wanted, 0)
