@@ -18,9 +18,9 @@
 # possible (files of others in it, a mount point, the current directory, an old file system), its
 # files are replaced one by one. So that no reader sees a mixture of two states, the files that a
 # reader opens first (the entries) are removed first and placed last; see `replacing_folder`. If
-# that fails, or the process is killed, no complete set is left there; but the draft has one: until
-# the end its files are hard links to those that were placed. It is renamed to `NAME.HEX.complete`
-# before the first file is replaced, stays after a failure, and the error names it.
+# that fails, or the process is killed, the folder is incomplete, but the draft is not: its files
+# are placed as hard links (on a file system without hard links, they are moved). It is renamed to
+# `NAME.HEX.complete` first. After a failure or a kill it stays until the user removes it.
 #
 # A killed writer leaves its draft behind, without the lock. The next writer of the same target
 # removes it.
@@ -29,7 +29,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -38,22 +37,21 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 from .errors import IoError, OffloadError, refused
 from .flushing import sync_file, sync_folder, sync_tree
+from .folders import Named, exchange, has_links, merge, others
+from .pins import is_current
 
 log = logging.getLogger("overspill")
 
 FULL_BYTES = 1 << 20  # a disk with less is full
 LONGEST_STEM = 200  # bytes of a name that fit in a draft's, of the 255 that Linux allows
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-Named = Callable[[str], bool]  # whether a file name is one of those meant
 
 
 @contextmanager
@@ -67,7 +65,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         IoError: the file cannot be written: its folder does not exist, the disk is full, or
             ``path`` is a folder, a device or a pipe.
     """
-    target = _absolute(path)
+    target = _target_of(path)
     _require_file(target)
     with _Draft(target) as draft:
         yield draft.path
@@ -95,7 +93,7 @@ def replacing_folder(
     Raises:
         IoError: something cannot be written, or ``path`` is not a folder.
     """
-    target = _absolute(path)
+    target = _target_of(path)
     if os.path.lexists(target) and not target.is_dir():
         raise _not_a_folder(target)
     make_folder(target.parent)
@@ -116,7 +114,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     Raises:
         IoError: it cannot be written; what was there before is as it was.
     """
-    target = _absolute(path)
+    target = _target_of(path)
     if _is_special(target):
         try:
             with target.open("wb") as file:
@@ -204,30 +202,35 @@ class _Draft:
         except OSError as error:
             raise refused(target, "cannot write", error) from error
         self.path = self._outer / target.name
-        self._merging = False  # whether the draft may be the only complete copy
+        self._kept = False  # whether the draft may be the only complete copy
+        self._links = True  # whether files are placed as links to those in the draft
 
     def __enter__(self) -> _Draft:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         named = self._named(error)  # first, while the draft still fills the disk
-        if not self._merging:
+        if not self._kept:
             shutil.rmtree(self._outer, ignore_errors=True)
+        elif named is None:
+            log.error(
+                "overspill: interrupted while replacing the files of %s; %s",
+                self.target,
+                self._left,
+            )
         os.close(self._fd)
         if named is not None:
             raise named from error
 
     def _named(self, error: BaseException | None) -> IoError | None:
         """Return an error that names the target, or ``None`` if ``error`` needs no other."""
-        if self._merging and isinstance(error, Exception):
+        if self._kept:
             return IoError(
-                f"{self.target}: its files were being replaced, and are not complete ({error}); "
-                f"the complete ones are in {self.path}: move them there, or write them again",
+                f"{self.target}: replacing its files failed ({error}), and it is incomplete; "
+                f"{self._left}: move them to {self.target}, or write it again",
                 path=str(self.target), errno=getattr(error, "errno", None) or errno.EIO,
-            )  # fmt: skip
-        if self._merging:
-            log.error("overspill: the complete files for %s are in %s", self.target, self.path)
-        elif isinstance(error, OSError):
+            ) if isinstance(error, Exception) else None  # fmt: skip
+        if isinstance(error, OSError):
             named = error.filename
             if named is None and error.errno in _OF_DISKS:
                 named = str(self.path)
@@ -248,10 +251,16 @@ class _Draft:
             if shutil.disk_usage(self._outer).free >= FULL_BYTES:
                 return None
         except OSError:
-            return None  # somebody has removed the folder
+            return None  # the draft folder was removed
         full = refused(self.target, "cannot write", OSError(errno.ENOSPC, ""))
         words = (str(error).splitlines() or [type(error).__name__])[0]
         return IoError(f"{full} ({words})", path=full.path, errno=full.errno)
+
+    @property
+    def _left(self) -> str:
+        """What the user still has, in words."""
+        left = "a complete set of files is" if self._links else "the remaining files are"
+        return f"{left} in {self.path}"
 
     def _renamed(self, text: str) -> str:
         text = text.replace(str(self.path), str(self.target))
@@ -270,39 +279,57 @@ class _Draft:
     def publish_folder(self, is_part: Named, is_entry: Named) -> None:
         """Flush the draft and put it in the place of the target."""
         sync_tree(self.path)
-        with _locked(self.target):
-            others = _others(self.path, self.target, is_part)
-            if others or _is_fixed(self.target) or not self._exchange(is_part):
-                self._keep()
-                _merge(self.path, self.target, is_part, is_entry)
-                self._merging = False
+        done = False
+        while not done:
+            with _locked(self.target) as exists:
+                if exists:
+                    self._replace_folder(is_part, is_entry)
+                done = exists or self._rename_folder()
         sync_folder(self.target.parent)
 
-    def _exchange(self, is_part: Named) -> bool:
-        """Put the draft in the target's place in one rename; return whether that was possible."""
+    def _rename_folder(self) -> bool:
+        """Rename the draft to the target; ``False``: another writer has just created that."""
         try:
-            os.rename(self.path, self.target)  # over nothing, or an empty folder
-            return True
+            os.rename(self.path, self.target)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-                raise
-        if not _exchange(self.path, self.target):
-            return False
-        for name in _others(self.target, self.path, is_part):  # created in the meantime
-            os.rename(self.path / name, self.target / name)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
         return True
 
-    def _keep(self) -> None:
-        """Give the draft a name by which nobody takes it for abandoned."""
-        hidden = self._outer.name
-        kept = self._outer.with_name(f"{hidden[1:].removesuffix('.part')}.complete")
-        os.rename(self._outer, kept)
-        self._outer, self.path = kept, kept / self.target.name
-        sync_folder(kept.parent)
-        self._merging = True
+    def _replace_folder(self, is_part: Named, is_entry: Named) -> None:
+        """Put the draft in the place of a folder that exists: whole, or file by file."""
+        kept = f"{self._outer.name[1:].removesuffix('.part')}.complete"
+        stays = _is_fixed(self.target) or others(self.path, self.target, is_part)
+        if not stays and exchange(self.path, self.target):
+            self._return_others(is_part, kept)
+            return
+        abandoned = self._outer.name
+        self._rename_to(kept)
+        self._kept, self._links = True, has_links(self._outer)
+        merge(self.path, self.target, is_part, is_entry, links=self._links)
+        self._rename_to(abandoned)  # so that, half removed, it is not taken for complete
+        self._kept = False
+
+    def _return_others(self, is_part: Named, kept: str) -> None:
+        """Move files that others created just before the exchange back to the target."""
+        try:
+            for name in others(self.target, self.path, is_part):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.path / name, self.target / name)
+        except BaseException:
+            self._rename_to(kept)
+            self._kept = True
+            raise
+
+    def _rename_to(self, name: str) -> None:
+        renamed = self._outer.with_name(name)
+        os.rename(self._outer, renamed)
+        self._outer, self.path = renamed, renamed / self.target.name
+        sync_folder(renamed.parent)
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
+def _target_of(path: str | os.PathLike[str]) -> Path:
     target = Path(os.path.abspath(path))
     try:
         os.lstat(target)
@@ -311,18 +338,6 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     except OSError as error:  # a name that is too long, a loop of links
         raise refused(target, "cannot write", error) from error
     return target
-
-
-def _others(draft: Path, target: Path, is_part: Named) -> list[str]:
-    """Return what is in the target, relative to it, and neither in the draft nor a part."""
-    found = []
-    for name in os.listdir(target) if target.is_dir() else ():
-        one, other = draft / name, target / name
-        if not os.path.lexists(one):
-            found += [] if is_part(name) else [name]
-        elif one.is_dir() and other.is_dir() and not other.is_symlink():
-            found += [f"{name}/{each}" for each in _others(one, other, lambda _: False)]
-    return found
 
 
 def _stem(name: str) -> str:
@@ -348,23 +363,24 @@ def _locked_folder(place: Path, stem: str) -> tuple[Path, int]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time replace the files of a folder, if it exists."""
-    fd = None
-    while fd is None:
+def _locked(folder: Path) -> Iterator[bool]:
+    """Let one process at a time replace the files of a folder; give whether it exists."""
+    while True:
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            break
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        if not folder.is_dir() or not os.path.samestat(os.fstat(fd), os.stat(folder)):
-            os.close(fd)  # it was exchanged while this waited
-            fd = None
-    try:
-        yield
-    finally:
-        if fd is not None:
+            yield False
+            return
+        except OSError as error:
+            raise refused(folder, "cannot write", error) from error
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if is_current(fd, Path(os.path.realpath(folder))):
+                yield True
+                return
+            # another writer exchanged the folder during the wait
+        finally:
             os.close(fd)
 
 
@@ -407,16 +423,16 @@ def _is_special(target: Path) -> bool:
 
 
 def _is_fixed(folder: Path) -> bool:
-    """Whether a folder must not be renamed: it is a link, a file system is mounted there, or the
-    current directory is in it, which would be a removed one afterwards."""
+    """Whether a folder must not be renamed: it is a link, a file system is mounted there, or it
+    contains the current directory, which an exchange would remove."""
     if not folder.is_dir():
         return False
     if folder.is_symlink() or os.path.ismount(folder):
         return True
     try:
-        return Path(os.path.realpath(folder)) in (here := Path.cwd()).parents or here == folder
+        return Path.cwd().is_relative_to(os.path.realpath(folder))
     except OSError:
-        return False  # it has been removed already
+        return False  # the current directory was removed
 
 
 def _same_device(one: Path, other: Path) -> bool:
@@ -424,57 +440,3 @@ def _same_device(one: Path, other: Path) -> bool:
         return os.stat(one).st_dev == os.stat(other).st_dev
     except OSError:
         return False
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; ``False``: the system cannot."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if call is None:
-        return False
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    names = os.fsencode(one), os.fsencode(other)
-    return bool(call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
-
-
-def _merge(draft: Path, target: Path, is_part: Named, is_entry: Named) -> None:
-    """Replace the files of a folder one by one; see ``replacing_folder``."""
-    names, present = os.listdir(draft), os.listdir(target)
-    for name in present:
-        if is_entry(name) and (name in names or is_part(name)):
-            (target / name).unlink()
-    sync_folder(target)  # the removal must be durable before new files appear
-    _move(draft, target, (name for name in names if not is_entry(name)))
-    for name in present:
-        if is_part(name) and name not in names and not is_entry(name):
-            _remove(target / name)
-    sync_folder(target)
-    _move(draft, target, filter(is_entry, names))
-    sync_folder(target)
-
-
-def _move(source: Path, target: Path, names: Iterable[str]) -> None:
-    for name in names:
-        one, other = source / name, target / name
-        if one.is_dir() and not one.is_symlink():
-            other.mkdir(exist_ok=True)
-            _move(one, other, os.listdir(one))
-            sync_folder(other)
-        else:
-            _place(one, other)
-
-
-def _place(one: Path, other: Path) -> None:
-    """Put a file in another's place, and keep it where the file system has hard links."""
-    second = one.with_name(secrets.token_hex(16))
-    try:
-        os.link(one, second, follow_symlinks=False)
-    except OSError:
-        second = one
-    os.replace(second, other)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import IoError, refused
+from .pins import is_current
 
 LOCK_NAME = "overspill.lock"
 
@@ -134,10 +135,7 @@ class DirectoryLock:
             )
 
     def _is_current(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
+        return is_current(self._fd, self._path)
 
     def _is_held_here(self) -> bool:
         """Whether another lock of this process has the file."""

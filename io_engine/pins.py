@@ -49,7 +49,7 @@ class CommitPin:
         while True:
             self._fd = os.open(self._path, _FLAGS | os.O_CREAT, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_SH)  # waits while another process removes the file
-            if _is_current(self._fd, self._path):
+            if is_current(self._fd, self._path):
                 return
             self._give_up()
 
@@ -102,14 +102,15 @@ def _remove_unheld(fd: int, path: Path) -> bool:
     except OSError:
         return True  # no locks here
     try:
-        if _is_current(fd, path):
+        if is_current(fd, path):
             path.unlink()
     except OSError:
         pass  # it stays, and nobody holds it
     return True
 
 
-def _is_current(fd: int, path: Path) -> bool:
+def is_current(fd: int, path: Path) -> bool:
+    """Return whether ``path`` still names the file that was opened; links are not followed."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:

@@ -22,6 +22,7 @@ from overspill.durable.export import export_store
 from overspill.durable.inspect import repair_store
 from overspill.io_engine import manifest
 from overspill.io_engine.ownership import LOCK_NAME
+from overspill.io_engine.pins import PIN_NAME
 from tests.resumed import adamw, build, options, train
 
 KINDS = {
@@ -31,8 +32,10 @@ KINDS = {
     r"overspill\.manifest": "overspill.manifest",
     r"overspill\.manifest\.new": "overspill.manifest.new",
     r"\.out\.[0-9a-f]{32}\.part": ".OUT.HEX.part",
+    r"out\.[0-9a-f]{32}\.complete": "OUT.HEX.complete",
     r"out": "OUT",
 }
+DRAFT = re.compile(r"\.out\.\w{32}\.part|out\.\w{32}\.complete")
 
 
 class Watch:
@@ -74,7 +77,10 @@ class Watch:
             if os.path.lexists(path):
                 self._note(Path(path), "remove")
         elif event == "os.rename":
-            self._note(Path(args[1]), "replace", Path(args[0]))
+            one, other = Path(args[0]), Path(args[1])
+            self._note(other, "rename" if DRAFT.fullmatch(other.name) else "replace", one)
+        elif event == "os.link" and _drafts(Path(args[1])):
+            pass  # in a draft
         elif event in ("os.link", "os.symlink"):
             raise AssertionError(f"{event} {args}: nothing links")
 
@@ -82,19 +88,20 @@ class Watch:
         path = path.absolute()
         if self.folder not in path.parents:
             return
-        within = [each for each in path.parents if re.fullmatch(r"\.out\.\w{32}\.part", each.name)]
-        if within:  # a file in a draft: the folder is what the table speaks of
-            assert self._locked(within[0]), f"{path}: its draft is not locked"
+        if drafts := _drafts(path):  # a file in a draft: the folder is what the table speaks of
+            assert self._locked(drafts[0]), f"{path}: its draft is not locked"
             return
+        if source is not None and _drafts(source) and path.parent.name == "out":
+            path = path.parent  # one of its files
         name = next((k for p, k in KINDS.items() if re.fullmatch(p, path.name)), path.name)
         self.seen.add((name, what, self._lock_of(path, source)))
 
     def _lock_of(self, path: Path, source: Path | None) -> str:
-        if source is not None and self._locked(source.parent):
+        if source is not None and any(map(self._locked, (source, *_drafts(source)))):
             return "the draft's own"
         if path.is_dir() and self._locked(path):
             return "the folder's own"
-        if path.name == LOCK_NAME:
+        if path.name in (LOCK_NAME, PIN_NAME):
             return "this one" if self._locked(path) else "none yet"
         if not self._locked(path.parent / LOCK_NAME):
             return "none: nobody else's name"
@@ -116,6 +123,11 @@ class Watch:
         finally:
             os.close(fd)
         return False
+
+
+def _drafts(path: Path) -> list[Path]:
+    """The drafts that a file is in."""
+    return [each for each in path.parents if DRAFT.fullmatch(each.name)]
 
 
 def killed(body: Callable[[], None]) -> None:
@@ -180,6 +192,11 @@ def cases(folder: Path, watch: Watch) -> None:
 
     killed(die_exporting)
     export_store(a, folder / "out")
+    before = Path.cwd()
+    os.chdir(folder / "here" / "out")  # it cannot be exchanged
+    export_store(a, Path("."))
+    os.chdir(before)
+    assert (folder / "here" / "out" / "model.safetensors").exists()
     whole, os.fsync = os.fsync, refuse
     with contextlib.suppress(OSError, overspill.OffloadError):
         export_store(a, folder / "deeper" / "out")
@@ -206,8 +223,8 @@ def no_nameless(real: Callable[..., int]) -> Any:
 
 
 def main(folder: Path) -> None:
-    for name in ("a", "b", "c", "d", "e", "deeper"):
-        (folder / name).mkdir()
+    for name in ("a", "b", "c", "d", "e", "deeper", "here/out"):
+        (folder / name).mkdir(parents=True)
     watch = Watch(folder.absolute())
     sys.addaudithook(watch)
     cases(folder.absolute(), watch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ("io_engine/atomic_files.py", "move them there, or write them again"): (
-        "tests/unit/test_atomic_files.py::test_what_fails_between_files_leaves_a_complete_set"
+    ("io_engine/atomic_files.py", ": move them to {}, or write it again"): (
+        "tests/unit/test_replaced_folders.py::test_what_fails_between_files_leaves_a_complete_set"
     ),
     ("offload/integrations/transformers.py", "leave optim_args out"): (
         "tests/integrations/test_transformers.py::"

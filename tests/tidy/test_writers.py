@@ -14,6 +14,7 @@ MECHANISM = "io_engine/atomic_files.py"
 # What writes files by itself, and why it may.
 BY_ITSELF = {
     MECHANISM: "the mechanism",
+    "io_engine/folders.py": "a part of the mechanism",
     "io_engine/store.py": "the store's own files",
     "io_engine/manifest.py": "the store's own files",
     "io_engine/ownership.py": "the store's own files",

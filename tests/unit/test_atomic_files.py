@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import multiprocessing
 import os
 import stat
 import tempfile
@@ -24,12 +23,9 @@ from overspill.io_engine.atomic_files import (
     write_bytes,
     write_text,
 )
+from tests.folders import fill, names
 
 HEX = "0123456789abcdef" * 2
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
 
 
 class Calls:
@@ -187,79 +183,6 @@ def test_a_librarys_own_error_for_a_full_disk(
         raise RuntimeError("unexpected pos 5\nmore")
 
 
-# -- folders --------------------------------------------------------------------------------------
-
-
-def put(folder: Path, **files: str) -> None:
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-
-
-def is_part(name: str) -> bool:
-    return name in ("index", "one", "two", "three")
-
-
-def test_a_folder_is_exchanged_as_a_whole(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    put(out, index="old", one="old", three="old")
-    before = out.stat().st_ino
-    with replacing_folder(out, is_part=is_part) as draft:
-        put(draft, index="new", one="new", two="new")
-    assert names(out) == ["index", "one", "two"] and out.stat().st_ino != before
-    assert {each.read_text() for each in out.iterdir()} == {"new"}
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("reason", ["a file of others", "an old system", "a link"])
-def test_files_are_replaced_where_the_folder_must_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    """Without its entry from before the first change to after the last."""
-    out = real = tmp_path / "out"
-    put(out, index="old", one="old", three="old")
-    put(out / "deep", kept="old", changed="old")
-    if reason == "a file of others":
-        put(out, notes="mine")
-    elif reason == "an old system":
-        monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
-    else:
-        real = out.rename(tmp_path / "real")
-        out.symlink_to(real)
-    seen: list[tuple[str, bool]] = []
-    replace = os.replace
-
-    def noted(source: Any, target: Any) -> None:
-        seen.append((Path(target).name, (out / "index").exists()))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", noted)
-    with replacing_folder(
-        out, is_part=lambda name: is_part(name) or name == "deep", is_entry=lambda n: n == "index"
-    ) as draft:
-        put(draft, index="new", one="new", two="new")
-        put(draft / "deep", changed="new")
-        assert (out / "index").read_text() == "old"
-    assert seen[-1] == ("index", False) and len(seen) == 4
-    assert not any(there for _, there in seen)
-    notes = ["notes"] if reason == "a file of others" else []
-    assert names(out) == ["deep", "index", *notes, "one", "two"]
-    assert {(out / name).read_text() for name in ("index", "one", "two")} == {"new"}
-    assert (out / "deep" / "changed").read_text() == "new"
-    assert (out / "deep" / "kept").read_text() == "old"
-    assert not list(tmp_path.rglob("*.part")) and real.is_dir()
-
-
-def test_others_of_entrys_name_stay(tmp_path: Path) -> None:
-    """An entry that neither the old set nor the new one has is somebody else's."""
-    put(tmp_path / "out", adapter="mine", index="old")
-    with replacing_folder(
-        tmp_path / "out", is_part=is_part, is_entry=lambda name: name in ("adapter", "index")
-    ) as draft:
-        put(draft, index="new")
-    assert (tmp_path / "out" / "adapter").read_text() == "mine"
-
-
 # -- what killed writers leave ---------------------------------------------------------------------
 
 
@@ -268,8 +191,8 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
         tmp_path / f".{name}.{HEX[::step]}.part" for name, step in (("a", 1), ("a", -1), ("b", 1))
     )
     for folder in (dead, alive):
-        put(folder, a="half")
-    put(other, b="half")
+        fill(folder, "half", "a")
+    fill(other, "half", "b")
     fd = os.open(alive, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     write_text(tmp_path / "a", "new")
@@ -281,7 +204,7 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
 
 def test_what_only_has_such_a_name_stays(tmp_path: Path) -> None:
     thesis = tmp_path / f".a.{HEX}.part"
-    put(thesis, thesis="mine")
+    fill(thesis, "mine", "thesis")
     (tmp_path / f".a.{HEX[::-1]}.part").symlink_to(thesis)
     (tmp_path / f".a.{HEX[1:]}0.part").write_text("a file")
     before = names(tmp_path)
@@ -325,97 +248,6 @@ def test_long_names(tmp_path: Path, name: str) -> None:
     assert names(tmp_path) == [name]
 
 
-def _is_entry(name: str) -> bool:
-    return name == "model.safetensors"
-
-
-def _fill(folder: Path, value: str, *files: str) -> None:
-    for name in files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(value)
-
-
-@pytest.mark.parametrize("how", ["error", "interrupt"])
-def test_what_fails_between_files_leaves_a_complete_set(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The old entry is gone by then, and some files are new."""
-    out, files = tmp_path / "out", ("config.json", "model.safetensors", "shards/1")
-    _fill(out, "old", *files, "notes")
-    kinds: dict[str, type[BaseException]] = {"error": IoError, "interrupt": KeyboardInterrupt}
-    real = os.replace
-
-    def replace(one: Any, other: Any) -> None:
-        if Path(other).name == "model.safetensors":
-            raise OSError(errno.EIO, "") if how == "error" else KeyboardInterrupt
-        real(one, other)
-
-    with pytest.raises(kinds[how]) as caught, replacing_folder(out, is_entry=_is_entry) as draft:
-        _fill(draft, "new", *files)
-        monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.undo()
-    (kept,) = tmp_path.glob("out.*.complete/out")
-    assert str(kept) in (str(caught.value) if how == "error" else caplog.text)
-    assert all((kept / name).read_text() == "new" for name in files)
-    assert not (out / "model.safetensors").exists()
-    with replacing_folder(out, is_entry=_is_entry) as draft:
-        _fill(draft, "newer", *files)
-    assert all((out / name).read_text() == "newer" for name in files)
-    assert kept.is_dir(), "it is its owner's to remove"
-
-
-def test_without_hard_links_files_are_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EPERM, "")
-
-    monkeypatch.setattr(os, "link", refuse)
-    out, files = tmp_path / "out", ("config.json", "model.safetensors", "shards/1")
-    _fill(out, "old", *files, "notes")
-    with replacing_folder(out, is_entry=_is_entry) as draft:
-        _fill(draft, "new", *files)
-    assert all((out / name).read_text() == "new" for name in files)
-    assert names(tmp_path) == ["out"]
-
-
-def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell in it, and paths relative to it, see the new files."""
-    (tmp_path / "out" / "inner").mkdir(parents=True)
-    for place in ("out", "out/inner"):
-        monkeypatch.chdir(tmp_path / place)
-        with replacing_folder(tmp_path / "out", is_part=lambda _: True) as draft:
-            _fill(draft, place, "a", "inner/b")
-        assert os.path.samefile(".", tmp_path / place)
-        assert (tmp_path / "out" / "a").read_text() == place
-
-
-def test_files_of_others_in_inner_folders_stay(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    _fill(out, "old", "a", "inner/b")
-    _fill(out, "mine", "inner/c")
-    with replacing_folder(out) as draft:
-        _fill(draft, "new", "a", "inner/b")
-    assert [(out / n).read_text() for n in ("a", "inner/b", "inner/c")] == ["new", "new", "mine"]
-
-
-def test_a_file_that_others_create_meanwhile_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    _fill(out, "old", "a")
-    exchange = atomic_files._exchange
-
-    def later(one: Path, other: Path) -> bool:
-        _fill(out, "mine", "b")
-        return exchange(one, other)
-
-    monkeypatch.setattr(atomic_files, "_exchange", later)
-    with replacing_folder(out) as draft:
-        _fill(draft, "new", "a")
-    assert [(out / n).read_text() for n in ("a", "b")] == ["new", "mine"]
-
-
 @pytest.mark.parametrize("error", [
     ConnectionError("no network"), TimeoutError("late"), OSError("an invalid generation config"),
     ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
@@ -452,26 +284,3 @@ def test_memory_file_systems_hold_files() -> None:
             with replacing(Path(folder, "a")) as draft:
                 draft.write_text(text)
         assert Path(folder, "a").read_text() == "two"
-
-
-def _write_sets(out: str, value: str, times: int) -> None:
-    for _ in range(times):
-        with replacing_folder(out, is_entry=_is_entry) as draft:
-            _fill(draft, value, *(f"part-{n}" for n in range(8)), "model.safetensors")
-
-
-@pytest.mark.parametrize("place", ["with files of others", "alone"])
-def test_two_writers_of_one_folder(place: str, tmp_path: Path) -> None:
-    """Files of both are never there beside an entry."""
-    out = tmp_path / "out"
-    _fill(out, "old", "model.safetensors", *(["notes"] if place != "alone" else []))
-    context = multiprocessing.get_context("fork")
-    for _ in range(10):
-        writers = [context.Process(target=_write_sets, args=(str(out), value, 5)) for value in "ab"]
-        for each in writers:
-            each.start()
-        for each in writers:
-            each.join()
-            assert each.exitcode == 0
-        found = {(out / name).read_text() for name in names(out) if name != "notes"}
-        assert found in ({"a"}, {"b"})
