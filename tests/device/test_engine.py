@@ -149,6 +149,7 @@ def test_an_interrupt_while_host_memory_is_locked(
 
 def test_two_open_engines_share_the_devices_memory(native: ModuleType) -> None:
     """What activations of the first may still take is not given to the second."""
+    torch.accelerator.empty_cache()
     free = int(torch.accelerator.get_memory_info()[0])
     options: dict[str, Any] = {"device": "testdev", "host_memory": "64MiB", "rates": RATES}
 

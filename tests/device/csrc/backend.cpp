@@ -141,7 +141,8 @@ struct Allocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
     return Device::get().with_memory([](Memory& memory) {
-      return std::pair<size_t, size_t>(memory.budget - memory.stats.allocated, memory.budget);
+      const size_t taken = std::min(memory.budget, static_cast<size_t>(memory.stats.reserved));
+      return std::pair<size_t, size_t>(memory.budget - taken, memory.budget);
     });
   }
 };

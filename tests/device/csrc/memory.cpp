@@ -47,6 +47,7 @@ void* Memory::allocate(size_t requested, int stream, bool& fresh) {
     own.erase(found);
     if (rest != 0) own.emplace(rest, start + nbytes);
   }
+  if (start == 0) stats.reserved += static_cast<int64_t>(nbytes);
   for (auto it = anyones_.begin(); start == 0 && it != anyones_.end(); ++it) {
     if (it->second < nbytes) continue;
     start = it->first;
@@ -56,7 +57,10 @@ void* Memory::allocate(size_t requested, int stream, bool& fresh) {
     break;
   }
   if (start == 0) {
-    if (next_ + nbytes > limit_) return nullptr;
+    if (next_ + nbytes > limit_) {
+      stats.reserved -= static_cast<int64_t>(nbytes);
+      return nullptr;
+    }
     start = reinterpret_cast<uintptr_t>(device_) + next_;
     next_ += nbytes;
     fresh = true;
@@ -66,7 +70,6 @@ void* Memory::allocate(size_t requested, int stream, bool& fresh) {
   stats.requested += requested;
   stats.allocated_peak = std::max(stats.allocated_peak, stats.allocated);
   stats.requested_peak = std::max(stats.requested_peak, stats.requested);
-  stats.reserved = static_cast<int64_t>(next_);
   ++stats.allocations;
   return reinterpret_cast<void*>(start);
 }
@@ -95,6 +98,7 @@ std::vector<std::pair<uintptr_t, uintptr_t>> Memory::merge() {
     for (auto& [nbytes, start] : blocks) anyones_.emplace(start, nbytes);
     blocks.clear();
   }
+  stats.reserved = stats.allocated;
   std::vector<std::pair<uintptr_t, uintptr_t>> freed;
   for (auto it = anyones_.begin(); it != anyones_.end(); ++it) {
     for (auto next = std::next(it); next != anyones_.end() && next->first == it->first + it->second;

@@ -15,7 +15,7 @@ struct Stats {
   int64_t allocated = 0, allocated_peak = 0;  // bytes that live tensors hold, in whole grains
   int64_t requested = 0, requested_peak = 0;  // bytes they asked for
   int64_t allocations = 0, frees = 0, failures = 0;
-  int64_t reserved = 0;  // bytes ever taken from the address range
+  int64_t reserved = 0;  // and those that streams have freed and keep
 };
 
 // Blocks are freed to the stream that allocated them, and reused at once in that stream's order.
