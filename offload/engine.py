@@ -312,7 +312,7 @@ class Engine(Living):
         return self.machinery.parts.parameters
 
     def has(self, module: nn.Module) -> bool:
-        """Whether a module is the model, or in it."""
+        """Return whether the engine's model is or contains ``module``."""
         return any(each is module for each in self.model.modules())
 
     @property
@@ -348,7 +348,7 @@ class Engine(Living):
         """Load all weights and persistent buffers from safetensors files.
 
         Args:
-            hub: whether they have the hub's names, where the model has others.
+            hub: whether the files use the Hub's tensor names, where the model has others.
             part: the module of the model that the files are of; default: the model.
 
         Raises:

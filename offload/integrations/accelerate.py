@@ -170,7 +170,7 @@ def _is_entry(name: str) -> bool:
 
 
 def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: Any) -> None:
-    """Load what ``save_state`` here or of accelerate has saved.
+    """Load a state that this ``save_state`` or accelerate's has saved.
 
     Without ``input_dir``, load the newest complete one of the automatically named folders; a
     warning names those that are skipped.
@@ -201,8 +201,7 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     (folder,) = found
     for number, each in enumerate(left):
         model = accelerator.unwrap_model(each)
-        engine = _engine_over(model)
-        assert engine is not None
+        engine = next(engine for wrapped, engine in ours.models if wrapped is model)
         file = folder / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors"
         old = folder / f"{_numbered(MODEL_NAME, number)}.bin"
         if file.is_file() or not old.is_file():
@@ -218,10 +217,9 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _engine_over(model: nn.Module) -> Engine | None:
-    """Return the engine of a model that is wrapped, or is a part of one that is (the members of an
+    """Return the engine of ``model``, or of the wrapped model that contains it (members of an
     ``nn.ModuleList`` that share an optimizer, say)."""
-    found = [engine for engine in open_engines() if engine.has(model)]
-    return found[0] if found else None
+    return next((engine for engine in open_engines() if engine.has(model)), None)
 
 
 class _Ours:
@@ -240,7 +238,7 @@ class _Ours:
             for each in inner
             if isinstance(each, OffloadedOptimizer)
             for engine in engines
-            if each.plan is engine.plan
+            if engine.made is each
         ]
         lacking = len(self.models) < len(found) or len(self.optimizers) < len(inner)
         if lacking or not self.models:
