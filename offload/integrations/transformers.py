@@ -52,14 +52,15 @@ PREFIX = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-"
 
 T = TypeVar("T", bound=Trainer)
 
-# What others keep in fewer bits, or in pages, is AdamW with moments of as many bits here.
+# What others keep in fewer bits, or in pages, is AdamW with moments of as many bits here.  By the
+# values of ``OptimizerNames``: older versions of transformers do not have all of them.
 _AS_ADAMW: dict[str, str] = {
-    OptimizerNames.ADAMW_BNB: "int8",
-    OptimizerNames.ADAMW_8BIT: "int8",
-    OptimizerNames.PAGED_ADAMW: "fp32",
-    OptimizerNames.PAGED_ADAMW_8BIT: "int8",
-    OptimizerNames.ADAMW_TORCH_8BIT: "int8",
-    OptimizerNames.ADAMW_TORCH_4BIT: "int8",  # the most compact format that there is
+    "adamw_bnb_8bit": "int8",
+    "adamw_8bit": "int8",
+    "paged_adamw_32bit": "fp32",
+    "paged_adamw_8bit": "int8",
+    "adamw_torch_8bit": "int8",
+    "adamw_torch_4bit": "int8",  # overspill has no 4-bit moments
 }
 
 
@@ -123,17 +124,18 @@ class _Offloaded(Trainer):
 
     def _as_adamw(self, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """AdamW in the place of one with compact or paged state, whose format ``options`` get."""
-        moments = _AS_ADAMW.get(self.args.optim)
+        optim = OptimizerNames(self.args.optim).value
+        moments = _AS_ADAMW.get(optim)
         if moments is None or self.optimizer is not None or self.optimizer_cls_and_kwargs:
             return None
         args = self.args
         if args.optim_args:
             raise ValueError(
-                f"optim_args={args.optim_args!r} has no meaning here: optim={str(args.optim)!r} is "
-                "AdamW with moments= of overspill; leave optim_args out"
+                f"optim_args={args.optim_args!r} is not supported with optim={optim!r}, which "
+                "overspill replaces by AdamW with moments=; leave optim_args out"
             )
-        if args.optim == OptimizerNames.ADAMW_TORCH_4BIT and "moments" not in options:
-            log.info("overspill: optim='adamw_torch_4bit': moments are int8, which is more exact")
+        if optim == "adamw_torch_4bit" and "moments" not in options:
+            log.info("overspill: optim=%r: using int8 moments, more precise than 4-bit ones", optim)
         options.setdefault("moments", moments)
         betas = (args.adam_beta1, args.adam_beta2)
         return torch.optim.AdamW, {
