@@ -19,11 +19,13 @@ from ..state.weight_files import INDEX
 log = logging.getLogger("overspill")
 
 _TORCH = (".pt", ".pth", ".bin", ".pkl")
-# What names of JSON files begin with that frameworks read; others are the user's.
+# Prefixes of the names of JSON files that frameworks read; other files are the user's.
 _JSON = (
-    "adapter_config", "config", "generation_config", "model", "optimizer", "preprocessor_config",
-    "processor_config", "pytorch_model", "special_tokens_map", "tokenizer", "trainer_state",
+    "adapter_config", "added_tokens", "chat_template", "config", "generation_config", "model",
+    "optimizer", "preprocessor_config", "processor_config", "pytorch_model", "special_tokens_map",
+    "tokenizer", "trainer_state", "vocab",
 )  # fmt: skip
+_SECTOR = 512  # bytes; users' files may begin with a few zeros
 _LARGEST_HEADER_BYTES = 100_000_000  # as safetensors allows
 
 
@@ -123,7 +125,7 @@ def _of_safetensors(file: Path) -> str | None:
         try:
             header = json.loads(stream.read(length))
             ends = [int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError):
             return "is not a complete safetensors file"
     need = 8 + length + max(ends, default=0)
     return None if have == need else f"has {have} bytes, expected {need}"
@@ -131,9 +133,9 @@ def _of_safetensors(file: Path) -> str | None:
 
 def _of_torch(file: Path) -> str | None:
     with file.open("rb") as stream:
-        start = stream.read(2)
+        start = stream.read(_SECTOR)
     if len(start) < 2:
         return "is cut off" if start else "is empty"
-    if start == b"PK" and not zipfile.is_zipfile(file):  # its directory is at the end
+    if start.startswith(b"PK") and not zipfile.is_zipfile(file):  # its directory is at the end
         return "is cut off"
-    return "begins with zeros, as after a power cut" if start == b"\0\0" else None
+    return None if any(start) else "begins with zeros, as after a power cut"

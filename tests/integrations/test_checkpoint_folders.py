@@ -83,9 +83,13 @@ ODD: dict[str, Callable[[Path], object]] = {
     "safetensors is not a complete": lambda folder: (folder / "a.safetensors").write_bytes(
         (36).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, null]}}  '
     ),
+    "b.safetensors is not a complete": lambda folder: (folder / "b.safetensors").write_bytes(
+        (36).to_bytes(8, "little") + b'{"a": {"data_offsets": [0, 1e999]}} '
+    ),
     "": lambda folder: (
         (folder / "predictions.json").write_text('{"a": 1}\n{"a": 2}\n'),
         (folder / "config.json").write_text("\ufeff{}"),
+        (folder / "tokens.bin").write_bytes(b"\0\0\0\1"),
         os.mkfifo(folder / "model.pipe.json"),
         (folder / "again").symlink_to(folder),
     ),
