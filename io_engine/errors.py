@@ -92,7 +92,7 @@ def format_bytes(nbytes: float) -> str:
     return f"{text} {_UNITS[unit]}"
 
 
-def format_apart(one: int, other: int) -> tuple[str, str]:
+def format_distinct(one: int, other: int) -> tuple[str, str]:
     """Format two amounts, to the byte where they would read alike and are not."""
     texts = format_bytes(one), format_bytes(other)
     if texts[0] == texts[1] and one != other:

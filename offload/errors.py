@@ -9,14 +9,20 @@ from .io_engine.errors import (
     CorruptionError,
     IoError,
     OffloadError,
-    format_apart,
     format_budget,
     format_bytes,
+    format_distinct,
 )
 
 __all__ = [
-    "BudgetError", "CorruptionError", "IoError", "OffloadError", "clean_up", "format_apart",
-    "format_budget", "format_bytes",
+    "BudgetError",
+    "CorruptionError",
+    "IoError",
+    "OffloadError",
+    "clean_up",
+    "format_budget",
+    "format_bytes",
+    "format_distinct",
 ]  # fmt: skip
 
 log = logging.getLogger("overspill")
@@ -45,6 +51,6 @@ class BudgetError(OffloadError):
     ) -> None:
         self.what, self.tier, self.remedy = what, tier, remedy
         self.need_bytes, self.have_bytes, self.of_bytes = need_bytes, have_bytes, of_bytes
-        need, have = format_apart(need_bytes, have_bytes)
+        need, have = format_distinct(need_bytes, have_bytes)
         of = have if of_bytes == have_bytes else format_bytes(of_bytes)
         super().__init__(f"{what} needs {need} of {tier} memory; {have} of {of} is free; {remedy}")

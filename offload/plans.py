@@ -67,7 +67,7 @@ def _fields_of(
     return fields
 
 
-FITTING_TRIES = 10  # to find budgets that fit: more room for one thing may be taken by another
+FITTING_TRIES = 10  # attempts: raising one budget can change what another tier needs
 
 # Attribute of a model: from so many tokens on its loss is computed without all logits at once.
 LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"
@@ -135,10 +135,11 @@ def make_blueprint(
 
     chosen = choose(needs)
     if chosen.shortfalls and needs.in_place and description is None:
-        # The reader of files has no room: copies need none.
+        # The file reader does not fit: try copying the weights instead.
         copied = choose(replace(needs, in_place=frozenset()))
-        short = max(0, _reader_bytes(budgets, needs.in_place) - budgets.host)
-        if _missing(copied) <= _missing(chosen) + short:
+        most = _missing(chosen)
+        most[Tier.HOST] += max(0, _reader_bytes(budgets, needs.in_place) - budgets.host)
+        if all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items()):
             chosen = copied
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
@@ -180,16 +181,19 @@ def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
 
 
-def _missing(planned: PlannedLayout) -> int:
-    return sum(each.missing_bytes for each in planned.shortfalls)
+def _missing(planned: PlannedLayout) -> Counter[Tier]:
+    missing = Counter[Tier]()
+    for each in planned.shortfalls:
+        missing[each.tier] += each.missing_bytes
+    return missing
 
 
 def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) -> dict[str, str]:
-    """Return what must be larger than the budgets ``given``, as in ``PlanDetail.fitting``."""
-    reader = _reader_bytes(given, needs.in_place)
-    budgets = replace(given, host=max(given.host, reader))
+    """Return budgets that would fit, by option; see ``PlanDetail.fitting``."""
+    budgets = replace(given, host=max(given.host, _reader_bytes(given, needs.in_place)))
     for _ in range(FITTING_TRIES):
-        room = replace(budgets, host=budgets.host - reader)
+        reader = _reader_bytes(budgets, needs.in_place)  # more host memory has more of its threads
+        room = replace(budgets, host=max(0, budgets.host - reader))
         layout, _, missing = make_layout(parts, room, needs)
         if not missing and needs.saved_bytes is not None:
             short = shortfall(

@@ -133,7 +133,7 @@ def show_plan(
         console.print(f"does not fit: {shortfall}", soft_wrap=True)
     if plan.detail.fitting:
         flags = (f"--{k.replace('_', '-')} {size}" for k, size in plan.detail.fitting.items())
-        told = f"the smallest budgets that fit: {' '.join(flags)}"
+        told = f"budgets that would fit: {' '.join(flags)}"
         console.print(told, highlight=False, soft_wrap=True)
     if plan.fits:
         console.print(verdict(plan, tokens), highlight=False, soft_wrap=True)

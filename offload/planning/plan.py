@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..errors import format_apart, format_budget, format_bytes
+from ..errors import format_budget, format_bytes, format_distinct
 from ..facts.rates import Rates
 from ..facts.tier import Tier
 from ..schedule.layout import Layout, SavedRoom, UnitHome
@@ -33,7 +33,7 @@ class Shortfall:
         return self.need_bytes - self.have_bytes
 
     def __str__(self) -> str:
-        need, have = format_apart(self.need_bytes, self.have_bytes)
+        need, have = format_distinct(self.need_bytes, self.have_bytes)
         return (
             f"{self.what} needs {need} of {self.tier.value} memory; the budget is {have}; "
             f"{self.remedy}"
@@ -62,7 +62,7 @@ class Budgets:
         })  # fmt: skip
 
     def beyond(self, other: Budgets) -> dict[str, str]:
-        """Return those of these budgets that are not ``other``'s, by the name of their option."""
+        """Return those of these budgets that differ from ``other``'s, by option."""
         return {
             f"{tier}_memory": format_budget(nbytes)
             for tier, nbytes, its in (
@@ -152,7 +152,7 @@ class PlanDetail:
         activations_short: whether no tier that they may be in has room for them.
         left_bytes: of the budget of the memory that compute uses, what nothing else takes.
         profile: compute and activations by unit, where an example step was given.
-        fitting: of a plan that does not fit, the smallest larger budgets that do, by option, as
+        fitting: budgets that would fit, if the plan does not, by option, as
             ``{"host_memory": "628KiB"}``; empty for one that fits, and where none were found.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
@@ -187,9 +187,9 @@ class PlanDetail:
 
     @property
     def about_fitting(self) -> str:
-        """What is known of the budgets that fit, as the end of a message."""
+        """The budgets that would fit, as the end of a message."""
         sizes = ", ".join(f"{option}={size!r}" for option, size in self.fitting.items())
-        return f". The smallest budgets that fit: {sizes}" if sizes else ""
+        return f". Budgets that would fit: {sizes}" if sizes else ""
 
     @property
     def about_activations(self) -> str:

@@ -1,4 +1,4 @@
-"""The smallest budgets that fit, which an error about too small ones names."""
+"""Budgets that would fit, as an error names them: they do, and 10 % less does not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.errors import format_apart, format_budget
+from overspill.errors import format_budget, format_distinct
 from tests.models import TinyLM, batch
 from tests.parity.test_in_place import file_of
 
@@ -88,6 +88,6 @@ def test_a_budget_is_rounded_up(nbytes: int, text: str) -> None:
 
 
 def test_amounts_that_differ_read_differently() -> None:
-    assert format_apart(1_572_868, 1_572_864) == ("1,572,868 bytes", "1,572,864 bytes")
-    assert format_apart(1 << 20, 1 << 20) == ("1 MiB", "1 MiB")
-    assert format_apart(2 << 20, 1 << 20) == ("2 MiB", "1 MiB")
+    assert format_distinct(1_572_868, 1_572_864) == ("1,572,868 bytes", "1,572,864 bytes")
+    assert format_distinct(1 << 20, 1 << 20) == ("1 MiB", "1 MiB")
+    assert format_distinct(2 << 20, 1 << 20) == ("2 MiB", "1 MiB")
