@@ -62,12 +62,17 @@ class Contents:
     def load(
         self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
     ) -> bool:
-        """Writes weights, masters and state of a unit's parameters; whether all that it wrote of
-        what is trained is finite.
+        """Write weights, masters and state of a unit's parameters.
 
-        ``value_of`` gives the tensors of a parameter (``weight`` in any float dtype; moments in
-        fp32, which are stored in their format), or ``None`` to leave it as it is; ``BEFORE``: the
-        old value of a weight whose memory already holds the new one.  ``first``: there was none.
+        Args:
+            unit: its index.
+            value_of: gives the tensors of a parameter (``weight`` in any float dtype; moments in
+                fp32, which are stored in their format), or ``None`` to leave it as it is. Under
+                ``BEFORE``: the old value of a weight whose memory already holds the new one.
+            first: whether nothing was written before.
+
+        Returns:
+            Whether all trained values that it wrote are finite.
         """
         item, finite = Key(Kind.WEIGHTS, unit), True
         place = self._direct.place(item) if first else self._direct.bring(item)

@@ -52,18 +52,23 @@ class Edits:
         self._units = executor.layout.units
 
     def restore(self, units: Iterable[int]) -> None:
-        """Makes weights what they were when training began, in units that nothing may change.
+        """Restore the original weights of units that cannot be changed.
 
-        Where the only copy is in memory, it is left as it is.
+        Units without a second copy (neither durable nor read in place) are left as they are.
         """
-        self._executor.health.check()
-        self._frames.tidy()
-        self._landing.land()
-        self._direct.quiesce()
+        self._stop_moves(units)
         layout = self._executor.layout
         for unit in units:
             if layout.durable or unit in layout.in_place:
                 self._direct.reload(Key(Kind.WEIGHTS, unit))
+
+    def _stop_moves(self, units: Iterable[int]) -> None:
+        self._executor.health.check()
+        self._frames.tidy()
+        for unit in units:
+            self._showing.refuse_edit(unit)
+        self._landing.land()
+        self._direct.quiesce()
 
     @contextmanager
     def of(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
@@ -74,12 +79,7 @@ class Edits:
         Raises:
             IoError: weights that are not trained have no room on disk for others; nothing changes.
         """
-        self._executor.health.check()
-        self._frames.tidy()
-        for unit in parts:
-            self._showing.refuse_edit(unit)
-        self._landing.land()
-        self._direct.quiesce()
+        self._stop_moves(parts)
         for unit in parts:
             if not self._units[unit].trainable:
                 self._direct.reserve(Key(Kind.WEIGHTS, unit))

@@ -231,12 +231,13 @@ class WeightDoor:
             self._residences.forget_changed(changed)
 
     def _refuse_changes(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Raises if modules have made something else of weights that cannot be changed; these are
-        as before then.  Where compute uses the only copy, the change is kept, as in plain PyTorch.
+        """Restore weights that cannot be changed, and raise if a module had changed them.
+
+        If the copy that compute uses is the only one, the change stays, as in PyTorch.
         """
-        self._residences.forget_changed(values)
         self._residences.let_go()
         self._edits.restore({self._parts.unit_of[index] for index in values})
+        self._residences.forget_changed(values)  # not before: a failed restore leaves the change
         for index, value in values.items():
             self.require_same(index, value, " by its module's forward")
 

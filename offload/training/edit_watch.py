@@ -46,16 +46,16 @@ class Change(NamedTuple):
 
 
 class EditWatch:
-    """Compares how often parameters were written, by unit: while they show, and while they do not,
-    by a tensor over them that was made when they did and shares their version."""
+    """Detects by version counters which parameters were written, by unit: while they are shown, and
+    while they are hidden, through a tensor that was made before and shares the counter."""
 
     def __init__(self, parts: Partition, params: Sequence[Sequence[nn.Parameter]]) -> None:
         """``params``: by unit, in the order of its specs."""
         self._specs = [[spec for _, spec in unit.params] for unit in parts.units]
         self._params = params
-        self._seen: list[tuple[int, ...]] = [()] * len(params)  # versions when they showed
-        self._hid: list[tuple[int, ...]] = [()] * len(params)  # and when they went to their stubs
-        # By unit, of parameters that were changed before, by place: what they held when they showed
+        self._seen: list[tuple[int, ...]] = [()] * len(params)  # versions when they were shown
+        self._hid: list[tuple[int, ...]] = [()] * len(params)  # and when they were hidden
+        # By unit, for parameters that were changed before, by place: their values when shown
         self._before: list[dict[int, torch.Tensor | None]] = [{} for _ in params]
         self._changing: set[int] = set()  # units whose last change was not to the same bits
         self._changed: dict[int, Change] = {}  # by parameter: see Note [Changes in forward]
@@ -79,19 +79,19 @@ class EditWatch:
                     view.copy_(self._changed[spec.index].weight)
 
     def shown(self, unit: int) -> None:
-        """From now on a unit's parameters show."""
+        """Note the versions of parameters that were just shown."""
         self._seen[unit] = self._versions(unit)
         for place in self._before[unit]:
             self._before[unit][place] = self._copy(unit, place)
 
     def hidden(self, unit: int) -> None:
-        """From now on they do not."""
+        """Note the versions of parameters that were just hidden."""
         self._hid[unit] = self._versions(unit)
 
     def look_while_shown(self, unit: int, wait: Callable[[], None]) -> None:
         """Copy what was changed since the weights were onloaded; they stay visible.
 
-        ``wait``: has the calling thread's stream wait for all that have used them.
+        ``wait`` makes the calling thread's stream wait for all streams that have used them.
         """
         before, self._seen[unit] = self._seen[unit], ()
         written = self._written(unit, before)
@@ -130,8 +130,8 @@ class EditWatch:
             spec.index in self._changed for unit in units for spec in self._specs[unit]
         )
 
-    def written(self, indices: Iterable[int]) -> None:
-        """Forget changes: they were written, or are to be dropped."""
+    def forget(self, indices: Iterable[int]) -> None:
+        """Forget changes that were written, or that are to be dropped."""
         for index in list(indices):
             del self._changed[index]
 

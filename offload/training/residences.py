@@ -218,7 +218,7 @@ class Residences:
 
     def forget_changed(self, indices: Iterable[int]) -> None:
         """See ``EditWatch.written``."""
-        self._edits.written(indices)
+        self._edits.forget(indices)
 
     def check_shown(self, hidden: Container[int]) -> None:
         """Check parameters that never move: record changes in place, and raise if one was given
@@ -464,11 +464,10 @@ class Residences:
         """No forward and no backward runs: closes what an exception has left open."""
         if self.returning is not None:
             self.returning()
-        self.let_go()
         for unit, uses in enumerate(self.uses):
             for _ in range(uses):
                 self.leave(unit)
-        self.let_go()  # of a unit that its module had changed
+        self.let_go()
         for unit, count in enumerate(self.open):
             if count:
                 self.open[unit] = 1
