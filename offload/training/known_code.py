@@ -77,6 +77,8 @@ def _as_usual(module: nn.Module) -> bool:
         return False
     if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
         return False
+    if getattr(module, "max_norm", None) is not None:  # it scales its weights when it runs
+        return False
     if getattr(module, "lora_variant", None):  # DoRA and others, some of which hooks give more to
         return False
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))

@@ -237,8 +237,10 @@ class _Checkpointed:
             return
         next(self._checkpoint, None)
         self._after.append(_state_of(self._module))
-        before, now = self._before | self._weights, self._after[0] | _weights_of(self._module)
-        if (changed := _changed(before, now)) is not None:
+        changed = _changed(self._before, self._after[0])
+        if changed is None:
+            changed = _changed(self._weights, _weights_of(self._module))
+        if changed is not None:
             self._recompute.surprised(self._unit, changed, "may change that again")
         if (changed := _changed(self._drawn[0], _drawn())) is None:
             self._drawn.clear()
@@ -275,16 +277,13 @@ _State = dict[str, tuple[object, object]]
 
 
 def _weights_of(module: nn.Module) -> _State:
-    """What tells whether a forward has changed its parameters in place."""
+    """Return the version of each parameter, to detect changes in place."""
     with torch_private.without_overrides():  # a hidden one's class would ask each time
-        return {
-            name: (p, torch_private.version_of(p))
-            for name, p in module.named_parameters(remove_duplicate=False)
-        }
+        return {name: (p, torch_private.version_of(p)) for name, p in module.named_parameters()}
 
 
 def _state_of(module: nn.Module) -> _State:
-    """All that a forward might change, but for its parameters, which updates change too."""
+    """All that a forward may change, except parameters: optimizer updates change those too."""
     found: _State = {}
     for name, buffer in module.named_buffers():
         found[name] = buffer, torch_private.version_of(buffer)

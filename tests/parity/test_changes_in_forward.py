@@ -377,8 +377,9 @@ def test_training_goes_on_or_ends_after_an_exception(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_embedding_that_renormalises(place: str, tmp_path: Path) -> None:
+def test_an_embedding_that_renormalises(place: str, activations: str, tmp_path: Path) -> None:
     """``max_norm`` scales the rows that are looked up, in place."""
 
     def build() -> nn.Sequential:
@@ -400,13 +401,14 @@ def test_an_embedding_that_renormalises(place: str, tmp_path: Path) -> None:
     plain, model = build(), build()
     expected = losses(plain, plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    options = {"nvme": tmp_path, "durable": False, **PLACES[place]}
+    options = {"nvme": tmp_path, "durable": False, "activations": activations, **PLACES[place]}
     with overspill.wrap(model, inner, **options) as optimizer:
         assert losses(model, optimizer) == expected
         assert torch.equal(model[0].weight.detach(), plain[0].weight.detach())
 
 
-def test_gemma_3n_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activations", ["auto", "recompute"])
+def test_gemma_3n_trains(activations: str, tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
     config = hf.Gemma3nTextConfig(
         vocab_size=64, vocab_size_per_layer_input=64, hidden_size=32, intermediate_size=64,
@@ -435,6 +437,7 @@ def test_gemma_3n_trains(tmp_path: Path) -> None:
     its = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     with overspill.wrap(
-        model, inner, nvme=tmp_path, device=CPU, host_memory="300KiB", rates=overspill.Rates()
-    ) as optimizer:
+        model, inner, nvme=tmp_path, device=CPU, host_memory="300KiB", rates=overspill.Rates(),
+        activations=activations,
+    ) as optimizer:  # fmt: skip
         assert losses(model, optimizer) == losses(plain, its)
