@@ -36,7 +36,7 @@ class Memory:
             Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
         }
         self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
-        self.pageable_bytes = 0  # of the host memory the device uses: not page-locked
+        self.pageable_bytes = 0  # host memory of the device's transfers that is not page-locked
         self._annexed: Lease | None = None
         self._held = HeldMemory()
         try:

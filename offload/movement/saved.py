@@ -24,7 +24,7 @@ class SavedStorage:
         coming: memory that copies back are filling, until the last one was started.
         filled: bytes of ``coming`` whose copies were started.
         fetched: whether a copy has brought it back.
-        taken: and whether compute was given that.
+        taken: whether compute has taken that copy.
     """
 
     __slots__ = (

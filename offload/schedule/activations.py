@@ -131,7 +131,7 @@ class Activations:
         self._full = False
         for number in signal.numbers:
             storage = self._saved.get(number)
-            if storage is None:  # who was about to tell of it was interrupted
+            if storage is None:  # the thread that would have reported it was interrupted
                 continue
             storage.used = True
             for ticket in self._fetches.pop(number, ()):  # the waiting thread was interrupted
@@ -295,7 +295,7 @@ class Activations:
         missing = storage.missing_bytes
         storage.streams = self._through or missing > self._host.nbytes
         if missing and not storage.streams and not self._take_slots(storage):
-            # Host memory is full of storages that are needed sooner: go through it to disk.
+            # Host memory is full of storages that are needed sooner: stream this one to disk.
             storage.streams = not self.moving
             if not storage.streams:
                 return False
@@ -358,7 +358,7 @@ class Activations:
         return False
 
     def _write_others(self, nbytes: int) -> None:
-        """Start to write ``nbytes`` of what is only in host memory."""
+        """Start to write storages that are only in host memory, ``nbytes`` of them."""
         for storage in chain(self._absent.values(), self._leaving.values()):
             for part in storage.parts if self._may_write(storage) else ():
                 if self._writing_bytes >= nbytes:

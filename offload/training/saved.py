@@ -68,15 +68,17 @@ class _Packing:
         return self.saved.pack(t, self.outer)
 
 
-def _count(weight: torch.Tensor, outer: Hooks | None) -> None:
-    """Let the checkpoints count a weight that they do not keep.
+def _record_in_checkpoint(weight: torch.Tensor, outer: Hooks | None) -> None:
+    """Record a managed weight in the enclosing checkpoint, which does not keep it.
 
-    They match what is saved again in backward by its number.  A view of a weight may be an argument
-    of what they compute again: then it is a weight the first time, and another tensor the second.
+    Checkpoints match saved tensors by position.  A view of a weight that is an argument is a weight
+    in forward, but an ordinary tensor in the recomputation, so skipping weights would shift
+    positions.
     """
     while outer is not None:
         if torch_private.of_checkpoint(outer):
-            outer[0](weight)
+            with torch_private.without_overrides():  # a hidden parameter would be read
+                outer[0](weight)
             return
         outer = outer[0].outer if isinstance(outer[0], _Packing) else None
 
@@ -116,13 +118,13 @@ class SavedTensors:
         # An argument of a Function, which may have read it somehow.
         found = self._residences.whereabouts(t) if isinstance(t, Elsewhere) else None
         if found is not None:
-            _count(t, outer)
+            _record_in_checkpoint(t, outer)
             return self._handle(*found)
         plain = torch_private.has_memory(t)
         residence = self._residences.by_storage.get(torch_private.storage_key(t)) if plain else None
         if residence is not None:
             self._residences.used_here(residence)
-            _count(t, outer)
+            _record_in_checkpoint(t, outer)
             return self._handle(residence.unit, View.of(t))
         if plain:
             self._residences.refuse_placeholder(t)
