@@ -26,6 +26,7 @@ from tests.parity.chains import (
     known_as_the_libraries_are,
     step,
 )
+from tests.patience import on_slower_machines
 
 WIDE = 10**4  # of a link on which everything fits in no time
 
@@ -78,18 +79,22 @@ def test_auto_leaves_modules_alone_of_which_nothing_is_known(
 @pytest.mark.skipif(SIM != "sim", reason="compute takes a known time on the simulated device")
 def test_what_is_computed_again_counts_once_in_what_a_step_costs() -> None:
     """As long as the model says: what is measured has the forwards of backward within it."""
-    model = chain()
-    slow = replace(RATES, device_flops_s=3e8, h2d_bytes_s=6e5, d2h_bytes_s=6e5)
-    with overspill.wrap(model, adamw(model), **TIGHT, rates=slow) as optimizer:
-        engine = optimizer._engine
-        for seed in range(6):
-            step(model, optimizer, seed)
-            CALLS.clear()
-        units = engine.machinery.layout.units
-        modelled_s = sum(u.flops + u.backward_flops for u in units) * 16 * 8 / 3e8
-        again, costs = engine.adapted()
-        assert len(again) > 5
-        assert costs.compute_s == pytest.approx(modelled_s, rel=0.1)
+
+    def counts_once(slowness: float) -> None:
+        model, flops_s, link_s = chain(), 3e8 / slowness, 6e5 / slowness
+        slow = replace(RATES, device_flops_s=flops_s, h2d_bytes_s=link_s, d2h_bytes_s=link_s)
+        with overspill.wrap(model, adamw(model), **TIGHT, rates=slow) as optimizer:
+            engine = optimizer._engine
+            for seed in range(6):
+                step(model, optimizer, seed)
+                CALLS.clear()
+            units = engine.machinery.layout.units
+            modelled_s = sum(u.flops + u.backward_flops for u in units) * 16 * 8 / flops_s
+            again, costs = engine.adapted()
+            assert len(again) > 5
+            assert costs.compute_s == pytest.approx(modelled_s, rel=0.1)
+
+    on_slower_machines(counts_once, factors=(1, 4, 4, 8))
 
 
 @about_sim

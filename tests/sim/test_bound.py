@@ -13,29 +13,29 @@ import overspill
 from benchmarks.model import Shape
 from benchmarks.sim_machine import SimMachine, measure, meta_model, slowest
 from overspill.planning.bounds import move_seconds, step_bound, step_flops, trained_params
-from tests.patience import in_the_end
+from tests.patience import on_slower_machines
 
 SHALLOW = Shape(layers=16, width=128, heads=4, vocabulary=256, batch=1, tokens=16)
 
 
 @pytest.mark.parametrize("lane", ["compute", "update"])
 def test_backward_mode_is_near_its_bound(lane: str) -> None:
-    def near() -> None:
-        seen = measure(SimMachine(SHALLOW, "backward", slowest(lane, 0.8)), steps=2)
+    def near(slowness: float) -> None:
+        seen = measure(SimMachine(SHALLOW, "backward", slowest(lane, 0.8 * slowness)), steps=2)
         assert 0.98 < seen.ratio < 1.35, seen
         if lane == "compute":
             assert seen.covered > 0.8, seen
 
-    in_the_end(near)
+    on_slower_machines(near)
 
 
 def test_step_mode_waits_for_all_compute_first() -> None:
-    def waits() -> None:
-        seen = measure(SimMachine(SHALLOW, "step", slowest("update", 0.6)), steps=2)
-        assert seen.bound_s >= 0.9, "0.3 s of compute come before 0.6 s of updates"
+    def waits(slowness: float) -> None:
+        seen = measure(SimMachine(SHALLOW, "step", slowest("update", 0.6 * slowness)), steps=2)
+        assert seen.bound_s >= 0.9 * slowness, "0.3 s of compute come before 0.6 s of updates"
         assert 0.98 < seen.ratio < 1.5, seen
 
-    in_the_end(waits)
+    on_slower_machines(waits)
 
 
 def test_what_waits_for_the_last_gradients_adds_to_the_bound() -> None:
