@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import threading
@@ -37,7 +38,7 @@ def wait_for_others() -> None:
 def _others_amid() -> bool:
     me = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, innermost in sys._current_frames().items():
+    for ident, innermost in _innermost_frames().items():
         if ident == me or "overspill" in names.get(ident, ""):
             continue
         frames, frame = list[FrameType](), innermost
@@ -48,6 +49,21 @@ def _others_amid() -> bool:
         if is_engine(frames) and not closes:
             return True
     return False
+
+
+def _innermost_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    Without garbage collection: it may let another thread run, which waits for ever, with the
+    interpreter's lock, for one that ``sys._current_frames`` holds (cpython issue 106883).
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def refuse_reentry() -> None:

@@ -193,3 +193,37 @@ def test_without_another_thread_it_ends_all_the_same(
         patch.setattr(threading.Thread, "start", start)
         optimizer.close()
     assert not engine_threads()
+
+
+@about_cpu
+def test_no_collection_while_the_interpreter_lists_threads() -> None:
+    """``sys._current_frames`` waits for ever if the collector lets another thread run in it."""
+    script = textwrap.dedent("""
+        import faulthandler, gc, os, sys, threading, time
+        from overspill.training import callers
+
+        faulthandler.dump_traceback_later(30, exit=True)
+
+        class Slow:
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                time.sleep(0)
+
+        def start_threads():
+            while True:
+                thread = threading.Thread(target=time.sleep, args=(0,))
+                thread.start()
+                thread.join()
+
+        for _ in range(3):
+            threading.Thread(target=start_threads, daemon=True).start()
+        gc.set_threshold(5)
+        ends_s = time.monotonic() + 3
+        while time.monotonic() < ends_s:
+            garbage = [Slow() for _ in range(6)]
+            callers._innermost_frames()
+        os._exit(0 if gc.isenabled() else 1)
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
