@@ -26,7 +26,12 @@ from ..schedule.ledger import Ledger, Prepared
 from ..schedule.messages import Adopt, Judged, Key, Kind, Until
 from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
-from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
+from ..state.unmanaged import (
+    UnmanagedState,
+    added_objects,
+    renamed_parameters,
+    unmanaged_tensors,
+)
 from ..training import torch_private
 from ..training.landing import Landing
 from ..training.showing import Showing
@@ -34,6 +39,7 @@ from .meta import (
     check_readable,
     decode_facts,
     encode_facts,
+    is_readable,
     kept_groups,
     member_names,
     random_states,
@@ -71,6 +77,7 @@ class Commits:
         self._managed = frozenset(map(id, self._parameters))
         self._names = machinery.parts.names
         self._known = frozenset(unmanaged_tensors(model, self._managed))
+        self._unreadable: set[str] = set()  # extra states that no commit can hold
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
@@ -143,12 +150,28 @@ class Commits:
             "rng": self._random,
             "buffers": {name: _copy(value) for name, value in kept.items()},
             "added": sorted(kept.keys() - self._known),
+            "states": self._states(),
             "renamed": renamed_parameters(self._model, self._names, self._parameters),
             "digests": self._digests(),
             "extra": extra,
         }
         check_readable({"groups": facts["groups"], "extra": extra})
         return encode_facts(facts)
+
+    def _states(self) -> dict[str, Any]:
+        """The extra states of modules that are not tensors, as far as they can be read back."""
+        found = {}
+        for name, value in added_objects(self._model).items():
+            if is_readable(value):
+                found[name] = value
+            elif name not in self._unreadable:
+                self._unreadable.add(name)
+                log.warning(
+                    "overspill: commits do not hold %s: what get_extra_state() returned cannot be "
+                    "read back without running code from it; return numbers, texts, tensors, and "
+                    "lists, tuples and dicts of them", name,
+                )  # fmt: skip
+        return found
 
     # -- for the user ---------------------------------------------------------------------------
 
@@ -331,12 +354,13 @@ def _restore(
 
 
 def unmanaged_state(model: nn.Module, facts: Mapping[str, Any]) -> UnmanagedState:
-    """Return what a commit holds of buffers and of parameters that the engine does not hold.
+    """Return what a commit holds of a model beside the engine's parameters.
 
     Raises:
         OffloadError: the model does not have them.
     """
-    return UnmanagedState(model, facts["buffers"], facts.get("added", ()))
+    stored = {**facts["buffers"], **facts.get("states", {})}
+    return UnmanagedState(model, stored, facts.get("added", ()))
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

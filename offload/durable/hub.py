@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
+from ..state.unmanaged import added_objects, warn_not_tensors
 from .tensors import StreamedTensor, in_memory, lazy, whole_stacks
 
 Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
@@ -162,6 +163,7 @@ def in_full(tree: Any) -> Any:
 def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
     """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
     first."""
+    warn_not_tensors(added_objects(model))
     tensors = tensors_of(model)
     names = saved_names(model) if is_of_transformers(model) else list(tensors)
     first = {id(tensors[name]): name for name in reversed(names)}

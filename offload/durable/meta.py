@@ -83,6 +83,21 @@ def _is_plain(value: Any) -> bool:
     return kind in (bool, int, float, str, type(None))
 
 
+def is_readable(value: Any) -> bool:
+    """Whether a commit that holds the value can be read back."""
+    return _obstacle(value) is None
+
+
+def _obstacle(value: Any) -> Exception | None:
+    if _is_plain(value):
+        return None
+    try:
+        decode_facts(encode_facts({"value": value}))
+    except Exception as error:
+        return error
+    return None
+
+
 def check_readable(facts: Mapping[str, Any]) -> None:
     """Raises unless what a commit is to hold can be read back.
 
@@ -91,11 +106,7 @@ def check_readable(facts: Mapping[str, Any]) -> None:
             lists, tuples and dicts of them.
     """
     for name, value in facts.items():
-        if _is_plain(value):
-            continue
-        try:
-            decode_facts(encode_facts({name: value}))
-        except Exception as error:
+        if (error := _obstacle(value)) is not None:
             what = "extra returned" if name == "extra" else "optimizer.param_groups hold"
             raise OffloadError(
                 f"{what} something that cannot be read back without running code from it; use "

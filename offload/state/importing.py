@@ -19,11 +19,10 @@ from ..training import torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .section_files import SectionFiles
-from .unmanaged import unmanaged_tensors
+from .unmanaged import EXTRA, added_state, put_added, unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
 log = logging.getLogger("overspill")
-EXTRA = "_extra_state"  # torch's name for it in a state dict
 
 
 def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
@@ -89,7 +88,8 @@ class Others:
         """
         self._files, self._model = files, model
         self._tensors = unmanaged_tensors(model, managed)
-        buffers = self._tensors
+        self._added = added_state(model)
+        buffers = {n: t for n, t in self._tensors.items() if n.rpartition(".")[2] != EXTRA}
         shapes = {name: files.shape(name) for name in buffers}
         for name, tensor in buffers.items():
             if shapes[name] not in (None, tuple(tensor.shape)):
@@ -105,11 +105,10 @@ class Others:
         known = {*weights, *tensors_of(model)}
         in_base = names_in_base(model)
         known |= set(map(in_base, known))
-        unknown = [name for name in files.names if name not in known]
-        self._extra = [name for name in unknown if name.rpartition(".")[2] == EXTRA]
+        known.update(self._added)
         strange = [
-            name for name in unknown
-            if name not in self._extra and not any(fnmatchcase(name, each) for each in ignored)
+            name for name in files.names
+            if name not in known and not any(fnmatchcase(name, each) for each in ignored)
         ]  # fmt: skip
         if strange:
             raise ValueError(_unused(files.path, strange))
@@ -123,14 +122,16 @@ class Others:
         for name, tensor in self._tensors.items():
             if self._files.shape(name) is None:
                 continue
+            if name in self._added:
+                continue
             value = self._files.read(name)
             if isinstance(tensor, nn.Parameter) and tensor.is_meta:
                 torch_private.become(tensor, value.to(tensor.dtype))
             else:
                 tensor.detach().copy_(value)
-        for name in self._extra:
-            module = self._model.get_submodule(name.rpartition(".")[0])
-            module.set_extra_state(self._files.read(name))
+        for name, (module, there) in self._added.items():
+            if self._files.shape(name) is not None:
+                put_added(name, self._files.read(name), module, there)
 
 
 def _unused(path: Path, names: list[str]) -> str:

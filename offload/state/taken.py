@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ..schedule.units import ParamSpec, Unit
 from ..training import module_private, torch_private
 from ..training.managed import managed
 from .homes import Homes
-from .unmanaged import unmanaged_tensors
+from .unmanaged import EXTRA, added_state, put_added, unmanaged_tensors
 
 log = logging.getLogger("overspill")
 
@@ -37,6 +38,7 @@ class Taken:
         self._moved: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._groups: list[tuple[Any, dict[str, Any]]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[tuple[str, nn.Module, Any]] = []
 
     def note(self) -> None:
         """Remember hyper-parameters, buffers and unmanaged parameters, which are about to be set to
@@ -49,6 +51,9 @@ class Taken:
         for tensor in unmanaged_tensors(self._model, managed).values():
             if not tensor.is_meta:
                 self._contents.append((tensor, tensor.detach().clone()))
+        for name, (module, value) in added_state(self._model).items():
+            if name.rpartition(".")[2] == EXTRA:
+                self._states.append((name, module, copy.deepcopy(value)))
         for module in self._model.modules():
             for name in module_private.buffer_names(module):
                 self._buffers.append((module, name, getattr(module, name)))
@@ -101,6 +106,8 @@ class Taken:
             group.update(kept)
         for tensor, value in self._contents:
             tensor.detach().copy_(value)
+        for name, module, value in self._states:
+            put_added(name, value, module, value)
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)

@@ -82,6 +82,21 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
 
 
+def added_state(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module adds to its state dict beside its own parameters and buffers: its extra state,
+    or the scales of quantised weights, for instance."""
+    kind, base = type(module), torch.nn.Module
+    if (
+        kind._save_to_state_dict is base._save_to_state_dict
+        and kind.get_extra_state is base.get_extra_state
+    ):
+        return {}
+    found: dict[str, Any] = {}
+    module._save_to_state_dict(found, "", True)
+    own = {*module._parameters, *module._buffers}
+    return {name: value for name, value in found.items() if name not in own}
+
+
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
