@@ -154,6 +154,37 @@ def check_devices(model: nn.Module, accelerator: Accelerator) -> None:
             )
 
 
+def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
+    """Check weights that bitsandbytes quantises: as integers, on the device, they stay there.
+
+    Raises:
+        OffloadError: they are not quantised yet, were quantised on another device, or their codes
+            are stored as floating-point numbers.
+    """
+    device = accelerator.device
+    for name, p in model.named_parameters():
+        if type(p).to is torch.Tensor.to or getattr(p, "has_fp16_weights", False):
+            continue  # nothing happens to it when it is moved
+        what = f"parameter {name!r} ({type(p).__name__})"
+        if p.is_floating_point() and getattr(p, "quant_state", None) is not None:
+            raise OffloadError(
+                f"{what} stores its codes as {p.dtype}, which overspill would move as weights; "
+                "load the model with bnb_4bit_quant_storage=torch.uint8, or unquantised and pass "
+                "frozen='nf4'"
+            )
+        if p.is_floating_point():
+            raise OffloadError(
+                f"{what} is not quantised yet: its class does that when it is moved to a device; "
+                f"call model.to({str(device)!r}) before wrap, or load the model unquantised and "
+                "pass frozen='nf4'"
+            )
+        if p.device.type != device.type and accelerator.has_device_memory:
+            raise OffloadError(
+                f"{what} is on {p.device}, with scales that only its class moves; call "
+                f"model.to({str(device)!r}) before wrap"
+            )
+
+
 def check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
     own = moments_of(optimizer)
     if own not in ("fp32", config.moments):

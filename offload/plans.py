@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checks import check_devices, check_model, check_moments
+from .checks import check_devices, check_model, check_moments, check_packed
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
@@ -93,6 +93,7 @@ def make_blueprint(
     rules = rules_for(optimizer)
     check_model(model, optimizer, config.weight_dtype)
     check_devices(model, accelerator)
+    check_packed(model, accelerator)
     check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     records = [r.state_fields(torch.float32, None, config.moments) for r in rules]

@@ -33,6 +33,7 @@ from .plans import calibrated, make_blueprint
 from .state.homes import Homes
 from .state.loading import load
 from .state.taken import Taken
+from .state.unmanaged import warn_of_large
 from .training import optimizer_private, torch_private
 
 log = logging.getLogger("overspill")
@@ -208,6 +209,8 @@ def _tell(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     torch_private.tell_if_untried(torch.__version__)
     plan, config = engine.plan, engine.config
     log.info("overspill: %s", plan)
+    commits = config.durable and config.nvme is not None
+    warn_of_large(engine.model, engine.parameters, commits=commits)
     if config.verbose:
         for name, home in plan.placement.items():
             grads = "on arrival" if home.grads is None else home.grads.value

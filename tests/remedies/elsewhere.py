@@ -4,6 +4,21 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
+        "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
+    ),
+    ("offload/checks.py", "is not quantised yet: its class does that when"): (
+        "tests/parity/test_packed_by_others.py::test_layers_that_are_not_quantised_yet_are_refused"
+    ),
+    ("offload/durable/commits.py", "return numbers, texts, tensors, and lists, tuples"): (
+        "tests/durable/test_modules_own_state.py::test_it_is_resumed"
+    ),
+    ("offload/state/unmanaged.py", "load the model unquantised and pass frozen='nf4' or 'int8'"): (
+        "tests/parity/test_packed_by_others.py::test_the_base_moves_if_overspill_packs_it"
+    ),
+    ("offload/state/unmanaged.py", "save it in a file of its own"): (
+        "tests/durable/test_modules_own_state.py::test_tensors_of_it_are_in_files"
+    ),
     ("io_engine/atomic_files.py", ": move them to {}, or write it again"): (
         "tests/unit/test_replaced_folders.py::test_what_fails_between_files_leaves_a_complete_set"
     ),
@@ -47,6 +62,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 
 # Messages about another machine or environment than the one that runs the tests.
 NOT_HERE: dict[tuple[str, str], str] = {
+    ("offload/checks.py", "with scales that only its class moves; call model.to("): (
+        "a GPU, and bitsandbytes"
+    ),
     ("io_engine/aiofiles_backend.py", "pip install aiofiles"): (
         "an environment without the package"
     ),
