@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .config import OffloadConfig
-from .durable.commits import adopt, unmanaged_state
+from .durable.commits import Unmanaged, adopt
 from .durable.meta import decode_facts
 from .durable.moving import move_store
 from .durable.resume import check_fits, largest
@@ -107,7 +107,7 @@ def reopened(
     """As ``opened``, with what the last commit of a store holds; also gives its ``extra``."""
     begun = Begun(model, optimizer, config)
     try:
-        unmanaged_state(model, decode_facts(store.last().meta))  # raises if it does not fit
+        Unmanaged(model, decode_facts(store.last().meta))  # raises if it does not fit
         homes, taken, calibration = _homes_over(store, begun, config)
         taken.note()
         taken.move_unmanaged()

@@ -26,12 +26,8 @@ from ..schedule.ledger import Ledger, Prepared
 from ..schedule.messages import Adopt, Judged, Key, Kind, Until
 from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
-from ..state.unmanaged import (
-    UnmanagedState,
-    added_objects,
-    renamed_parameters,
-    unmanaged_tensors,
-)
+from ..state.module_states import ModuleStates, states_of
+from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
 from ..training import torch_private
 from ..training.landing import Landing
 from ..training.showing import Showing
@@ -47,6 +43,10 @@ from .meta import (
 )
 
 log = logging.getLogger("overspill")
+_UNREADABLE = ValueError(
+    "it cannot be read back without running code from it; use numbers, texts, tensors, and lists, "
+    "tuples and dicts of them"
+)
 
 
 class Commits:
@@ -77,7 +77,7 @@ class Commits:
         self._managed = frozenset(map(id, self._parameters))
         self._names = machinery.parts.names
         self._known = frozenset(unmanaged_tensors(model, self._managed))
-        self._unreadable: set[str] = set()  # extra states that no commit can hold
+        self._left_out: set[str] = set()  # states of modules that no commit can hold
         self._facts: bytes | None = None  # of the present state, once they are known
         self._asked = False  # whether they are those of a commit() that nothing has followed
         self._moved = False  # whether a step was taken since wrap or resume
@@ -158,20 +158,24 @@ class Commits:
         check_readable({"groups": facts["groups"], "extra": extra})
         return encode_facts(facts)
 
-    def _states(self) -> dict[str, Any]:
-        """The extra states of modules that are not tensors, as far as they can be read back."""
-        found = {}
-        for name, value in added_objects(self._model).items():
-            if is_readable(value):
-                found[name] = value
-            elif name not in self._unreadable:
-                self._unreadable.add(name)
-                log.warning(
-                    "overspill: commits do not hold %s: what get_extra_state() returned cannot be "
-                    "read back without running code from it; return numbers, texts, tensors, and "
-                    "lists, tuples and dicts of them", name,
-                )  # fmt: skip
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """What modules add to their state dicts, as far as it can be read back."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, entries in states_of(self._model, self._leave_out).items():
+            for own, value in entries.items():
+                kept = _copy(value) if isinstance(value, torch.Tensor) else value
+                if is_readable(kept):
+                    found.setdefault(path, {})[own] = kept
+                else:
+                    self._leave_out(f"{path}.{own}" if path else own, _UNREADABLE)
         return found
+
+    def _leave_out(self, name: str, why: Exception) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            log.warning(
+                "overspill: commits do not hold state %s of a module: %s", name or "(model)", why
+            )
 
     # -- for the user ---------------------------------------------------------------------------
 
@@ -296,7 +300,7 @@ class Commits:
                 "there is no commit to go back to: none was made before values that are not finite "
                 "came in, or an edit was interrupted; load weights and state again"
             )
-        unmanaged_state(self._model, decode_facts(self._writer.last))  # raises if it does not fit
+        Unmanaged(self._model, decode_facts(self._writer.last))  # raises if it does not fit
         self.begin_edit({unit: {STATE} for unit in range(len(self._ledger.versions))})
         give_up()
         self._facts, self._asked = None, False
@@ -350,17 +354,27 @@ def _restore(
 ) -> None:
     ledger.restore(facts["step"], facts["steps"])
     restore_groups(groups, facts["groups"])
-    unmanaged_state(model, facts).restore()
+    Unmanaged(model, facts).restore()
 
 
-def unmanaged_state(model: nn.Module, facts: Mapping[str, Any]) -> UnmanagedState:
-    """Return what a commit holds of a model beside the engine's parameters.
+class Unmanaged:
+    """What a commit holds of a model beside the engine's parameters.
 
-    Raises:
-        OffloadError: the model does not have them.
+    Checked when it is made, so that nothing has been changed if it does not fit.
     """
-    stored = {**facts["buffers"], **facts.get("states", {})}
-    return UnmanagedState(model, stored, facts.get("added", ()))
+
+    def __init__(self, model: nn.Module, facts: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            OffloadError: the model does not have it.
+        """
+        self._tensors = UnmanagedState(model, facts["buffers"], facts.get("added", ()))
+        self._states = ModuleStates(model, facts.get("states", {}))
+
+    def restore(self) -> None:
+        """Put the values into the model."""
+        self._tensors.restore()
+        self._states.restore()
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.atomic_files import free_bytes_at, remove_abandoned, replacing_folder
 from ..io_engine.committed import FoundStore, find_store
 from ..observe.long_work import LongWork
-from ..state.unmanaged import warn_not_tensors
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
 from .hub import Read, config_of, of_model
@@ -79,7 +78,6 @@ def export_store(
             raise
         finally:
             source.close()
-        warn_not_tensors(source.facts.get("states", ()))
         return Exported(source.generation.step, files)
 
     return read_pinned(paths, read)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
-from ..state.unmanaged import added_objects, warn_not_tensors
+from ..state.module_states import added_tensors
 from .tensors import StreamedTensor, in_memory, lazy, whole_stacks
 
 Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
@@ -163,12 +163,15 @@ def in_full(tree: Any) -> Any:
 def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
     """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
     first."""
-    warn_not_tensors(added_objects(model))
     tensors = tensors_of(model)
     names = saved_names(model) if is_of_transformers(model) else list(tensors)
     first = {id(tensors[name]): name for name in reversed(names)}
     chosen = [name for name in names if first[id(tensors[name])] == name]
-    return [_streamed(name, tensors[name], read) for name in chosen]
+    added = added_tensors(model)
+    return [
+        *(_streamed(name, tensors[name], read) for name in chosen),
+        *(in_memory(name, value.cpu()) for name, value in added.items()),
+    ]
 
 
 def _streamed(name: str, t: torch.Tensor, read: Read) -> StreamedTensor:

@@ -16,6 +16,7 @@ from ..io_engine.manifest import Generation
 from ..io_engine.reading import StoreReader
 from ..optim.formats import join_halves
 from ..optim.reference import read_moment
+from ..state.module_states import named_tensors
 from .in_place import InPlaceReader
 from .packed import unpacked
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
@@ -51,8 +52,9 @@ class StoreSource:
         self._files.close()
 
     def weights(self) -> list[StreamedTensor]:
-        """Every parameter once, then the buffers."""
-        return self.parameters() + [in_memory(k, v) for k, v in self.facts["buffers"].items()]
+        """Every parameter once, then the buffers, and what modules add to their state dicts."""
+        others = {**self.facts["buffers"], **named_tensors(self.facts.get("states", {}))}
+        return self.parameters() + [in_memory(name, value) for name, value in others.items()]
 
     def parameters(self) -> list[StreamedTensor]:
         """Every parameter that the model had at the commit once, under its name there."""

@@ -168,11 +168,9 @@ class RunSource:
         return [[self._named(name) for name in group] for group in self.facts_of(0)["members"]]
 
     @property
-    def buffers(self) -> dict[str, Any]:
-        """Those of the first rank, and the extra states of its modules."""
-        facts = self.facts_of(0)
-        kept = {**facts["buffers"], **facts.get("states", {})}
-        return {self._named(name): value for name, value in kept.items()}
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Of the first rank."""
+        return {self._named(k): v for k, v in self.facts_of(0)["buffers"].items()}
 
     @cached_property
     def _weights(self) -> dict[str, list[StreamedTensor]]:

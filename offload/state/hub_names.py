@@ -68,8 +68,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         own = {**module_private.own_parameters(module), **module_private.persistent_buffers(module)}
-        own |= module_private.added_state(module)
-        found |= {dot + name: t for name, t in own.items() if isinstance(t, torch.Tensor)}
+        found |= {dot + name: t for name, t in own.items() if t is not None}
     return found
 
 

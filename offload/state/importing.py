@@ -18,8 +18,9 @@ from ..planning.sections import has_sections
 from ..training import torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
+from .module_states import FoundStates
 from .section_files import SectionFiles
-from .unmanaged import EXTRA, added_state, put_added, unmanaged_tensors
+from .unmanaged import unmanaged_tensors
 from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
 
 log = logging.getLogger("overspill")
@@ -88,8 +89,7 @@ class Others:
         """
         self._files, self._model = files, model
         self._tensors = unmanaged_tensors(model, managed)
-        self._added = added_state(model)
-        buffers = {n: t for n, t in self._tensors.items() if n.rpartition(".")[2] != EXTRA}
+        buffers = self._tensors
         shapes = {name: files.shape(name) for name in buffers}
         for name, tensor in buffers.items():
             if shapes[name] not in (None, tuple(tensor.shape)):
@@ -105,7 +105,8 @@ class Others:
         known = {*weights, *tensors_of(model)}
         in_base = names_in_base(model)
         known |= set(map(in_base, known))
-        known.update(self._added)
+        self._states = FoundStates(model, [name for name in files.names if name not in known])
+        known |= self._states.names
         strange = [
             name for name in files.names
             if name not in known and not any(fnmatchcase(name, each) for each in ignored)
@@ -122,16 +123,12 @@ class Others:
         for name, tensor in self._tensors.items():
             if self._files.shape(name) is None:
                 continue
-            if name in self._added:
-                continue
             value = self._files.read(name)
             if isinstance(tensor, nn.Parameter) and tensor.is_meta:
                 torch_private.become(tensor, value.to(tensor.dtype))
             else:
                 tensor.detach().copy_(value)
-        for name, (module, there) in self._added.items():
-            if self._files.shape(name) is not None:
-                put_added(name, self._files.read(name), module, there)
+        self._states.load(self._files.read)
 
 
 def _unused(path: Path, names: list[str]) -> str:

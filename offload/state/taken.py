@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,8 @@ from ..schedule.units import ParamSpec, Unit
 from ..training import module_private, torch_private
 from ..training.managed import managed
 from .homes import Homes
-from .unmanaged import EXTRA, added_state, put_added, unmanaged_tensors
+from .module_states import KeptStates
+from .unmanaged import unmanaged_tensors
 
 log = logging.getLogger("overspill")
 
@@ -38,7 +38,7 @@ class Taken:
         self._moved: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._groups: list[tuple[Any, dict[str, Any]]] = []
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._states: list[tuple[str, nn.Module, Any]] = []
+        self._states: KeptStates | None = None
 
     def note(self) -> None:
         """Remember hyper-parameters, buffers and unmanaged parameters, which are about to be set to
@@ -47,13 +47,11 @@ class Taken:
             (group, {k: _kept(v) for k, v in group.items() if k != "params"})
             for group in self._present
         ]
+        self._states = KeptStates(self._model)
         managed = set(map(id, self._parts.parameters))
         for tensor in unmanaged_tensors(self._model, managed).values():
             if not tensor.is_meta:
                 self._contents.append((tensor, tensor.detach().clone()))
-        for name, (module, value) in added_state(self._model).items():
-            if name.rpartition(".")[2] == EXTRA:
-                self._states.append((name, module, copy.deepcopy(value)))
         for module in self._model.modules():
             for name in module_private.buffer_names(module):
                 self._buffers.append((module, name, getattr(module, name)))
@@ -106,8 +104,8 @@ class Taken:
             group.update(kept)
         for tensor, value in self._contents:
             tensor.detach().copy_(value)
-        for name, module, value in self._states:
-            put_added(name, value, module, value)
+        if self._states is not None:
+            self._states.give_back()
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)

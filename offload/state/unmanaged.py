@@ -1,12 +1,10 @@
-"""What a model's state dict has that the engine does not hold: buffers, integer parameters,
-parameters that were added after ``wrap``, and what modules add to it by themselves (their extra
-state, the scales of quantised weights).  It stays on the device; commits and exports include it."""
+"""Tensors of a model that the engine does not hold: buffers, integer parameters, and parameters
+that were added after ``wrap``.  They stay on the device; commits and exports include them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Container, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +16,6 @@ from .hub_names import tensors_of
 log = logging.getLogger("overspill")
 
 LARGE_SHARE = 0.1  # of what the engine holds, from which unmanaged tensors are named
-EXTRA = "_extra_state"  # torch's name for it in a state dict
 
 
 def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, torch.Tensor]:
@@ -33,24 +30,6 @@ def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, to
     return dict(found.values())
 
 
-def added_state(model: nn.Module) -> dict[str, tuple[nn.Module, Any]]:
-    """Return what modules add to the state dict by themselves, by name, with the module."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (module, value)
-        for prefix, module in model.named_modules()
-        for name, value in module_private.added_state(module).items()
-    }
-
-
-def added_objects(model: nn.Module) -> dict[str, Any]:
-    """Return modules' extra states that are not tensors, by name."""
-    return {
-        name: value
-        for name, (_, value) in added_state(model).items()
-        if name.rpartition(".")[2] == EXTRA and not isinstance(value, torch.Tensor)
-    }
-
-
 def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commits: bool) -> None:
     """Warn of large tensors that stay on the device: quantised weights of other libraries, often.
 
@@ -58,12 +37,12 @@ def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commi
         parameters: those that the engine holds.
         commits: whether every commit writes them.
     """
-    managed = {id(p): p.nbytes for p in parameters}
+    managed = {id(p): _nbytes(p) for p in parameters}
     found = unmanaged_tensors(model, managed)
-    nbytes = sum(tensor.nbytes for tensor in found.values())
+    nbytes = sum(map(_nbytes, found.values()))
     if nbytes <= LARGE_SHARE * sum(managed.values()):
         return
-    largest = max(found, key=lambda name: found[name].nbytes)
+    largest = max(found, key=lambda name: _nbytes(found[name]))
     log.warning(
         "overspill: buffers and integer parameters take %s, which stay on the device%s; the "
         "largest is %s (%s). To move weights that another library has quantised, load the model "
@@ -73,13 +52,8 @@ def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commi
     )  # fmt: skip
 
 
-def warn_not_tensors(names: Iterable[str]) -> None:
-    """Warn of extra states that files of tensors cannot hold."""
-    if listed := ", ".join(names):
-        log.warning(
-            "overspill: not written, since safetensors files hold tensors alone: %s (what "
-            "get_extra_state() returned); save it in a file of its own", listed,
-        )  # fmt: skip
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def renamed_parameters(
@@ -116,21 +90,19 @@ class UnmanagedState:
     """
 
     def __init__(
-        self, model: nn.Module, stored: Mapping[str, Any], added: Collection[str] = ()
+        self, model: nn.Module, stored: Mapping[str, torch.Tensor], added: Collection[str] = ()
     ) -> None:
         """
         Args:
-            stored: the values of the commit, by name in the state dict.
+            stored: the tensors of the commit, by name.
             added: names of those that had joined the model after it was wrapped.
 
         Raises:
             OffloadError: the model has no such tensor, or has a parameter of another shape.
         """
         self._model, self._stored = model, dict(stored)
-        modules, by_themselves = _modules(model), added_state(model)
-        missing = [
-            name for name in added if _owner(modules, name) is None and name not in by_themselves
-        ]
+        modules = _modules(model)
+        missing = [name for name in added if _owner(modules, name) is None]
         for name in missing:
             del self._stored[name]
         if missing:
@@ -140,19 +112,13 @@ class UnmanagedState:
                 "writes them: %s", ", ".join(missing),
             )  # fmt: skip
         for name, value in self._stored.items():
-            if name in by_themselves:
-                _check_added(name, value, by_themselves[name][1])
-            else:
-                _check(modules, name, value)
+            _check(modules, name, value)
 
     def restore(self) -> None:
         """Put the values into the model.  A buffer of another shape is replaced, as by modules that
         size their buffers when they first run."""
-        modules, by_themselves = _modules(self._model), added_state(self._model)
+        modules = _modules(self._model)
         for name, value in self._stored.items():
-            if name in by_themselves:
-                put_added(name, value, *by_themselves[name])
-                continue
             module, own = _owner(modules, name), name.rpartition(".")[2]
             assert module is not None, "checked when this was made"
             there = getattr(module, own)
@@ -163,18 +129,6 @@ class UnmanagedState:
                 setattr(module, own, value.to(there.device, there.dtype))
             else:
                 there.detach().copy_(value)
-
-
-def put_added(name: str, value: Any, module: nn.Module, there: Any) -> None:
-    """Put a value into a module that adds it to the state dict by itself.
-
-    Args:
-        there: what the module adds now.
-    """
-    if name.rpartition(".")[2] == EXTRA:
-        module.set_extra_state(value)
-    elif isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
-        there.detach().copy_(value)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -189,15 +143,6 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
         return None
     parameter = module_private.own_parameters(module).get(own)
     return module if parameter is not None or own in module_private.buffer_names(module) else None
-
-
-def _check_added(name: str, value: Any, there: Any) -> None:
-    theirs, own = getattr(value, "shape", None), getattr(there, "shape", None)
-    if theirs != own and name.rpartition(".")[2] != EXTRA:
-        raise OffloadError(
-            f"{name!r}, which a module adds to its state, has shape {theirs} in the commit and "
-            f"{own} in the model; build the model as it was then"
-        )
 
 
 def _check(modules: Mapping[str, nn.Module], name: str, value: torch.Tensor) -> None:

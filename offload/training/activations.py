@@ -105,6 +105,7 @@ class Stash:
         self._stays = {  # while they live: another may come to lie where one was
             torch_private.storage_key(t): torch_private.StorageWatch(t.untyped_storage())
             for t in stays
+            if torch_private.has_memory(t)
         }
         self._arenas = [
             (arena.data_ptr(), arena.data_ptr() + arena.numel())

@@ -82,19 +82,55 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
 
 
-def added_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module adds to its state dict beside its own parameters and buffers: its extra state,
-    or the scales of quantised weights, for instance."""
+EXTRA = "_extra_state"  # torch's name for extra state in a state dict
+_OWN_PACKAGE = __name__.partition(".")[0]
+
+
+def adds_state(module: torch.nn.Module) -> bool:
+    """Whether a module's state dict may have more than its own parameters and buffers."""
     kind, base = type(module), torch.nn.Module
-    if (
-        kind._save_to_state_dict is base._save_to_state_dict
-        and kind.get_extra_state is base.get_extra_state
-    ):
-        return {}
+    if kind._save_to_state_dict is not base._save_to_state_dict:
+        return True
+    if kind.get_extra_state is not base.get_extra_state:
+        return True
+    return any(_package_of(hook) != _OWN_PACKAGE for hook in module._state_dict_hooks.values())
+
+
+def added_state(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module's state dict has beside its own parameters and buffers, as ``state_dict`` makes
+    it, by name without a prefix."""
     found: dict[str, Any] = {}
     module._save_to_state_dict(found, "", True)
+    for hook in list(module._state_dict_hooks.values()):
+        if _package_of(hook) != _OWN_PACKAGE:
+            made = hook(module, found, "", {"version": module._version})
+            found = found if made is None else made
     own = {*module._parameters, *module._buffers}
     return {name: value for name, value in found.items() if name not in own}
+
+
+def load_added(module: torch.nn.Module, entries: Mapping[str, Any]) -> list[str]:
+    """Have a module load such entries, as ``load_state_dict`` does but without the engine's hooks;
+    return the names of those that it did not take.
+
+    Raises:
+        RuntimeError: it refuses them.
+    """
+    state, hooks = dict(entries), module._load_state_dict_pre_hooks
+    metadata = {"version": module._version}
+    unexpected, errors = list[str](), list[str]()
+    module._load_state_dict_pre_hooks = type(hooks)(
+        (number, hook)
+        for number, hook in hooks.items()
+        if _package_of(getattr(hook, "hook", hook)) != _OWN_PACKAGE
+    )
+    try:
+        module._load_from_state_dict(state, "", metadata, True, [], unexpected, errors)
+    finally:
+        module._load_state_dict_pre_hooks = hooks
+    if errors:
+        raise RuntimeError(f"{type(module).__name__}: {'; '.join(errors)}")
+    return [name for name in unexpected if name in entries]
 
 
 _HOOKS = (

@@ -1,0 +1,196 @@
+"""State that modules add to their state dicts by themselves, beside parameters and buffers.
+
+# Note [States of modules]
+#
+# A module can add entries to its state dict: its extra state (``get_extra_state``), what a
+# ``_save_to_state_dict`` of its own writes (the scales of bitsandbytes' layers, torch.ao's), and
+# what state-dict hooks write. The engine does not know what they mean. It asks the module for them
+# as ``state_dict`` does, and gives them back as ``load_state_dict`` does, with the module's own
+# code; its own hooks, which are about weights, are left out.
+#
+# Commits hold all entries that can be read back without running code from them. Files hold those
+# that are tensors. What is left out, or what a module does not take back, is named in a warning.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..training import module_private
+
+log = logging.getLogger("overspill")
+
+States = Mapping[str, Mapping[str, Any]]  # entries by the path of the module, and by name in it
+
+
+def states_of(model: nn.Module, failed: Callable[[str, Exception], None]) -> dict[str, Any]:
+    """Return what the modules of a model add to its state dict, as ``States``.
+
+    Args:
+        failed: called with a module's path and the error of its code.
+    """
+    found: dict[str, Any] = {}
+    for path, module in _adding(model):
+        try:
+            added = module_private.added_state(module)
+        except Exception as error:
+            failed(path, error)
+            continue
+        if added:
+            found[path] = added
+    return found
+
+
+def added_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return those that are tensors by their names in the state dict, and warn of the others.
+
+    Raises:
+        Exception: whatever the modules' own code raises.
+    """
+    found, others = dict[str, torch.Tensor](), list[str]()
+    for path, module in _adding(model, remove_duplicate=False):
+        for own, value in module_private.added_state(module).items():
+            if isinstance(value, torch.Tensor):
+                found[_name(path, own)] = value.detach()
+            else:
+                others.append(_name(path, own))
+    warn_not_tensors(others)
+    return found
+
+
+def named_tensors(states: States) -> dict[str, torch.Tensor]:
+    """Return those of a commit that are tensors by their names in the state dict, and warn of the
+    others."""
+    named = {_name(path, own): v for path, each in states.items() for own, v in each.items()}
+    found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    warn_not_tensors(named.keys() - found.keys())
+    return found
+
+
+def warn_not_tensors(names: Iterable[str]) -> None:
+    """Warn of entries that files of tensors cannot hold."""
+    if listed := ", ".join(sorted(names)):
+        log.warning(
+            "overspill: not written, since safetensors files hold tensors alone: %s; save it in a "
+            "file of its own (torch.save)", listed,
+        )  # fmt: skip
+
+
+class ModuleStates:
+    """Entries to be given back to the modules of a model.
+
+    Checked when it is made, so that nothing has been changed if they do not fit.
+    """
+
+    def __init__(self, model: nn.Module, states: States) -> None:
+        """
+        Raises:
+            OffloadError: the model has no such module, or it adds nothing to its state dict.
+        """
+        modules = dict(_adding(model, remove_duplicate=False))
+        for path, entries in states.items():
+            if path not in modules:
+                raise OffloadError(
+                    f"the commit holds {_name(path, next(iter(entries)))!r}, which is neither "
+                    "parameter nor buffer, and no module of the model adds it to its state dict; "
+                    "build the model as it was then"
+                )
+        self._states = [(path, modules[path], entries) for path, entries in states.items()]
+
+    def restore(self) -> None:
+        """Have the modules load their entries."""
+        for path, module, entries in self._states:
+            give_back(module, entries, path)
+
+
+def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
+    """Have a module load entries that it had added to a state dict.
+
+    Raises:
+        Exception: whatever its own code raises.
+    """
+    left = module_private.load_added(module, entries)
+    if not left:
+        return
+    present = module_private.added_state(module)
+    for own in left:  # without code to load it: bitsandbytes' scales, which are tensors in place
+        if _is_like(present.get(own), entries[own]):
+            present[own].detach().copy_(entries[own])
+    present = module_private.added_state(module)
+    lost = [own for own in left if not _is_equal(present.get(own), entries[own])]
+    if lost:
+        log.warning(
+            "overspill: not restored, since the module has no code to load it: %s; set it in your "
+            "script, or build the model as it was then",
+            ", ".join(_name(path, own) for own in lost),
+        )
+
+
+class FoundStates:
+    """Entries of a model's modules that files hold."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        """``names``: of all tensors in the files."""
+        there = set(names)
+        self._found: list[tuple[str, nn.Module, list[str]]] = []
+        for path, module in _adding(model, remove_duplicate=False):
+            try:
+                own = {*module_private.added_state(module), module_private.EXTRA}
+            except Exception:  # such as a module that is not built yet
+                own = {module_private.EXTRA}
+            if present := sorted(each for each in own if _name(path, each) in there):
+                self._found.append((path, module, present))
+        self.names = {_name(path, own) for path, _, present in self._found for own in present}
+
+    def load(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Have the modules load what ``read`` gives by name in the state dict."""
+        for path, module, present in self._found:
+            give_back(module, {own: read(_name(path, own)) for own in present}, path)
+
+
+class KeptStates:
+    """What the states of modules are now, to be given back after an error."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        for path, module in _adding(model):
+            try:
+                self._kept.append((path, module, copy.deepcopy(module_private.added_state(module))))
+            except Exception as error:
+                log.debug("overspill: the state of module %r cannot be kept: %s", path, error)
+
+    def give_back(self) -> None:
+        """Undo what was loaded since."""
+        for path, module, entries in self._kept:
+            give_back(module, entries, path)
+
+
+def _adding(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+        if module_private.adds_state(module):
+            yield path, module
+
+
+def _name(path: str, own: str) -> str:
+    return f"{path}.{own}" if path else own
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and one.shape == other.shape
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one.detach().cpu(), other.detach().cpu())
+    return bool(type(one) is type(other) and one == other)
