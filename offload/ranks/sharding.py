@@ -20,6 +20,7 @@ from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
 from ..plans import calibrated
+from ..state.module_states import warn_not_committed
 from ..training.conversions import Conversions
 from ..training.roster import Roster
 from .bridge import Bridge
@@ -123,6 +124,8 @@ class Sharding:
                     f"rank {empty[0]} has no row of any parameter, so it has nothing to commit; "
                     "use fewer ranks, or leave nvme out"
                 )
+            if config.durable and self.world.rank == 0:
+                warn_not_committed(self.model)
         device = config.device or str(next(self.model.parameters()).device)
         whole = replace(config, device=device, activations="keep", weights=None)
         rates = self.world.rates(self._rates(whole, optimizer))

@@ -83,6 +83,15 @@ def warn_not_tensors(names: Iterable[str]) -> None:
         )  # fmt: skip
 
 
+def warn_not_committed(model: nn.Module) -> None:
+    """Warn of modules whose states the commits of several ranks do not hold."""
+    if paths := [path or "(model)" for path, _ in _adding(model)]:
+        log.warning(
+            "overspill: commits of several ranks do not hold what modules add to the state dict by "
+            "themselves (get_extra_state(), say); save it in your script: %s", ", ".join(paths),
+        )  # fmt: skip
+
+
 class ModuleStates:
     """Entries to be given back to the modules of a model.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -262,3 +264,50 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
     for seed in range(10):
         spread = (sharded, replicated)[seed % 2]
         assert killed_at_random(folder_of(tmp_path / f"{seed}"), 10, seed, spread) > 0
+
+
+class Counting(nn.Linear):
+    """Has extra state."""
+
+    rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"rows": self.rows}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.rows = state["rows"]
+
+
+def counted(rank: int, size: int, folder: Path) -> list[str]:
+    """Resume runs whose modules have extra state; what was said."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("overspill").addHandler(handler)
+    options: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
+
+    def made(spread: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(Counting(8, 8), nn.Linear(8, 8))
+        return DistributedDataParallel(model) if spread == "ddp" else fully_shard(model)
+
+    for spread in ("ddp", "fsdp"):
+        model, run = made(spread), folder_of(folder / spread)
+        with overspill.wrap(model, adamw(model), nvme=run, **options) as optimizer:
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        again = made(spread)
+        optimizer, _ = overspill.resume(again, run, adamw(again), **options)
+        optimizer.close()
+        assert not (again.module if spread == "ddp" else again)[0].rows
+    return said
+
+
+def test_that_states_of_modules_are_not_committed_is_said(tmp_path: Path) -> None:
+    first, second = spawn(2, counted, tmp_path)
+    told = [each for each in first if "do not hold what modules add to the state dict" in each]
+    assert len(told) == 4 and not second
