@@ -52,7 +52,9 @@ def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any
         given["units"] = description["names"]
     kept, asked = store.layout.checksum, given.pop("checksum", None)
     if asked is not None and asked != kept:
-        raise ValueError(f"the store was made with checksum={kept!r}, not {asked!r}")
+        raise ValueError(
+            f"the store was made with checksum={kept!r}, not {asked!r}; leave checksum out"
+        )
     return {**given, "nvme": nvme, "checksum": kept}
 
 
@@ -62,7 +64,9 @@ def formats_of(description: Mapping[str, Any], options: Mapping[str, Any]) -> di
     for name in _FORMATS:
         kept = description.get(name)  # of a store from before there was frozen=, None
         if name in given and given[name] != kept and given[name] not in (None, "auto"):
-            raise ValueError(f"the store was made with {name}={kept!r}, not {given[name]!r}")
+            raise ValueError(
+                f"the store was made with {name}={kept!r}, not {given[name]!r}; leave {name} out"
+            )
         given[name] = kept
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import mmap
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..io_engine.errors import refused
 from ..io_engine.native import crc32
+from ..io_engine.once import Once
 from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
 from ..planning.sections import joined
@@ -156,8 +158,12 @@ class FileWriter:
         self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
         self._crc = self._nbytes = 0
-        self._thread = threading.Thread(target=self._run, name="overspill-export", daemon=True)
-        self._thread.start()
+        self._over = Once()
+        try:
+            threading.Thread(target=self._run, name="overspill-export", daemon=True).start()
+        except BaseException:  # an interrupt: the thread may run
+            self._queue.put(None)
+            raise
 
     def write(self, data: Bytes) -> None:
         """Queues the next bytes; they must not change any more."""
@@ -184,21 +190,27 @@ class FileWriter:
         self._end()
 
     def _end(self) -> None:
-        if self._thread.is_alive():
-            self._queue.put(None)
-        self._thread.join()
-        self._writers.shutdown()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        if self._before is not None:
-            self._before.close()
+        """Have the thread end and wait for it.  After an interrupt it can be called again."""
+        while not self._over.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                self._over.wait()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            self._writers.shutdown()
+            os.close(self._fd)
+            if self._before is not None:
+                self._before.close()
+            self._over.set()
+
+    def _write_all(self) -> None:
         while (data := self._queue.get()) is not None:
             if self._error is None:
                 try:

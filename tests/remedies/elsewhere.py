@@ -4,19 +4,28 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/state/module_states.py", "module of the model adds it to its state dict; build"): (
+        "tests/durable/test_modules_own_state.py::test_a_model_without_it_is_refused"
+    ),
+    ("offload/state/module_states.py", "set it in your script, or build the model as it was"): (
+        "tests/durable/test_modules_own_state.py::test_what_has_no_place_is_named"
+    ),
+    ("offload/state/module_states.py", "themselves (get_extra_state(), say); save it in your"): (
+        "tests/ranks/test_resume.py::test_that_states_of_modules_are_not_committed_is_said"
+    ),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
         "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
     ),
     ("offload/checks.py", "is not quantised yet: its class does that when"): (
         "tests/parity/test_packed_by_others.py::test_layers_that_are_not_quantised_yet_are_refused"
     ),
-    ("offload/durable/commits.py", "return numbers, texts, tensors, and lists, tuples"): (
+    ("offload/durable/commits.py", "use numbers, texts, tensors, and lists, tuples and dicts"): (
         "tests/durable/test_modules_own_state.py::test_it_is_resumed"
     ),
     ("offload/state/unmanaged.py", "load the model unquantised and pass frozen='nf4' or 'int8'"): (
         "tests/parity/test_packed_by_others.py::test_the_base_moves_if_overspill_packs_it"
     ),
-    ("offload/state/unmanaged.py", "save it in a file of its own"): (
+    ("offload/state/module_states.py", "save it in a file of its own (torch.save)"): (
         "tests/durable/test_modules_own_state.py::test_tensors_of_it_are_in_files"
     ),
     ("io_engine/atomic_files.py", ": move them to {}, or write it again"): (
@@ -133,29 +142,8 @@ _UNTRIED: dict[str, list[str]] = {
     "offload/checks.py": [
         "supported; wrap the plain model, on one device",
     ],
-    "offload/cli/bench_io.py": [
-        "is no size to move; write '1MiB'",
-    ],
     "offload/cli/inspect.py": [
         "repair mends one store; name the folder of the rank that is damaged",
-    ],
-    "offload/cli/plan.py": [
-        "--largest looks for a model; leave MODEL out",
-        "--options tries moments, packed bases and LoRA; leave them out",
-    ],
-    "offload/doctor/disks.py": [
-        "name another directory, or free space in this one",
-        "free some, or name several directories",
-    ],
-    "offload/durable/export.py": [
-        "there; make room, export elsewhere, or leave the optimizer's state",
-    ],
-    "offload/durable/inspect.py": [
-        ": no commit is whole; start from an export",
-        "try again when the run has ended, or call optimizer.save(path) in it",
-    ],
-    "offload/durable/moving.py": [
-        ": another process has taken the copy; try again",
     ],
     "offload/integrations/accelerate.py": [
         "save_state writes safetensors only; leave safe_serialization out",
@@ -191,12 +179,6 @@ _UNTRIED: dict[str, list[str]] = {
         "_memory, or free graphs that still hold weights",
         "_memory, or use fewer tokens",
     ],
-    "offload/observe/memory_picture.py": [
-        "the trace says nothing of memory; write one with optimizer.trace()",
-    ],
-    "offload/observe/page.py": [
-        "is missing; give the folder that `overspill train --out` wrote",
-    ],
     "offload/open_engines.py": [
         "To close it, call close() on what wrap returned",
     ],
@@ -206,10 +188,6 @@ _UNTRIED: dict[str, list[str]] = {
     "offload/planning/sources.py": [
         "bytes; put it back, or say with weights= (--weights) which folder has",
         "same; put the file back with its time (cp -p), or wrap",
-    ],
-    "offload/plans.py": [
-        ", or give --tokens 0 (tokens=0)",
-        "not known, but this plan needs them; add them to the machine's file",
     ],
     "offload/ranks/bridge.py": [
         "wrapped; overspill.unwrap(model) first, change it, and wrap it with a",
@@ -258,7 +236,6 @@ _UNTRIED: dict[str, list[str]] = {
         "); where all of them have it, resume finds it, else the one before",
     ],
     "offload/schedule/describe.py": [
-        "otherwise; use frozen= and resident= of the",
         "; use the optimizer, moments= and master= of the store",
     ],
     "offload/state/adapters.py": [
@@ -276,7 +253,6 @@ _UNTRIED: dict[str, list[str]] = {
         "lost; change weights between step() and the next",
     ],
     "offload/train/job.py": [
-        "compare trains from the first step on; leave it out with resume",
         "compare trains in the memory of one rank; run it without torchrun",
         "precision fp16 needs a loss scale that all ranks share; use bf16",
     ],
@@ -284,12 +260,7 @@ _UNTRIED: dict[str, list[str]] = {
         "; lower the learning rate (lr), clip with max_grad_norm, or train in",
     ],
     "offload/train/outputs.py": [
-        "is not a folder; name another folder for the run's files",
         "to; give this user permission, or name another",
-        "are free there; free space, or name another folder",
-    ],
-    "offload/train/progress.py": [
-        "train; continue it with overspill.resume in the program that made",
     ],
     "offload/training/gradients.py": [
         "(update='backward'); use update='next_forward' where hooks need",
@@ -299,56 +270,6 @@ _UNTRIED: dict[str, list[str]] = {
     ],
     "offload/training/residences.py": [
         "extension, say), so its result is NaN; call the module that holds the",
-    ],
-    "io_engine/backend.py": [
-        "); use 'threads' or 'auto'",
-    ],
-    "io_engine/buffers.py": [
-        "; ask for less, or raise the address space limit (ulimit -v)",
-        "; lower host_memory, or raise the memory limit of this process's group",
-    ],
-    "io_engine/committed.py": [
-        "no commit is whole; start from an export",
-        "resume; wrap the model to begin anew",
-        ": another process has made a new store here; try again",
-    ],
-    "io_engine/contents.py": [
-        "); write it again",
-    ],
-    "io_engine/errors.py": [
-        "give this user write permission, or choose another directory",
-        "create the folder, or choose another one",
-    ],
-    "io_engine/extent_table.py": [
-        "has transfers on their way; wait for them first",
-    ],
-    "io_engine/ownership.py": [
-        "; choose another directory, or",
-    ],
-    "io_engine/ranges.py": [
-        "bytes; it was cut while in use, or was never whole: get it again",
-    ],
-    "io_engine/reading.py": [
-        "has; restore the store from a copy, or start from an",
-    ],
-    "optim/elementwise.py": [
-        "numbers, or keep memory of its own?); overspill could not resume",
-    ],
-    "optim/formats.py": [
-        "have no kernel; use one of",
-    ],
-    "optim/kernels.py": [
-        "; unset it to use the best",
-        "has no kernel; use one of",
-    ],
-    "optim/norm.py": [
-        "has no kernel; use one of",
-    ],
-    "optim/optimizer.py": [
-        "; for a model on a device use overspill.wrap",
-    ],
-    "optim/registry.py": [
-        "has a sign; name yours differently",
     ],
 }
 # Remedies that no test executes yet: nothing is to be added here.
