@@ -116,6 +116,9 @@ def test_a_model_without_it_is_refused(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(overspill.OffloadError, match=r"the commit holds '0\.\w+'.*build the model"):
         overspill.resume(other, tmp_path, adamw(other), device=CPU)
+    as_then = build()
+    overspill.resume(as_then, tmp_path, adamw(as_then), device=CPU)[0].close()
+    assert as_then[0].rows == 4
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
@@ -128,6 +131,11 @@ def test_what_has_no_place_is_named(tmp_path: Path, caplog: pytest.LogCaptureFix
     optimizer, _ = overspill.resume(longer, tmp_path, adamw(longer), device=CPU)
     optimizer.close()
     assert "not restored, since the module has no code to load it: 0.scale" in caplog.text
+    caplog.clear()
+    as_then = build()
+    optimizer, _ = overspill.resume(as_then, tmp_path, adamw(as_then), device=CPU)
+    optimizer.close()
+    assert as_then[0].scale.tolist() == [2.0] * 3 and not caplog.records
 
 
 def test_tensors_of_it_are_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
