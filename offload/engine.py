@@ -83,7 +83,9 @@ class Engine(Living):
         executor, updater, ledger = machinery.executor, machinery.updater, machinery.ledger
         accelerator, writer = machinery.accelerator, machinery.store.writer
         # What a part asks of another it gets when it is made; so they follow from below.
-        residences = Residences(parts, executor, accelerator, homes.held_slots, homes.stubs)
+        residences = Residences(
+            parts, executor, accelerator, homes.held_slots, homes.stubs, ledger.changing
+        )
         machinery.when_still(residences.close)
         backward = Backward(residences, machinery.trace)
         adapting = Adapting(machinery, model, backward)

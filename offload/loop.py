@@ -135,7 +135,7 @@ class Loop:
             self._averages.require_ended()
             if self._commits is not None:
                 self._commits.seal()  # where parts of the model are called, and not the whole
-        if self._residences.changes_itself(unit):
+        if self._residences.may_change(unit):
             self._end_writes()
         self._showing.show(unit)
 
@@ -144,7 +144,7 @@ class Loop:
         in forward]."""
         self._landing.land()
         protocol = self._executor.protocol
-        if self._commits is not None and protocol.cut and not protocol.open:
+        if self._commits is not None and not protocol.open:  # the first commit is no cut of a step
             protocol.wait(Until.DURABLE)
 
     def after_forward(self) -> None:

@@ -145,6 +145,7 @@ class Commits:
         facts = {
             "step": self._ledger.count,
             "steps": list(self._ledger.steps),
+            "changing": sorted(self._ledger.changing),
             "groups": kept_groups(self._groups),
             "members": self._members,
             "rng": self._random,
@@ -353,6 +354,7 @@ def _restore(
     model: nn.Module, groups: Sequence[Mapping[str, Any]], ledger: Ledger, facts: Mapping[str, Any]
 ) -> None:
     ledger.restore(facts["step"], facts["steps"])
+    ledger.changing.update(facts.get("changing", ()))
     restore_groups(groups, facts["groups"])
     Unmanaged(model, facts).restore()
 

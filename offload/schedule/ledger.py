@@ -39,7 +39,8 @@ class Ledger:
     since.  ``measures``: the former are taken as gradients arrive.  ``early``: units that this
     step's backward has updated already.  ``spoiled``: units that hold values that are not finite;
     ``nonfinite``: those whose updates gave such, until somebody was told.  ``count``: whole steps.
-    ``returns``: how often a commit took their place.
+    ``returns``: how often a commit took their place.  ``changing``: parameters that their modules
+    have changed in forward.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Ledger:
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()
+        self.changing: set[int] = set()
         self.spoiled: set[int] = set()
         self.nonfinite: list[int] = []
         self.measures, self._on_trial = measures or on_trial, on_trial and not measures

@@ -9,13 +9,15 @@
 # the unit is onloaded before that, the copy is written over its weights in the slot.
 #
 # A parameter that was changed once is also copied each time its unit is onloaded.  Most clamps
-# leave all bits as they are: then the two copies are equal, and nothing is written.
+# leave all bits as they are: then the two copies are equal, and nothing is written.  With a split
+# master, elements that keep their value keep the low half of their master, and the first copy tells
+# which.  So commits hold which parameters were changed: a resumed run copies the same ones.
 #
 # With device="cpu", compute changes the same memory that updates and commits are written to disk
-# from.  If a unit is known to change its weights, these writes end before its module runs
-# (`Loop.catch_up`).  A unit that does so for the first time stays in memory until its change is
-# written, because its copy on disk may mix old and new values.  A commit that includes such a copy
-# fails with an error.
+# from.  So these writes end before a module runs that is known to change its weights, or that runs
+# for the first time (`Loop.catch_up`).  A unit that begins to do so later stays in memory until its
+# change is written, because its copy on disk may mix old and new values.  A commit that includes
+# such a copy fails with an error.
 #
 # Changes are found by tensor version counters.  A tensor over a slot that outlives the forward may
 # point to memory of another unit by the time it is changed: that is an error.
@@ -49,14 +51,22 @@ class EditWatch:
     """Detects by version counters which parameters were written, by unit: while they are shown, and
     while they are hidden, through a tensor that was made before and shares the counter."""
 
-    def __init__(self, parts: Partition, params: Sequence[Sequence[nn.Parameter]]) -> None:
-        """``params``: by unit, in the order of its specs."""
+    def __init__(
+        self, parts: Partition, params: Sequence[Sequence[nn.Parameter]], changing: set[int]
+    ) -> None:
+        """
+        Args:
+            params: by unit, in the order of its specs.
+            changing: parameters that were changed before; others are added when they are changed.
+        """
+        self._known = changing
         self._specs = [[spec for _, spec in unit.params] for unit in parts.units]
         self._params = params
         self._seen: list[tuple[int, ...]] = [()] * len(params)  # versions when they were shown
         self._hid: list[tuple[int, ...]] = [()] * len(params)  # and when they were hidden
         # By unit, for parameters that were changed before, by place: their values when shown
-        self._before: list[dict[int, torch.Tensor | None]] = [{} for _ in params]
+        self._before: list[dict[int, torch.Tensor]] = [{} for _ in params]
+        self._ran: set[int] = set()  # units that have run
         self._changing: set[int] = set()  # units whose last change was not to the same bits
         self._changed: dict[int, Change] = {}  # by parameter: see Note [Changes in forward]
         self._edited: list[str] = []
@@ -81,8 +91,12 @@ class EditWatch:
     def shown(self, unit: int) -> None:
         """Note the versions of parameters that were just shown."""
         self._seen[unit] = self._versions(unit)
-        for place in self._before[unit]:
-            self._before[unit][place] = self._copy(unit, place)
+        if self._known:
+            self._before[unit] = {
+                place: self._copy(unit, place)
+                for place, spec in enumerate(self._specs[unit])
+                if spec.index in self._known
+            }
 
     def hidden(self, unit: int) -> None:
         """Note the versions of parameters that were just hidden."""
@@ -101,14 +115,13 @@ class EditWatch:
                 self._changing.discard(unit)
         for place in written:
             now, then = self._copy(unit, place), self._before[unit].get(place)
-            self._before[unit][place] = None
+            self._known.add(self._specs[unit][place].index)
             if then is None or not torch_private.same_bits(now, then):
                 self._changing.add(unit)
                 index = self._specs[unit][place].index
                 kept = self._changed.get(index)
                 self._changed[index] = Change(now, then if kept is None else kept.before)
-        for place in self._before[unit]:
-            self._before[unit][place] = None
+        self._before[unit] = {}
 
     @torch_private.without_grad
     def _copy(self, unit: int, place: int) -> torch.Tensor:
@@ -120,9 +133,12 @@ class EditWatch:
         """Weights that were changed while they showed, and not written yet, by parameter."""
         return self._changed
 
-    def changing(self, units: Iterable[int]) -> bool:
-        """Whether some of the units are known to change their weights when they run."""
-        return not self._changing.isdisjoint(units)
+    def may_change(self, unit: int, group: Iterable[int]) -> bool:
+        """Whether a unit, which is about to run, may change its weights: it runs for the first
+        time, or it, or one that shares weights (``group``), changed them when it last ran."""
+        first = unit not in self._ran
+        self._ran.add(unit)
+        return first or not self._changing.isdisjoint(group)
 
     def any_changed(self, units: Iterable[int]) -> bool:
         """Whether there are such changes in these units."""

@@ -37,13 +37,10 @@ class Residences:
     """Opens and closes units for compute.  Counts uses; the first opens, the last closes."""
 
     def __init__(
-        self,
-        parts: Partition,
-        executor: Executor,
-        accelerator: Accelerator,
-        held: HeldSlots,
-        stubs: Stubs,
-    ) -> None:
+        self, parts: Partition, executor: Executor, accelerator: Accelerator, held: HeldSlots,
+        stubs: Stubs, changing: set[int],
+    ) -> None:  # fmt: skip
+        """``changing``: parameters that their modules have changed in forward."""
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._held, self._stubs = held, stubs
         count = len(parts.units)
@@ -71,7 +68,7 @@ class Residences:
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
-        self._edits = EditWatch(parts, self._params)
+        self._edits = EditWatch(parts, self._params, changing)
         # Takes back what was given away, where an exception came before it was.
         self.returning: Callable[[], None] | None = None
 
@@ -210,11 +207,10 @@ class Residences:
         unit_of = self.parts.unit_of
         return {i: t for i, t in self._edits.changed.items() if not self.uses[unit_of[i]]}
 
-    def changes_itself(self, unit: int) -> bool:
-        """Whether a unit's module is known to change its weights, which are in host memory."""
-        if self.accelerator.has_device_memory:
-            return False
-        return self._edits.changing(self.groups[unit])
+    def may_change(self, unit: int) -> bool:
+        """Whether a unit's module, which is about to run, may change its weights in host memory."""
+        there = self.accelerator.has_device_memory
+        return not there and self._edits.may_change(unit, self.groups[unit])
 
     def forget_changed(self, indices: Iterable[int]) -> None:
         """See ``EditWatch.written``."""

@@ -407,6 +407,52 @@ def test_an_embedding_that_renormalises(place: str, activations: str, tmp_path: 
         assert torch.equal(model[0].weight.detach(), plain[0].weight.detach())
 
 
+class Scaling(nn.Linear):
+    """Scales half of its weights in forward; the others keep the low halves of their masters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight[::2].mul_(1.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_split_masters_after_resume(place: str, tmp_path: Path) -> None:
+    """As without the interruption: which elements a module has changed is known from the start."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Scaling(32, 32) for _ in range(5))).to(DEVICE, torch.bfloat16)
+
+    def train(model: nn.Module, optimizer: Any, last: int) -> None:
+        while optimizer.step_count < last:
+            x = normal(optimizer.step_count, 16, 32).to(torch.bfloat16)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.003)
+
+    found = []
+    for number, cut in enumerate((8, 4)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        model = build()
+        with overspill.wrap(model, adamw(model), nvme=folder, **PLACES[place]) as optimizer:
+            train(model, optimizer, cut)
+            state = {name: value.cpu() for name, value in model.state_dict().items()}
+        if cut < 8:
+            model = build()
+            optimizer, _ = overspill.resume(model, folder, adamw(model), **PLACES[place])
+            with optimizer:
+                train(model, optimizer, 8)
+                state = {name: value.cpu() for name, value in model.state_dict().items()}
+        found.append(state)
+    whole, resumed = found
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+
+
 @pytest.mark.parametrize("activations", ["auto", "recompute"])
 def test_gemma_3n_trains(activations: str, tmp_path: Path) -> None:
     hf = pytest.importorskip("transformers")
