@@ -49,11 +49,14 @@ def _unmap(address: int, nbytes: int) -> None:
 
 
 def _end(
+    owner: int,
     address: int,
     nbytes: int,
     before: list[Callable[[], None]],
     on_release: Callable[[], None] | None,
 ) -> None:
+    if os.getpid() != owner:
+        return  # a forked child does not have it: what is there now belongs to somebody else
     for act in before:
         act()
     _unmap(address, nbytes)
@@ -86,7 +89,9 @@ class _Mapping:
         self._transfers = 0  # on their way
         self._released = False
         self.before_end: list[Callable[[], None]] = []
-        self.close = weakref.finalize(self, _end, self.address, nbytes, self.before_end, on_release)
+        self.close = weakref.finalize(
+            self, _end, os.getpid(), self.address, nbytes, self.before_end, on_release
+        )
         self.close.atexit = False  # the process's end frees it, and threads may still be using it
         # Forked children have no use for it; that they share it would have every page copied that
         # is written while they live, and locked pages copied at the fork.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -211,3 +212,42 @@ def test_two_engines_side_by_side(tmp_path: Path) -> None:
         assert all(torch.equal(got[name], value) for name, value in expected.items())
         optimizer.close()
     assert not [t.name for t in threading.enumerate() if t.name.startswith("overspill")]
+
+
+@about_forks
+@pytest.mark.parametrize("held", ["a lease", "an engine", "an engine that is closed"])
+def test_a_child_that_drops_what_it_inherited_keeps_its_own_memory(
+    held: str, tmp_path: Path
+) -> None:
+    """A child does not have transfer memory: its own tensors may lie at the same addresses."""
+    script = textwrap.dedent("""
+        import gc, os, sys
+        import torch
+        import overspill
+        from torch import nn
+        from overspill.io_engine import allocate_host
+
+        torch.set_num_threads(1)
+        if sys.argv[1] == "a lease":
+            box = [allocate_host(8 << 20)]
+        else:
+            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+            made = overspill.wrap(
+                model, torch.optim.AdamW(model.parameters()), device="sim",
+                device_memory="2MiB", host_memory="16MiB", rates=overspill.Rates(),
+            )
+            model(torch.ones(4, 256)).sum().backward()
+            made.step()
+            if sys.argv[1] != "an engine":
+                made.close()
+            box = [model, made]
+            del model, made
+        pid = os.fork()
+        if pid == 0:
+            own = [torch.ones(1 << 20) for _ in range(8)]
+            box.clear()
+            gc.collect()
+            os._exit(sum(each.sum().item() for each in own) != 8 << 20)
+        assert os.waitpid(pid, 0)[1] == 0
+    """)
+    subprocess.run([sys.executable, "-c", script, held], check=True, timeout=WAIT_S)
