@@ -70,13 +70,9 @@ class Engine(Living):
     """One wrapped model.  Never copied or pickled: the weights are not all in the model."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[dict[str, Any]],
-        homes: Homes,
-        calibration: Calibration | None,
-        hooks: list[Removable],
-    ) -> None:
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], homes: Homes,
+        calibration: Calibration | None, hooks: list[Removable],
+    ) -> None:  # fmt: skip
         """``hooks``: gets what is installed, as soon as it is."""
         machinery, contents, trainer = homes.machinery, homes.contents, homes.trainer
         config, blueprint, parts = machinery.config, machinery.blueprint, machinery.parts

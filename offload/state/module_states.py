@@ -57,7 +57,7 @@ def added_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     found, others = dict[str, torch.Tensor](), list[str]()
     for path, module in _adding(model, remove_duplicate=False):
         for own, value in module_private.added_state(module).items():
-            if isinstance(value, torch.Tensor):
+            if _is_dense(value):
                 found[_name(path, own)] = value.detach()
             else:
                 others.append(_name(path, own))
@@ -69,7 +69,7 @@ def named_tensors(states: States) -> dict[str, torch.Tensor]:
     """Return those of a commit that are tensors by their names in the state dict, and warn of the
     others."""
     named = {_name(path, own): v for path, each in states.items() for own, v in each.items()}
-    found = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    found = {name: value for name, value in named.items() if _is_dense(value)}
     warn_not_tensors(named.keys() - found.keys())
     return found
 
@@ -78,8 +78,8 @@ def warn_not_tensors(names: Iterable[str]) -> None:
     """Warn of entries that files of tensors cannot hold."""
     if listed := ", ".join(sorted(names)):
         log.warning(
-            "overspill: not written, since safetensors files hold tensors alone: %s; save it in a "
-            "file of its own (torch.save)", listed,
+            "overspill: not written, since safetensors files hold dense tensors alone: %s; save it "
+            "in a file of its own (torch.save)", listed,
         )  # fmt: skip
 
 
@@ -189,6 +189,10 @@ def _adding(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tupl
 
 def _name(path: str, own: str) -> str:
     return f"{path}.{own}" if path else own
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _is_like(one: Any, other: Any) -> bool:

@@ -145,12 +145,14 @@ def test_tensors_of_it_are_in_files(tmp_path: Path, caplog: pytest.LogCaptureFix
     with overspill.wrap(model, adamw(model), nvme=store, device=CPU) as optimizer:
         train(model, optimizer, 2)
         optimizer.save(tmp_path / "saved")
-        assert "not written, since safetensors files hold tensors alone: 0._extra" in caplog.text
+        assert (
+            "not written, since safetensors files hold dense tensors alone: 0._extra" in caplog.text
+        )
         names = set(model.state_dict())
         torch.save(model[0].get_extra_state(), tmp_path / "state.pt")  # the remedy
     caplog.clear()
     export_store(store, tmp_path / "exported")
-    assert "not written, since safetensors files hold tensors alone: 0._extra" in caplog.text
+    assert "not written, since safetensors files hold dense tensors alone: 0._extra" in caplog.text
     for out in ("saved", "exported"):
         file = load_file(tmp_path / out / "model.safetensors")
         assert file["0.scale"].tolist() == [3.0] * 3
@@ -197,12 +199,15 @@ class Computed(nn.Linear):
         state[prefix + "count"] = torch.tensor(self.count)
 
     def loaded(self, _: Any, state: Any, prefix: str, *more: Any) -> None:
-        self.count = int(state.pop(prefix + "count", self.count))
+        found = state.pop(prefix + "count", self.count)
+        self.count = int(found.to_dense() if isinstance(found, torch.Tensor) else found)
 
     def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
         if self.kind != "hooks":
-            state[prefix + "count"] = self.count if self.kind == "int" else torch.tensor(self.count)
+            count = torch.tensor(self.count)
+            made = {"int": self.count, "sparse": count.view(1).to_sparse()}
+            state[prefix + "count"] = made.get(self.kind, count)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
         if self.kind != "hooks":
@@ -211,7 +216,7 @@ class Computed(nn.Linear):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", ["tensor", "int", "hooks"])
+@pytest.mark.parametrize("kind", ["tensor", "int", "sparse", "hooks"])
 def test_entries_that_modules_compute(kind: str, shared: bool, tmp_path: Path) -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
@@ -233,7 +238,7 @@ def test_entries_that_modules_compute(kind: str, shared: bool, tmp_path: Path) -
     optimizer, _ = overspill.resume(again, store, adamw(again), device=CPU)
     assert again[0].count == count
     optimizer.close()
-    if kind != "int":
+    if kind in ("tensor", "hooks"):
         loaded = made()
         with overspill.wrap(loaded, adamw(loaded), device=CPU, weights=tmp_path / "out"):
             assert loaded[0].count == count

@@ -25,7 +25,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/unmanaged.py", "load the model unquantised and pass frozen='nf4' or 'int8'"): (
         "tests/parity/test_packed_by_others.py::test_the_base_moves_if_overspill_packs_it"
     ),
-    ("offload/state/module_states.py", "save it in a file of its own (torch.save)"): (
+    ("offload/state/module_states.py", "in a file of its own (torch.save)"): (
         "tests/durable/test_modules_own_state.py::test_tensors_of_it_are_in_files"
     ),
     ("io_engine/atomic_files.py", ": move them to {}, or write it again"): (
