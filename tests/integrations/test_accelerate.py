@@ -157,9 +157,23 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
             streaming.save_state(accelerator, str(tmp_path), safe_serialization=False)
 
 
+def test_a_number_that_is_taken(tmp_path: Path) -> None:
+    run = Run(tmp_path / "out", TIGHT)
+    taken = streaming.save_state(run.accelerator)
+    run.accelerator.project_configuration.iteration = 0
+    with pytest.raises(ValueError, match=r"exists already; set .*iteration to a number that is"):
+        streaming.save_state(run.accelerator)
+    run.accelerator.project_configuration.iteration = 5
+    assert Path(streaming.save_state(run.accelerator)).name == "checkpoint_5"
+    assert Path(taken).name == "checkpoint_0"
+    run.optimizer.close()
+
+
 def test_a_folder_is_written_again(tmp_path: Path) -> None:
     run = Run(tmp_path / "out", TIGHT)
     run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    with pytest.raises(OffloadError, match="safetensors only; leave safe_serialization out"):
+        streaming.save_state(run.accelerator, str(tmp_path / "kept"), safe_serialization=False)
     for number in (2, 4):
         run.train(count=number)
         folder = Path(streaming.save_state(run.accelerator, str(tmp_path / "kept")))

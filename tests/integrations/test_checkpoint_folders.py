@@ -163,6 +163,8 @@ def test_without_a_complete_checkpoint_nothing_is_trained(run: Path, tmp_path: P
     with pytest.raises(ValueError, match=r"incomplete: .*optimizer.pt is cut off; name another"):
         trainer.train(resume_from_checkpoint=str(named))
     assert trainer._offloaded is None, "nothing was wrapped or loaded"
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-8"))  # the path of another one
+    assert trainer.state.global_step == 12
 
 
 def test_a_plain_trainers_checkpoints_are_complete(run: Path, tmp_path: Path) -> None:

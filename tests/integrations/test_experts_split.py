@@ -135,6 +135,22 @@ def test_experts_that_compute_otherwise_are_refused() -> None:
     split_experts(model, 1, arithmetic="grouped_mm")
 
 
+def test_a_model_that_is_wrapped_is_neither_split_nor_joined() -> None:
+    model = build("mixtral", "eager")
+    optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    with pytest.raises(ValueError, match="the model is wrapped already; call it before wrap"):
+        split_experts(model)
+    overspill.unwrap(model)
+    split_experts(model)
+    optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu")
+    with pytest.raises(ValueError, match=r"the model is wrapped; overspill\.unwrap\(model\) first"):
+        join_experts(model)
+    overspill.unwrap(model)
+    join_experts(model)
+    assert not any(isinstance(m, Sections) for m in model.modules())
+    optimizer.close()
+
+
 def test_a_config_that_others_have_too_stays_as_it_is() -> None:
     one = build("mixtral", "eager")
     torch.manual_seed(0)

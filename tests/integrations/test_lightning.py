@@ -236,6 +236,20 @@ def test_a_strategy_trains_the_module_that_it_is_given(tmp_path: Path) -> None:
     end(one, other)
 
 
+def test_a_fit_with_another_kind_of_optimizer(tmp_path: Path) -> None:
+    module, trainer = Module(), trainer_of(OverspillStrategy(nvme=tmp_path, **TIGHT), tmp_path)
+    refit(trainer, module)
+    module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]
+        module.parameters(), lr=0.1
+    )
+    with pytest.raises(ValueError, match=r"overspill\.unwrap\(model\) before this fit"):
+        refit(trainer, module)
+    overspill.unwrap(module)
+    refit(trainer, module)
+    assert trainer.global_step == 8
+    end(module)
+
+
 class Telling(Module):
     """With state of its own, and a hook that looks at what is saved."""
 

@@ -13,6 +13,40 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/module_states.py", "themselves (get_extra_state(), say); save it in your"): (
         "tests/ranks/test_resume.py::test_that_states_of_modules_are_not_committed_is_said"
     ),
+    ("offload/integrations/accelerate.py", "save_state writes safetensors only; leave"): (
+        "tests/integrations/test_accelerate.py::test_a_folder_is_written_again"
+    ),
+    ("offload/integrations/accelerate.py", "set accelerator.project_configuration.iteration to"): (
+        "tests/integrations/test_accelerate.py::test_a_number_that_is_taken"
+    ),
+    ("offload/integrations/checkpoints.py", "remove them to start from the beginning, or pass"): (
+        "tests/integrations/test_checkpoint_folders.py::"
+        "test_without_a_complete_checkpoint_nothing_is_trained"
+    ),
+    (
+        "offload/integrations/transformers.py",
+        "; name another one, or pass resume_from_checkpoint=",
+    ): (
+        "tests/integrations/test_checkpoint_folders.py::"
+        "test_without_a_complete_checkpoint_nothing_is_trained"
+    ),
+    ("offload/integrations/experts.py", "the model is wrapped; overspill.unwrap(model) first"): (
+        "tests/integrations/test_experts_split.py::"
+        "test_a_model_that_is_wrapped_is_neither_split_nor_joined"
+    ),
+    ("offload/integrations/experts.py", "the model is wrapped already; call it before wrap"): (
+        "tests/integrations/test_experts_split.py::"
+        "test_a_model_that_is_wrapped_is_neither_split_nor_joined"
+    ),
+    ("offload/integrations/experts.py", ") computes otherwise than sections do; try arithmetic="): (
+        "tests/integrations/test_experts_split.py::test_experts_that_compute_otherwise_are_refused"
+    ),
+    ("offload/integrations/lightning.py", "gives; overspill.unwrap(model) before this"): (
+        "tests/integrations/test_lightning.py::test_a_fit_with_another_kind_of_optimizer"
+    ),
+    ("offload/integrations/transformers.py", "(set max_grad_norm=0)"): (
+        "tests/integrations/test_transformers.py::test_what_people_set"
+    ),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
         "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
     ),
@@ -146,28 +180,13 @@ _UNTRIED: dict[str, list[str]] = {
         "repair mends one store; name the folder of the rank that is damaged",
     ],
     "offload/integrations/accelerate.py": [
-        "save_state writes safetensors only; leave safe_serialization out",
-        "set accelerator.project_configuration.iteration to a number",
         "wrapped: wrap every model and optimizer before accelerator.prepare,",
     ],
     "offload/integrations/axolotl.py": [
         "; use TRL's trainer in a script, by overspill.integrations.transformer",
     ],
-    "offload/integrations/checkpoints.py": [
-        "remove them to start from the beginning, or pass the path of another",
-    ],
     "offload/integrations/experts.py": [
-        "the model is wrapped; overspill.unwrap(model) first",
-        "split_experts: the model is wrapped already; call it before wrap",
         "copy; split the model before peft has it, or leave them",
-        ") computes otherwise than sections do; try arithmetic=",
-    ],
-    "offload/integrations/lightning.py": [
-        "gives; overspill.unwrap(model) before this",
-    ],
-    "offload/integrations/transformers.py": [
-        "(set max_grad_norm=0)",
-        "; name another one, or pass resume_from_checkpoint=True for the",
     ],
     "offload/movement/accelerators/ordering.py": [
         ": wait for its event first",
