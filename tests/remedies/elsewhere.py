@@ -47,6 +47,60 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/integrations/transformers.py", "(set max_grad_norm=0)"): (
         "tests/integrations/test_transformers.py::test_what_people_set"
     ),
+    ("offload/api.py", "several, read overspill.named_weights(model), p.full_tensor() or"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/ddp.py", "now: load them into the model before"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/ddp.py", "over; use update='next_forward'"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/ddp_bridge.py", "them: give every rank as many batches"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/ddp_optimizer.py", "it; use optimizer.load_state_dict"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", "fully_shard; call fully_shard on the whole model too, without"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", "meta; pass weights= (safetensors, or a Hugging Face folder), or"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", "shard; use a mesh of one dimension"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", "supported; call fully_shard on all of them with one"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", ", and not by its rows; leave shard_placement_fn out"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/fsdp.py", "state: leave offload_policy out"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/ranks/optimizer.py", "it; use optimizer.load_state_dict"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    (
+        "offload/ranks/sharding.py",
+        "the model is wrapped already; call overspill.unwrap(model) first",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/sharding.py", "commit; use fewer ranks, or leave nvme out"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    (
+        "offload/ranks/sharding.py",
+        "model; build the optimizer from model.parameters(), after the model",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    (
+        "offload/ranks/sharding.py",
+        "is not sharded by fully_shard; call fully_shard on the whole model",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/sharding.py", "DistributedDataParallel; leave it out"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
         "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
     ),
@@ -170,9 +224,6 @@ NO_ADVICE: set[tuple[str, str]] = {
 }
 
 _UNTRIED: dict[str, list[str]] = {
-    "offload/api.py": [
-        "several, read overspill.named_weights(model), p.full_tensor() or",
-    ],
     "offload/checks.py": [
         "supported; wrap the plain model, on one device",
     ],
@@ -211,42 +262,18 @@ _UNTRIED: dict[str, list[str]] = {
     "offload/ranks/bridge.py": [
         "wrapped; overspill.unwrap(model) first, change it, and wrap it with a",
     ],
-    "offload/ranks/ddp.py": [
-        "now: load them into the model before",
-        "over; use update='next_forward'",
-    ],
     "offload/ranks/ddp_bridge.py": [
-        "them: give every rank as many batches",
         "is sparse; use dense ones",
-    ],
-    "offload/ranks/ddp_optimizer.py": [
-        "it; use optimizer.load_state_dict",
     ],
     "offload/ranks/filling.py": [
         "some parameters are on meta, and others have values; build all alike",
     ],
-    "offload/ranks/fsdp.py": [
-        "fully_shard; call fully_shard on the whole model too, without",
-        "meta; pass weights= (safetensors, or a Hugging Face folder), or",
-        "shard; use a mesh of one dimension",
-        "supported; call fully_shard on all of them with one",
-        ", and not by its rows; leave shard_placement_fn out",
-        "state: leave offload_policy out",
-    ],
     "offload/ranks/optimizer.py": [
-        "it; use optimizer.load_state_dict",
         "path; load it with torch.distributed.checkpoint",
         "there; end the run and resume it, with a lower learning",
     ],
     "offload/ranks/resuming.py": [
         "modules); pass nvme= with another folder to go on",
-    ],
-    "offload/ranks/sharding.py": [
-        "the model is wrapped already; call overspill.unwrap(model) first",
-        "commit; use fewer ranks, or leave nvme out",
-        "model; build the optimizer from model.parameters(), after the model",
-        "is not sharded by fully_shard; call fully_shard on the whole model",
-        "DistributedDataParallel; leave it out",
     ],
     "offload/ranks/stores.py": [
         "), remove its files if it is of no use any more, or choose another",

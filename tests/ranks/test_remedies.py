@@ -1,0 +1,143 @@
+"""What is refused where a model is spread over ranks, and its remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import overspill
+
+from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    return overspill.wrap(model, adamw(model), **OPTIONS, **options)
+
+
+def step(model: nn.Module, optimizer: Any, number: int, rank: int) -> None:
+    loss_of(model, number, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trains(model: nn.Module, rank: int, optimizer: Any = None, **options: Any) -> None:
+    with optimizer or wrapped(model, **options) as made:
+        step(model, made, 0, rank)
+
+
+def refused(part: str, model: nn.Module, **options: Any) -> None:
+    with pytest.raises((overspill.OffloadError, ValueError)) as caught:
+        wrapped(model, **options)
+    assert part in str(caught.value), str(caught.value)
+
+
+def of_sharding(rank: int, size: int, folder: Path) -> None:
+    model = net()
+    fully_shard(model.layers[0])
+    refused("call fully_shard on the whole model", model)
+    fully_shard(model)
+    trains(model, rank)
+    model = net()
+    fully_shard(model, ignored_params={model.head.weight})
+    refused("call fully_shard on the whole model too, without ignored_params", model)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "shard")))
+    refused("use a mesh of one dimension", model)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    trains(model, rank)
+    model = net()
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    refused("leave offload_policy out", model)
+    model = net()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    refused("leave shard_placement_fn out", model)
+    model = net()
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b"))["b"]
+    fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model)
+    refused("call fully_shard on all of them with one mesh", model)
+    trains(sharded(), rank)  # without all these
+
+
+def of_building(rank: int, size: int, folder: Path) -> None:
+    model = net()
+    early = adamw(model)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="after the model was spread over ranks"):
+        overspill.wrap(model, early, **OPTIONS)
+    optimizer = wrapped(model)
+    with pytest.raises(overspill.OffloadError, match=r"wrapped already; call overspill\.unwrap"):
+        wrapped(model)
+    overspill.unwrap(model)
+    refused("leave it out", model, activations="host")
+    trains(model, rank)
+    with torch.device("meta"):
+        model = net()
+    fully_shard(model)
+    refused("pass weights= (safetensors, or a Hugging Face folder)", model)
+    file = folder / f"weights-{rank}.safetensors"
+    save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
+    trains(model, rank, weights=file)
+    model = nn.Linear(4, 1)
+    fully_shard(model)
+    refused("use fewer ranks, or leave nvme out", model, nvme=folder_of(folder / "rows"))
+    wrapped(model).close()
+    assert optimizer is not None
+
+
+def of_state(rank: int, size: int, folder: Path) -> None:
+    for spread in (sharded, lambda: DistributedDataParallel(net())):
+        model = spread()
+        with wrapped(model) as optimizer:
+            step(model, optimizer, 0, rank)
+            kept = optimizer.state_dict()
+            with pytest.raises(overspill.OffloadError, match=r"use optimizer\.load_state_dict"):
+                optimizer.state = {}
+            optimizer.load_state_dict(kept)
+            with pytest.raises((overspill.OffloadError, ValueError, TypeError), match="not a path"):
+                optimizer.load_state_dict(str(folder))
+            with pytest.raises(overspill.OffloadError, match=r"overspill.named_weights\(model\)"):
+                overspill.materialized(model)
+            assert dict(overspill.named_weights(model))
+            step(model, optimizer, 1, rank)
+
+
+def of_ddp(rank: int, size: int, folder: Path) -> None:
+    model = DistributedDataParallel(net())
+    refused("use update='next_forward'", model, update="backward")
+    trains(model, rank, update="next_forward")
+    model = DistributedDataParallel(net())
+    file = folder / f"ddp-{rank}.safetensors"
+    save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
+    refused("load them into the model before", model, weights=file)
+    trains(model, rank)
+    model = DistributedDataParallel(net())
+    optimizer = wrapped(model)
+    with model.join(), pytest.raises(overspill.OffloadError, match="as many batches"):
+        step(model, optimizer, 0, rank)
+    optimizer.close()
+    model = DistributedDataParallel(net())
+    with wrapped(model) as optimizer:
+        for number in range(2):  # as many batches on each rank
+            step(model, optimizer, number, rank)
+
+
+def all_of_it(rank: int, size: int, folder: Path) -> None:
+    for work in (of_sharding, of_building, of_state, of_ddp):
+        work(rank, size, folder)
+
+
+def test_remedies(tmp_path: Path) -> None:
+    spawn(2, all_of_it, tmp_path)
