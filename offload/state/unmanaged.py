@@ -81,6 +81,13 @@ def require_values(model: nn.Module, managed: Container[int]) -> None:
                 "(outside of overspill.empty_init() or torch.device('meta')), or name files that "
                 "have it in weights="
             )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise OffloadError(
+                f"buffer {name!r} is on meta, and no file holds its values (it is not persistent); "
+                "build the model inside overspill.empty_init(), where buffers have memory, instead "
+                "of torch.device('meta')"
+            )
 
 
 class UnmanagedState:
