@@ -17,10 +17,11 @@
 # A folder that exists is exchanged with its draft in one step (`renameat2`). Where that is not
 # possible (files of others in it, a mount point, the current directory, an old file system), its
 # files are replaced one by one. So that no reader sees a mixture of two states, the files that a
-# reader opens first (the entries) are removed first and placed last; see `replacing_folder`. If
-# that fails, or the process is killed, the folder is incomplete, but the draft is not: its files
-# are placed as hard links (on a file system without hard links, they are moved). It is renamed to
-# `NAME.HEX.complete` first. After a failure or a kill it stays until the user removes it.
+# reader opens first (the entries) are removed first and placed last; see `replacing_folder`. Before
+# the first file is replaced, the draft is renamed to `NAME.HEX.complete`. Files are placed as hard
+# links, so the draft stays complete. If merging fails or the process is killed, the draft remains
+# until the user removes it. Without hard links files are moved, and only those that were not placed
+# remain in the draft.
 #
 # A killed writer leaves its draft behind, without the lock. The next writer of the same target
 # removes it.
@@ -202,8 +203,7 @@ class _Draft:
         except OSError as error:
             raise refused(target, "cannot write", error) from error
         self.path = self._outer / target.name
-        self._kept = False  # whether the draft may be the only complete copy
-        self._links = True  # whether files are placed as links to those in the draft
+        self._kept = ""  # what to say of a draft that must stay
 
     def __enter__(self) -> _Draft:
         return self
@@ -213,11 +213,7 @@ class _Draft:
         if not self._kept:
             shutil.rmtree(self._outer, ignore_errors=True)
         elif named is None:
-            log.error(
-                "overspill: interrupted while replacing the files of %s; %s",
-                self.target,
-                self._left,
-            )
+            log.error("overspill: %s: interrupted; %s", self.target, self._kept)
         os.close(self._fd)
         if named is not None:
             raise named from error
@@ -226,8 +222,7 @@ class _Draft:
         """Return an error that names the target, or ``None`` if ``error`` needs no other."""
         if self._kept:
             return IoError(
-                f"{self.target}: replacing its files failed ({error}), and it is incomplete; "
-                f"{self._left}: move them to {self.target}, or write it again",
+                f"{self.target}: cannot replace its files ({error}); {self._kept}",
                 path=str(self.target), errno=getattr(error, "errno", None) or errno.EIO,
             ) if isinstance(error, Exception) else None  # fmt: skip
         if isinstance(error, OSError):
@@ -255,12 +250,6 @@ class _Draft:
         full = refused(self.target, "cannot write", OSError(errno.ENOSPC, ""))
         words = (str(error).splitlines() or [type(error).__name__])[0]
         return IoError(f"{full} ({words})", path=full.path, errno=full.errno)
-
-    @property
-    def _left(self) -> str:
-        """What the user still has, in words."""
-        left = "a complete set of files is" if self._links else "the remaining files are"
-        return f"{left} in {self.path}"
 
     def _renamed(self, text: str) -> str:
         text = text.replace(str(self.path), str(self.target))
@@ -306,10 +295,15 @@ class _Draft:
             return
         abandoned = self._outer.name
         self._rename_to(kept)
-        self._kept, self._links = True, has_links(self._outer)
-        merge(self.path, self.target, is_part, is_entry, links=self._links)
+        links = has_links(self._outer)
+        left = "a complete set of files is" if links else "the remaining files are"
+        self._kept = (
+            f"it is incomplete, and {left} in {self.path}: move them to {self.target}, or write it "
+            "again"
+        )
+        merge(self.path, self.target, is_part, is_entry, links=links)
         self._rename_to(abandoned)  # so that, half removed, it is not taken for complete
-        self._kept = False
+        self._kept = ""
 
     def _return_others(self, is_part: Named, kept: str) -> None:
         """Move files that others created just before the exchange back to the target."""
@@ -319,7 +313,10 @@ class _Draft:
                     os.rename(self.path / name, self.target / name)
         except BaseException:
             self._rename_to(kept)
-            self._kept = True
+            self._kept = (
+                f"the new files are there, and files that others had created meanwhile are in "
+                f"{self.path}: move them back"
+            )
             raise
 
     def _rename_to(self, name: str) -> None:

@@ -209,6 +209,34 @@ def _write_sets(out: str, value: str, times: int) -> None:
             fill(draft, value, *(f"part-{n}" for n in range(8)), "model.safetensors")
 
 
+def test_files_of_others_that_cannot_be_moved_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, exchange, rename = tmp_path / "out", atomic_files.exchange, os.rename
+    fill(out, "old", "a")
+
+    def later(one: Path, other: Path) -> bool:
+        fill(out, "mine", "b")
+        return exchange(one, other)
+
+    def refuse(one: Any, other: Any) -> None:
+        if Path(other).name == "b":
+            raise OSError(errno.EIO, "")
+        rename(one, other)
+
+    monkeypatch.setattr(atomic_files, "exchange", later)
+    monkeypatch.setattr(os, "rename", refuse)
+    with (
+        pytest.raises(IoError, match=r"the new files are there, .* move them back"),
+        replacing_folder(out) as draft,
+    ):
+        fill(draft, "new", "a")
+    monkeypatch.undo()
+    (kept,) = tmp_path.glob("out.*.complete/out")
+    (kept / "b").rename(out / "b")  # as the message says
+    assert [(out / name).read_text() for name in ("a", "b")] == ["new", "mine"]
+
+
 @pytest.mark.parametrize("place", ["with files of others", "alone"])
 def test_two_writers_of_one_folder(place: str, tmp_path: Path) -> None:
     """Files of both are never there beside an entry."""
