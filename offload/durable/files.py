@@ -71,8 +71,12 @@ def write_text(path: Path, text: str) -> Written:
     """Write a small file to a draft folder, and sum it up."""
     data = np.frombuffer(text.encode(), np.uint8)
     writer = FileWriter(path, data.size)
-    writer.write(data)
-    return writer.finish()
+    try:
+        writer.write(data)
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note) -> Written:

@@ -158,11 +158,14 @@ class FileWriter:
         self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
         self._crc = self._nbytes = 0
-        self._over = Once()
+        self._ended = Once()
+        thread = threading.Thread(target=self._run, name="overspill-export", daemon=True)
         try:
-            threading.Thread(target=self._run, name="overspill-export", daemon=True).start()
-        except BaseException:  # an interrupt: the thread may run
-            self._queue.put(None)
+            thread.start()
+        except BaseException:
+            self._queue.put(None)  # interrupted: the thread may run already
+            if thread.ident is None:
+                self._close()
             raise
 
     def write(self, data: Bytes) -> None:
@@ -191,10 +194,10 @@ class FileWriter:
 
     def _end(self) -> None:
         """Have the thread end and wait for it.  After an interrupt it can be called again."""
-        while not self._over.is_set():
+        while not self._ended.is_set():
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=0.1)
-                self._over.wait()
+                self._ended.wait()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -203,12 +206,17 @@ class FileWriter:
     def _run(self) -> None:
         try:
             self._write_all()
+            self._close()
+        except BaseException as error:
+            self._error = self._error or self._named(error)
         finally:
-            self._writers.shutdown()
-            os.close(self._fd)
-            if self._before is not None:
-                self._before.close()
-            self._over.set()
+            self._ended.set()
+
+    def _close(self) -> None:
+        self._writers.shutdown()
+        if self._before is not None:
+            self._before.close()
+        os.close(self._fd)
 
     def _write_all(self) -> None:
         while (data := self._queue.get()) is not None:
@@ -225,7 +233,7 @@ class FileWriter:
                         under_way.result()
                 os.ftruncate(self._fd, self._nbytes)
                 os.fsync(self._fd)
-            except OSError as error:
+            except BaseException as error:
                 self._error = self._named(error)
 
     def _named(self, error: BaseException) -> BaseException:

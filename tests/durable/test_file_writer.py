@@ -56,3 +56,30 @@ def test_an_interrupt_while_it_begins(tmp_path: Path, monkeypatch: pytest.Monkey
     while threads():
         pass
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_an_error_of_any_kind_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes with the last bytes."""
+    files = len(os.listdir("/proc/self/fd"))
+    writer = FileWriter(tmp_path / "file", 100)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(writer._writers, "submit", refuse)
+    writer.write(np.full(100, 7, np.uint8))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        writer.finish()
+    assert not threads() and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(threading.Thread, "start", refuse)
+        FileWriter(tmp_path / "file", 100)
+    assert len(os.listdir("/proc/self/fd")) == files
