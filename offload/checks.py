@@ -155,7 +155,7 @@ def check_devices(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check weights that bitsandbytes quantises: as integers, on the device, they stay there.
+    """Check that weights of bitsandbytes layers are quantised, as integers, and on the device.
 
     Raises:
         OffloadError: they are not quantised yet, were quantised on another device, or their codes
@@ -163,12 +163,13 @@ def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
     """
     device = accelerator.device
     for name, p in model.named_parameters():
-        if type(p).to is torch.Tensor.to or getattr(p, "has_fp16_weights", False):
-            continue  # nothing happens to it when it is moved
+        theirs = type(p).__module__.partition(".")[0] == "bitsandbytes"
+        if not theirs or getattr(p, "has_fp16_weights", False):
+            continue
         what = f"parameter {name!r} ({type(p).__name__})"
         if p.is_floating_point() and getattr(p, "quant_state", None) is not None:
             raise OffloadError(
-                f"{what} stores its codes as {p.dtype}, which overspill would move as weights; "
+                f"{what} stores its quantised values as {p.dtype}, as if they were weights; "
                 "load the model with bnb_4bit_quant_storage=torch.uint8, or unquantised and pass "
                 "frozen='nf4'"
             )
@@ -180,7 +181,7 @@ def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
             )
         if p.device.type != device.type and accelerator.has_device_memory:
             raise OffloadError(
-                f"{what} is on {p.device}, with scales that only its class moves; call "
+                f"{what} is quantised on {p.device}, and so are its scales; call "
                 f"model.to({str(device)!r}) before wrap"
             )
 

@@ -137,6 +137,7 @@ class Loop:
                 self._commits.seal()  # where parts of the model are called, and not the whole
         if self._residences.may_change(unit):
             self._end_writes()
+        self._residences.will_run(unit)
         self._showing.show(unit)
 
     def _end_writes(self) -> None:
@@ -144,7 +145,7 @@ class Loop:
         in forward]."""
         self._landing.land()
         protocol = self._executor.protocol
-        if self._commits is not None and not protocol.open:  # the first commit is no cut of a step
+        if self._commits is not None and not protocol.open:  # `cut` is false for the first commit
             protocol.wait(Until.DURABLE)
 
     def after_forward(self) -> None:

@@ -66,7 +66,7 @@ def encode_facts(facts: Mapping[str, Any]) -> bytes:
 
 def decode_facts(data: bytes) -> dict[str, Any]:
     """Facts from bytes; runs no code from them."""
-    facts = torch.load(io.BytesIO(data), weights_only=True)
+    facts = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     assert isinstance(facts, dict)
     return facts
 

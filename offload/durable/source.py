@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from ..optim.formats import join_halves
 from ..optim.reference import read_moment
 from ..state.module_states import named_tensors
 from .in_place import InPlaceReader
+from .meta import decode_facts
 from .packed import unpacked
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
 
@@ -38,10 +38,11 @@ class StoreSource:
         self.store, self.generation = store, generation
         self.reader = StoreReader(store, generation)
         self.units: list[Node] = list(store.layout.description["units"])
-        facts = torch.load(io.BytesIO(generation.meta), weights_only=True)
-        self.facts: dict[str, Any] = facts
+        self.facts: dict[str, Any] = decode_facts(generation.meta)
         try:
-            self._files = InPlaceReader(store.layout.description, facts.get("digests", {}), weights)
+            self._files = InPlaceReader(
+                store.layout.description, self.facts.get("digests", {}), weights
+            )
         except BaseException:
             self.reader.close()
             raise

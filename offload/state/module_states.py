@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import module_private
+from ..training import module_private, torch_private
+from .weight_files import DTYPES
 
 log = logging.getLogger("overspill")
 
@@ -49,14 +50,15 @@ def states_of(model: nn.Module, failed: Callable[[str, Exception], None]) -> dic
 
 
 def added_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return those that are tensors by their names in the state dict, and warn of the others.
-
-    Raises:
-        Exception: whatever the modules' own code raises.
-    """
+    """Return those that are tensors by their names in the state dict, and warn of the others."""
     found, others = dict[str, torch.Tensor](), list[str]()
     for path, module in _adding(model, remove_duplicate=False):
-        for own, value in module_private.added_state(module).items():
+        try:
+            added = module_private.added_state(module)
+        except Exception as error:
+            _warn_of_code(path, error)
+            continue
+        for own, value in added.items():
             if _is_dense(value):
                 found[_name(path, own)] = value.detach()
             else:
@@ -85,10 +87,12 @@ def warn_not_tensors(names: Iterable[str]) -> None:
 
 def warn_not_committed(model: nn.Module) -> None:
     """Warn of modules whose states the commits of several ranks do not hold."""
-    if paths := [path or "(model)" for path, _ in _adding(model)]:
+    failed: dict[str, Exception] = {}
+    if paths := sorted({**states_of(model, failed.__setitem__), **failed}):
         log.warning(
             "overspill: commits of several ranks do not hold what modules add to the state dict by "
-            "themselves (get_extra_state(), say); save it in your script: %s", ", ".join(paths),
+            "themselves (get_extra_state(), say); save it in your script: %s",
+            ", ".join(path or "(model)" for path in paths),
         )  # fmt: skip
 
 
@@ -176,9 +180,12 @@ class KeptStates:
                 log.debug("overspill: the state of module %r cannot be kept: %s", path, error)
 
     def give_back(self) -> None:
-        """Undo what was loaded since."""
+        """Undo what was loaded since; an error is logged."""
         for path, module, entries in self._kept:
-            give_back(module, entries, path)
+            try:
+                give_back(module, entries, path)
+            except Exception as error:
+                log.error("overspill: extra state of module %r was not given back: %s", path, error)
 
 
 def _adding(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -191,8 +198,20 @@ def _name(path: str, own: str) -> str:
     return f"{path}.{own}" if path else own
 
 
+def _warn_of_code(path: str, error: Exception) -> None:
+    log.warning(
+        "overspill: the extra state of module %r is not saved; its code raised %s: %s", path,
+        type(error).__name__, error,
+    )  # fmt: skip
+
+
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+    """Whether a safetensors file can hold a value."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.dtype in DTYPES.values()
+    )
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -204,6 +223,11 @@ def _is_like(one: Any, other: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.detach().cpu(), other.detach().cpu())
-    return bool(type(one) is type(other) and one == other)
+    """Whether two entries have the same values, NaN included; ``False`` if nobody can tell."""
+    try:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            pair = [each.detach().cpu().contiguous().clone() for each in (one, other)]
+            return one.shape == other.shape and torch_private.same_bits(*pair)
+        return bool(type(one) is type(other) and one == other)
+    except Exception:
+        return False

@@ -104,8 +104,6 @@ class Taken:
             group.update(kept)
         for tensor, value in self._contents:
             tensor.detach().copy_(value)
-        if self._states is not None:
-            self._states.give_back()
         lost = 0
         for index, (spec, dtype, device, theirs) in self._was.items():
             p, value = self._parts.parameters[index], self._values.pop(index, _LOST)
@@ -122,6 +120,8 @@ class Taken:
                 "overspill: the weights of %d parameters could not be given back; they are on the "
                 "meta device now: build the model again", lost,
             )  # fmt: skip
+        if self._states is not None:
+            self._states.give_back()
 
 
 _LOST = torch.empty(0, dtype=torch.bool, device="meta")  # narrower than any weight

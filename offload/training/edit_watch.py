@@ -10,14 +10,15 @@
 #
 # A parameter that was changed once is also copied each time its unit is onloaded.  Most clamps
 # leave all bits as they are: then the two copies are equal, and nothing is written.  With a split
-# master, elements that keep their value keep the low half of their master, and the first copy tells
-# which.  So commits hold which parameters were changed: a resumed run copies the same ones.
+# master, an element that keeps its value also keeps the low half of its master; the two copies show
+# which elements those are.  So commits record which parameters modules change, and a resumed run
+# copies the same ones.
 #
 # With device="cpu", compute changes the same memory that updates and commits are written to disk
-# from.  So these writes end before a module runs that is known to change its weights, or that runs
-# for the first time (`Loop.catch_up`).  A unit that begins to do so later stays in memory until its
-# change is written, because its copy on disk may mix old and new values.  A commit that includes
-# such a copy fails with an error.
+# from.  So the engine waits for these writes before it runs a module for the first time, or one
+# that changed its weights when it last ran (`Loop.catch_up`).  A unit that first changes its
+# weights in a later run stays in memory until its change is written, because its copy on disk may
+# mix old and new values.  A commit that includes such a copy fails with an error.
 #
 # Changes are found by tensor version counters.  A tensor over a slot that outlives the forward may
 # point to memory of another unit by the time it is changed: that is an error.
@@ -134,11 +135,13 @@ class EditWatch:
         return self._changed
 
     def may_change(self, unit: int, group: Iterable[int]) -> bool:
-        """Whether a unit, which is about to run, may change its weights: it runs for the first
-        time, or it, or one that shares weights (``group``), changed them when it last ran."""
-        first = unit not in self._ran
+        """Whether a unit that is about to run may change its weights: it has not run before, or it,
+        or one that shares weights (``group``), changed them when it last ran."""
+        return unit not in self._ran or not self._changing.isdisjoint(group)
+
+    def will_run(self, unit: int) -> None:
+        """Note that a unit runs now."""
         self._ran.add(unit)
-        return first or not self._changing.isdisjoint(group)
 
     def any_changed(self, units: Iterable[int]) -> bool:
         """Whether there are such changes in these units."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -96,17 +97,24 @@ def adds_state(module: torch.nn.Module) -> bool:
     return any(_package_of(hook) != _OWN_PACKAGE for hook in module._state_dict_hooks.values())
 
 
+@torch.no_grad()
 def added_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module's state dict has beside its own parameters and buffers, as ``state_dict`` makes
-    it, by name without a prefix."""
-    found: dict[str, Any] = {}
+    """What a module's state dict has beside parameters and buffers, as ``state_dict`` makes it, by
+    name without a prefix."""
+    metadata = {"version": module._version}
+    found: dict[str, Any] = OrderedDict()
+    found._metadata = OrderedDict({"": metadata})  # type: ignore[attr-defined]
+    for hook in list(module._state_dict_pre_hooks.values()):
+        if _package_of(hook) != _OWN_PACKAGE:
+            hook(module, "", True)
     module._save_to_state_dict(found, "", True)
     for hook in list(module._state_dict_hooks.values()):
         if _package_of(hook) != _OWN_PACKAGE:
-            made = hook(module, found, "", {"version": module._version})
+            made = hook(module, found, "", metadata)
             found = found if made is None else made
     own = {*module._parameters, *module._buffers}
-    return {name: value for name, value in found.items() if name not in own}
+    theirs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}  # renamed ones
+    return {n: v for n, v in found.items() if n not in own and id(v) not in theirs}
 
 
 def load_added(module: torch.nn.Module, entries: Mapping[str, Any]) -> list[str]:
@@ -130,7 +138,8 @@ def load_added(module: torch.nn.Module, entries: Mapping[str, Any]) -> list[str]
         module._load_state_dict_pre_hooks = hooks
     if errors:
         raise RuntimeError(f"{type(module).__name__}: {'; '.join(errors)}")
-    return [name for name in unexpected if name in entries]
+    inner = [name for name in state if name.partition(".")[0] in module._modules]  # not reported
+    return [name for name in (*unexpected, *inner) if name in entries]
 
 
 _HOOKS = (

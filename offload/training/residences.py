@@ -209,11 +209,16 @@ class Residences:
 
     def may_change(self, unit: int) -> bool:
         """Whether a unit's module, which is about to run, may change its weights in host memory."""
-        there = self.accelerator.has_device_memory
-        return not there and self._edits.may_change(unit, self.groups[unit])
+        if self.accelerator.has_device_memory:
+            return False
+        return self._edits.may_change(unit, self.groups[unit])
+
+    def will_run(self, unit: int) -> None:
+        """See ``EditWatch.will_run``."""
+        self._edits.will_run(unit)
 
     def forget_changed(self, indices: Iterable[int]) -> None:
-        """See ``EditWatch.written``."""
+        """See ``EditWatch.forget``."""
         self._edits.forget(indices)
 
     def check_shown(self, hidden: Container[int]) -> None:

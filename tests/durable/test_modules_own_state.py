@@ -14,6 +14,7 @@ from torch import nn
 
 import overspill
 from overspill.durable.export import export_store
+from overspill.state.module_states import added_tensors
 from tests.devices import CPU, DEVICE, normal
 
 
@@ -207,6 +208,7 @@ class Computed(nn.Linear):
         if self.kind != "hooks":
             count = torch.tensor(self.count)
             made = {"int": self.count, "sparse": count.view(1).to_sparse()}
+            made["complex128"] = count.to(torch.complex128)
             state[prefix + "count"] = made.get(self.kind, count)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *more: Any) -> None:
@@ -293,3 +295,89 @@ def test_sparse_buffers(tmp_path: Path) -> None:
     optimizer, _ = overspill.resume(again, tmp_path, adamw(again), device=CPU)
     assert torch.equal(again.graph.to_dense(), torch.eye(8, device=DEVICE))
     optimizer.close()
+
+
+class Renaming(nn.Linear):
+    """Its weight has another name in files."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.register_state_dict_post_hook(lambda _, state, prefix, meta: state.__setitem__(
+            prefix + "w", state.pop(prefix + "weight")))  # fmt: skip
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *more: state.update(
+            {prefix + "weight": state.pop(prefix + "w")} if prefix + "w" in state else {}
+        ))  # fmt: skip
+
+
+class Container(nn.Sequential):
+    """Its hook writes an entry of a child's, changes one, and one that no module loads."""
+
+    def __init__(self, *, strict: bool) -> None:
+        super().__init__(nn.Linear(8, 8))
+
+        def written(_: Any, state: Any, prefix: str, meta: Any) -> None:
+            state[prefix + "0.scale"] = torch.ones(2)
+            state[prefix + "all"] = [torch.ones(2), torch.tensor(float("nan"))]
+            if strict:
+                state[prefix + "0.w"] = state[prefix + "0.weight"]
+
+        self.register_state_dict_post_hook(written)
+
+
+@pytest.mark.parametrize("kind", ["renaming", "container", "strict container"])
+def test_hooks_that_expect_a_whole_state_dict(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are called for one module alone: what that does not give is named, or is no state."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        first = Renaming() if kind == "renaming" else Container(strict=kind != "container")
+        return nn.Sequential(first, nn.Linear(8, 8))
+
+    store = tmp_path / "store"
+    store.mkdir()
+    model = made()
+    with overspill.wrap(model, adamw(model), nvme=store, device=CPU) as optimizer:
+        train(model, optimizer, 2)
+        optimizer.save(tmp_path / "out")
+        state = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert ("commits do not hold state 0 of a module" in caplog.text) == ("strict" in kind)
+    caplog.clear()
+    assert not added_tensors(made()).keys() - {"0.0.scale"}
+    assert ("extra state of module '0' is not saved" in caplog.text) == ("strict" in kind)
+    caplog.clear()
+    again = made()
+    optimizer, _ = overspill.resume(again, store, adamw(again), device=CPU)
+    assert ("not restored" in caplog.text) == (kind == "container")
+    train(again, optimizer, 1)
+    optimizer.close()
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(file[name], value) for name, value in state.items())
+
+
+def test_an_error_of_a_module_while_it_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The weights are given back all the same."""
+    model = build()
+    with overspill.wrap(model, adamw(model), nvme=tmp_path, device=CPU) as optimizer:
+        train(model, optimizer, 1)
+    again = build()
+
+    def refuse(self: Any, state: Any) -> None:
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(Tallying, "set_extra_state", refuse)
+    with pytest.raises(RuntimeError, match="not now"):
+        overspill.resume(again, tmp_path, adamw(again), device=CPU)
+    assert "extra state of module '1' was not given back: not now" in caplog.text
+
+
+def test_a_dtype_that_files_lack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Computed("complex128"), nn.Linear(8, 8))
+    (tmp_path / "store").mkdir()
+    with overspill.wrap(model, adamw(model), device=CPU, nvme=tmp_path / "store") as optimizer:
+        train(model, optimizer, 1)
+        optimizer.save(tmp_path / "out")
+    assert "safetensors files hold dense tensors alone: 0.count" in caplog.text

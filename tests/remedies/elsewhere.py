@@ -108,6 +108,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/movement/refusals.py", "_memory, or free graphs that still hold weights"): (
         "tests/robust/test_slots.py::test_graphs_that_keep_all_room_end_in_a_clear_error"
     ),
+    ("io_engine/atomic_files.py", "that others had created meanwhile are in {}: move them back"): (
+        "tests/unit/test_replaced_folders.py::test_files_of_others_that_cannot_be_moved_back"
+    ),
     ("offload/checks.py", "bnb_4bit_quant_storage=torch.uint8, or unquantised and pass"): (
         "tests/parity/test_packed_by_others.py::test_codes_that_are_stored_as_numbers_are_refused"
     ),
@@ -166,7 +169,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 
 # Messages about another machine or environment than the one that runs the tests.
 NOT_HERE: dict[tuple[str, str], str] = {
-    ("offload/checks.py", "with scales that only its class moves; call model.to("): (
+    ("offload/checks.py", "is quantised on {}, and so are its scales; call model.to("): (
         "a GPU, and bitsandbytes"
     ),
     ("io_engine/aiofiles_backend.py", "pip install aiofiles"): (
