@@ -56,7 +56,7 @@ def _end(
     on_release: Callable[[], None] | None,
 ) -> None:
     if os.getpid() != owner:
-        return  # a forked child does not have it: what is there now belongs to somebody else
+        return  # a forked child has no mapping there, but maybe its own memory
     for act in before:
         act()
     _unmap(address, nbytes)

@@ -193,7 +193,9 @@ def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) 
     """Return budgets that would fit, by option; see ``PlanDetail.fitting``."""
     budgets = replace(given, host=max(given.host, _reader_bytes(given, needs.in_place)))
     for _ in range(FITTING_TRIES):
-        reader = _reader_bytes(budgets, needs.in_place)  # more host memory has more of its threads
+        reader = _reader_bytes(
+            budgets, needs.in_place
+        )  # it uses more threads if there is more host memory
         room = replace(budgets, host=max(0, budgets.host - reader))
         layout, _, missing = make_layout(parts, room, needs)
         if not missing and needs.saved_bytes is not None:

@@ -44,8 +44,8 @@ from .meta import (
 
 log = logging.getLogger("overspill")
 _UNREADABLE = ValueError(
-    "it cannot be read back without running code from it; use numbers, texts, tensors, and lists, "
-    "tuples and dicts of them"
+    "it contains objects that cannot be loaded safely (weights_only); use numbers, strings, "
+    "tensors, and lists, tuples and dicts of them"
 )
 
 
@@ -175,7 +175,7 @@ class Commits:
         if name not in self._left_out:
             self._left_out.add(name)
             log.warning(
-                "overspill: commits do not hold state %s of a module: %s", name or "(model)", why
+                "overspill: commits do not include extra state %s: %s", name or "(model)", why
             )
 
     # -- for the user ---------------------------------------------------------------------------

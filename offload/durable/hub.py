@@ -161,8 +161,8 @@ def in_full(tree: Any) -> Any:
 
 
 def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
-    """As ``all_of``, but of several names of one tensor one: that which transformers keeps, or the
-    first."""
+    """List a model's tensors, each under one name (the one that transformers keeps, or the first),
+    and then the tensors of extra state."""
     tensors = tensors_of(model)
     names = saved_names(model) if is_of_transformers(model) else list(tensors)
     first = {id(tensors[name]): name for name in reversed(names)}

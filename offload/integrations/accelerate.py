@@ -170,7 +170,7 @@ def _is_entry(name: str) -> bool:
 
 
 def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: Any) -> None:
-    """Load a state that this ``save_state`` or accelerate's has saved.
+    """Load a state saved by this module's ``save_state`` or by Accelerate's.
 
     Without ``input_dir``, load the newest complete one of the automatically named folders; a
     warning names those that are skipped.

@@ -52,8 +52,8 @@ PREFIX = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-"
 
 T = TypeVar("T", bound=Trainer)
 
-# What others keep in fewer bits, or in pages, is AdamW with moments of as many bits here.  By the
-# values of ``OptimizerNames``: older versions of transformers do not have all of them.
+# Optimizers with compact or paged state are replaced by AdamW with these moments.  Keys are values
+# of ``OptimizerNames``, because older versions of transformers lack some members.
 _AS_ADAMW: dict[str, str] = {
     "adamw_bnb_8bit": "int8",
     "adamw_8bit": "int8",

@@ -1,4 +1,4 @@
-"""The limit on the bytes that prefetch moves in vain."""
+"""Limit the bytes that mispredicted prefetches move."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WASTE_SHARE = 1 / 32  # bytes that wrong guesses may move for each byte that was
 #
 # * Each byte that was needed adds ``WASTE_SHARE`` bytes of credit: of a copy moved on demand when
 #   it is moved, of a prefetched copy when it is first used.
-# * A prefetched copy that is given up unused costs its size.  So does a copy that a guess evicted,
-#   if it is needed again before what replaced it was used.
+# * A prefetched copy that is given up unused costs its size.  A copy that a prefetch evicted also
+#   costs its size, if it is needed before the prefetched copy is used.
 #   Neither is charged unless compute has left the recorded order since the guess was made: what is
 #   moved in vain while the order holds is the price of moving early.
-# * While there is no credit, a guess finds no room.  Once some was spent, what is left must also
-#   cover the guesses that nothing has used yet: whether they are wrong shows late.  Demands are
-#   never refused.
+# * Without credit nothing is prefetched.  Below full credit, the credit must exceed the bytes of
+#   all prefetched copies that are not used yet, because a misprediction is detected only later.
+#   Demands are never refused.
 #
 # So wrong guesses move at most ``WASTE_SHARE`` of the needed bytes in the long run, whatever the
 # order, and what they may move at once is limited by the largest credit: as much as is prefetched

@@ -43,8 +43,8 @@ class Order:
         self._unlikely: set[int] = set()
         self._moves: list[int] = []  # positions of the uses for which something may move
         self._chosen: set[int] = set()  # units that were ever announced
-        # Streamed units in the order in which compute needed them, without those that are chosen
-        # among, and how far the present step has come in it.
+        # Streamed units in the order in which compute needed them in the last step, without routed
+        # ones (experts), and the position of the present step in that order.
         self._needed: list[int] = []
         self._needed_turn = 0
         self._last_needed: int | None = None

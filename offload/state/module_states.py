@@ -1,12 +1,11 @@
-"""State that modules add to their state dicts by themselves, beside parameters and buffers.
+"""Extra state of modules: entries of a state dict that are neither parameters nor buffers.
 
-# Note [States of modules]
+# Note [Extra state]
 #
-# A module can add entries to its state dict: its extra state (``get_extra_state``), what a
-# ``_save_to_state_dict`` of its own writes (the scales of bitsandbytes' layers, torch.ao's), and
-# what state-dict hooks write. The engine does not know what they mean. It asks the module for them
-# as ``state_dict`` does, and gives them back as ``load_state_dict`` does, with the module's own
-# code; its own hooks, which are about weights, are left out.
+# Extra state comes from ``get_extra_state``, an overridden ``_save_to_state_dict`` (the scales of
+# bitsandbytes' layers, torch.ao's) or state-dict hooks. The engine does not know what it means. It
+# saves and loads it with the module's own code, as ``state_dict`` and ``load_state_dict`` do, for
+# one module at a time, and skips the engine's own hooks, which are about weights.
 #
 # Commits hold all entries that can be read back without running code from them. Files hold those
 # that are tensors. What is left out, or what a module does not take back, is named in a warning.
@@ -80,7 +79,7 @@ def warn_not_tensors(names: Iterable[str]) -> None:
     """Warn of entries that files of tensors cannot hold."""
     if listed := ", ".join(sorted(names)):
         log.warning(
-            "overspill: not written, since safetensors files hold dense tensors alone: %s; save it "
+            "overspill: not saved, because safetensors files hold only dense tensors: %s; save it "
             "in a file of its own (torch.save)", listed,
         )  # fmt: skip
 
@@ -90,8 +89,8 @@ def warn_not_committed(model: nn.Module) -> None:
     failed: dict[str, Exception] = {}
     if paths := sorted({**states_of(model, failed.__setitem__), **failed}):
         log.warning(
-            "overspill: commits of several ranks do not hold what modules add to the state dict by "
-            "themselves (get_extra_state(), say); save it in your script: %s",
+            "overspill: commits of several ranks do not include the extra state of these modules; "
+            "save it in your script: %s",
             ", ".join(path or "(model)" for path in paths),
         )  # fmt: skip
 
@@ -111,9 +110,9 @@ class ModuleStates:
         for path, entries in states.items():
             if path not in modules:
                 raise OffloadError(
-                    f"the commit holds {_name(path, next(iter(entries)))!r}, which is neither "
-                    "parameter nor buffer, and no module of the model adds it to its state dict; "
-                    "build the model as it was then"
+                    f"the commit holds {_name(path, next(iter(entries)))!r}, which is neither a "
+                    "parameter nor a buffer of this model, and no module adds it to its state "
+                    "dict; build the model as it was at the commit"
                 )
         self._states = [(path, modules[path], entries) for path, entries in states.items()]
 
@@ -140,8 +139,8 @@ def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
     lost = [own for own in left if not _is_equal(present.get(own), entries[own])]
     if lost:
         log.warning(
-            "overspill: not restored, since the module has no code to load it: %s; set it in your "
-            "script, or build the model as it was then",
+            "overspill: not restored: %s. The module has no code to load it, or its shape differs; "
+            "set it in your script, or build the model as it was at the commit",
             ", ".join(_name(path, own) for own in lost),
         )
 
@@ -150,7 +149,7 @@ class FoundStates:
     """Entries of a model's modules that files hold."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        """``names``: of all tensors in the files."""
+        """``names``: tensors in the files that are neither parameters nor buffers of the model."""
         there = set(names)
         self._found: list[tuple[str, nn.Module, list[str]]] = []
         for path, module in _adding(model, remove_duplicate=False):

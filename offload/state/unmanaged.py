@@ -44,10 +44,10 @@ def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commi
         return
     largest = max(found, key=lambda name: _nbytes(found[name]))
     log.warning(
-        "overspill: buffers and integer parameters take %s, which stay on the device%s; the "
+        "overspill: buffers and integer parameters (%s) stay on the device%s; the "
         "largest is %s (%s). To move weights that another library has quantised, load the model "
         "unquantised and pass frozen='nf4' or 'int8'", format_bytes(nbytes),
-        " and are written by every commit" if commits else "", largest,
+        ", and every commit writes them" if commits else "", largest,
         type(found[largest]).__name__,
     )  # fmt: skip
 

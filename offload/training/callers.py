@@ -54,8 +54,9 @@ def _others_amid() -> bool:
 def _innermost_frames() -> dict[int, FrameType]:
     """The innermost frame of each thread.
 
-    Without garbage collection: it may let another thread run, which waits for ever, with the
-    interpreter's lock, for one that ``sys._current_frames`` holds (cpython issue 106883).
+    Disables garbage collection: before Python 3.12, a collection inside ``sys._current_frames`` can
+    switch threads, and the other thread then deadlocks on a lock that the call holds (cpython issue
+    106883).
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -98,7 +98,7 @@ def test_what_stays_on_the_device_is_said(tmp_path: Path, caplog: pytest.LogCapt
     model = build("8 bits")
     inner = torch.optim.AdamW(trained(model))
     with overspill.wrap(model, inner, nvme=tmp_path, **STREAMED[SIM]):
-        assert "stay on the device and are written by every commit" in caplog.text
+        assert "stay on the device, and every commit writes them" in caplog.text
         assert "base.weight (Int8Params)" in caplog.text
     caplog.clear()
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))

@@ -309,5 +309,5 @@ def counted(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_that_states_of_modules_are_not_committed_is_said(tmp_path: Path) -> None:
     first, second = spawn(2, counted, tmp_path)
-    told = [each for each in first if "do not hold what modules add to the state dict" in each]
+    told = [each for each in first if "do not include the extra state of these modules" in each]
     assert len(told) == 4 and not second

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ("offload/state/module_states.py", "module of the model adds it to its state dict; build"): (
+    ("offload/state/module_states.py", "module adds it to its state dict; build the model as"): (
         "tests/durable/test_modules_own_state.py::test_a_model_without_it_is_refused"
     ),
     ("offload/state/module_states.py", "set it in your script, or build the model as it was"): (
         "tests/durable/test_modules_own_state.py::test_what_has_no_place_is_named"
     ),
-    ("offload/state/module_states.py", "themselves (get_extra_state(), say); save it in your"): (
+    ("offload/state/module_states.py", "extra state of these modules; save it in your script"): (
         "tests/ranks/test_resume.py::test_that_states_of_modules_are_not_committed_is_said"
     ),
     ("offload/integrations/accelerate.py", "save_state writes safetensors only; leave"): (
@@ -117,7 +117,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/checks.py", "is not quantised yet: its class does that when"): (
         "tests/parity/test_packed_by_others.py::test_layers_that_are_not_quantised_yet_are_refused"
     ),
-    ("offload/durable/commits.py", "use numbers, texts, tensors, and lists, tuples and dicts"): (
+    ("offload/durable/commits.py", "(weights_only); use numbers, strings, tensors, and lists"): (
         "tests/durable/test_modules_own_state.py::test_it_is_resumed"
     ),
     ("offload/state/unmanaged.py", "load the model unquantised and pass frozen='nf4' or 'int8'"): (
