@@ -15,7 +15,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from overspill.movement.commit_writer import CommitWriter
-from tests.devices import CPU, normal
+from tests.devices import CPU, SIM, normal
 from tests.patience import WAIT_S
 
 WIDTH = 32
@@ -151,7 +151,7 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``on_nonfinite="raise"`` means it, with a store and without; the very first commit may still
-    be under way when values that are not finite come."""
+    be under way when values that are not finite come, where the first forward waits for nothing."""
     seen, real = threading.Event(), CommitWriter._commit
 
     def commit(writer: CommitWriter, *args: Any) -> None:
@@ -164,8 +164,8 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(
         model = build()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         with overspill.wrap(
-            model, inner, device=CPU, host_memory="64MiB", update="backward",
-            rates=overspill.Rates(), **given,
+            model, inner, device=SIM, device_memory="64MiB", host_memory="64MiB",
+            update="backward", rates=overspill.Rates(), **given,
         ) as optimizer:  # fmt: skip
             (model(torch.randn(4, WIDTH)).sum() * float("nan")).backward()
             machinery = optimizer._engine.machinery
