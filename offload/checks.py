@@ -69,6 +69,11 @@ def check_modules(model: nn.Module) -> None:
         kind = type(module).__name__
         if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise OffloadError(f"{kind} is not supported: overspill trains on one device")
+        if kind == "ParamWrapper" and type(module).__module__.startswith("peft."):
+            raise OffloadError(
+                f"module {name!r}: peft's target_parameters replaces parameters while the model "
+                "runs, which is not supported; name modules in target_modules instead"
+            )
 
 
 _TRAINED = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)

@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 
 from ..errors import OffloadError
+from .callers import callers
 from .module_private import own_parameters
 
 _AGAIN = (
     "keep state = optimizer.state_dict(), call overspill.unwrap(model), change what is trained, "
     "wrap the model again with a new optimizer{elsewhere}, and call its load_state_dict(state)"
 )
+_FUNCTIONAL = "torch.nn.utils.stateless"  # the module that torch.func.functional_call is in
 _ELSEWHERE = " (and another nvme=, since the store keeps the last commit)"
 
 
@@ -66,6 +68,11 @@ class Roster:
                 f"now, which would not be applied; set p.grad = None, or {self._again}"
             )
         replaced = [name for name, there, key, p in self._places if there.get(key) is not p]
+        if replaced and any(f.f_globals.get("__name__") == _FUNCTIONAL for f in callers()):
+            raise OffloadError(
+                "torch.func.functional_call replaces parameters while the model runs, which is not "
+                "supported on a wrapped model; call overspill.unwrap(model) first"
+            )
         if replaced:
             raise OffloadError(
                 f"{_listed(replaced)} was replaced, or moved elsewhere in the model, after it was "

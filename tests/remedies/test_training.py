@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
-from tests.devices import CPU, SIM, about_sim, normal, plainly
+from tests.devices import CPU, SIM, about_cpu, about_sim, normal, plainly
 from tests.remedies.table import (
     WIDTH,
     adamw,
@@ -421,4 +421,31 @@ def test_a_checkpoint_reads_weights_that_are_updated() -> None:
     with wrapped(model, update="next_forward") as optimizer:
         y = checkpoint(model, normal(0, 5, WIDTH), use_reentrant=True)
         assert y is not None
+        trains(model, optimizer)
+
+
+@tries("offload/training/roster.py", "supported on a wrapped model; call overspill.unwrap(model)")
+def test_functional_calls() -> None:
+    model = net()
+    fast = {name: p.detach().clone() * 2 for name, p in model.named_parameters()}
+    x = normal(0, 5, WIDTH)
+    expected = torch.func.functional_call(model, fast, (x,))
+    optimizer = wrapped(model)
+    with says("torch.func.functional_call replaces parameters while the model runs"):
+        torch.func.functional_call(model, fast, (x,))
+    overspill.unwrap(model)
+    assert torch.equal(torch.func.functional_call(model, fast, (x,)), expected)
+    optimizer.close()
+
+
+@about_cpu
+@tries("offload/checks.py", "runs, which is not supported; name modules in target_modules")
+def test_adapters_on_parameters() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(net(), peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["3.weight"]))  # fmt: skip
+    with says("peft's target_parameters replaces parameters while the model runs"):
+        wrapped(model)
+    model = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=["3"]))
+    with wrapped(model) as optimizer:
         trains(model, optimizer)
