@@ -105,7 +105,9 @@ class Others:
         known = {*weights, *tensors_of(model)}
         in_base = names_in_base(model)
         known |= set(map(in_base, known))
-        self._states = FoundStates(model, [name for name in files.names if name not in known])
+        self._states = FoundStates(
+            model, [name for name in files.names if name not in known], in_base
+        )
         known |= self._states.names
         strange = [
             name for name in files.names

@@ -148,23 +148,36 @@ def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
 class FoundStates:
     """Entries of a model's modules that files hold."""
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        """``names``: tensors in the files that are neither parameters nor buffers of the model."""
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], in_base: Callable[[str], str]
+    ) -> None:
+        """
+        Args:
+            names: tensors in the files that are neither parameters nor buffers of the model.
+            in_base: gives the name that something had before adapters were added.
+        """
         there = set(names)
-        self._found: list[tuple[str, nn.Module, list[str]]] = []
+        # By module: the names in the files, by the names in the module.
+        self._found: list[tuple[str, nn.Module, dict[str, str]]] = []
         for path, module in _adding(model, remove_duplicate=False):
             try:
                 own = {*module_private.added_state(module), module_private.EXTRA}
             except Exception:  # such as a module that is not built yet
                 own = {module_private.EXTRA}
-            if present := sorted(each for each in own if _name(path, each) in there):
+            full = {each: _name(path, each) for each in sorted(own)}
+            present = {
+                each: name if name in there else in_base(name)
+                for each, name in full.items()
+                if name in there or in_base(name) in there
+            }
+            if present:
                 self._found.append((path, module, present))
-        self.names = {_name(path, own) for path, _, present in self._found for own in present}
+        self.names = {name for _, _, present in self._found for name in present.values()}
 
     def load(self, read: Callable[[str], torch.Tensor]) -> None:
         """Have the modules load what ``read`` gives by name in the state dict."""
         for path, module, present in self._found:
-            give_back(module, {own: read(_name(path, own)) for own in present}, path)
+            give_back(module, {own: read(name) for own, name in present.items()}, path)
 
 
 class KeptStates:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import overspill
@@ -381,3 +381,16 @@ def test_a_dtype_that_files_lack(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         train(model, optimizer, 1)
         optimizer.save(tmp_path / "out")
     assert "safetensors files hold only dense tensors: 0.count" in caplog.text
+
+
+def test_extra_state_of_a_base_with_adapters(tmp_path: Path) -> None:
+    """In files it has the name from before the adapters."""
+    peft = pytest.importorskip("peft")
+    file = tmp_path / "base.safetensors"
+    base = nn.Sequential(Tallying(), nn.Linear(8, 8))
+    base[0].rows = 7
+    save_file({name: value.cpu() for name, value in base.state_dict().items()}, file)
+    again = nn.Sequential(Tallying(), nn.Linear(8, 8))
+    model = peft.get_peft_model(again, peft.LoraConfig(r=2, target_modules=["1"]))
+    with overspill.wrap(model, adamw(model), device=CPU, weights=file):
+        assert again[0].rows == 7
