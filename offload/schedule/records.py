@@ -72,7 +72,6 @@ class Records:
             return False
         copy = self._copy(number)
         assert copy is not None
-        self._items.use(self._records[number])
         copy.holds += 1
         return True
 
@@ -86,9 +85,9 @@ class Records:
             self._items.write(self._records[number])
         return moves
 
-    def _fetch(self, number: int, spare: Container[int], *, guess: bool = False) -> bool:
+    def _fetch(self, number: int, spare: Container[int]) -> bool:
         item = self._records[number]
-        if self._items.make_room(item, Tier.HOST, -1, spare, guess=guess) is None:
+        if self._items.make_room(item, Tier.HOST, -1, spare) is None:
             return False
         self._items.read(item)
         return True
@@ -113,7 +112,7 @@ class Records:
             return
         first = list(islice(self._coming, self._layout.regions.state_slots))
         for number in first:
-            if self._copy(number) is None and not self._fetch(number, first, guess=True):
+            if self._copy(number) is None and not self._fetch(number, first):
                 return
 
     def drop_unused(self) -> None:

@@ -345,7 +345,6 @@ class Residency:
 
     def _drop_caches(self) -> None:
         assert not self.in_flight, "caches are dropped only while nothing moves"
-        self.items.forget_guesses()
         self.weights.drop_unused((Tier.DEVICE, Tier.HOST))
         self.weights.forget_kept()  # a graph may keep its slot; the next forward must not
         self.updates.records.drop_unused()
@@ -362,11 +361,11 @@ class Residency:
                     if self._order.next_use(Use.UPDATE, member) < ahead:
                         continue  # a copy now would be lost
                     if room:
-                        room = self.weights.toward_compute(member, distance, updating, guess=True)
+                        room = self.weights.toward_compute(member, distance, updating)
                     elif self.layout.apart[member] and self.weights.units[member].device is None:
-                        self.weights.toward_host(member, distance, updating, guess=True)
+                        self.weights.toward_host(member, distance, updating)
             else:
-                self.weights.toward_host(unit, distance, updating, guess=True)
+                self.weights.toward_host(unit, distance, updating)
 
     @property
     def _somebody_waits(self) -> bool:
