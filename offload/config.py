@@ -141,7 +141,9 @@ class OffloadConfig:
         ignore_weights: names, or patterns such as ``"head.*"``, of tensors in these files that the
             model does not use; others that it does not use are an error.
         init: for a meta model: called on each module of a unit to initialise its parameters.
-        prefetch_depth: units fetched ahead of use; ``None`` lets the plan choose.
+        prefetch_depth: units fetched ahead of use, in the order of the last step; ``None`` lets the
+            plan choose.  Prefetch is reduced or stopped
+            while steps use units in different orders.
         threads: CPU threads of the optimizer update; ``None`` takes the physical cores, beside a
             GPU all but two of them, or of few a quarter.
         checksum: verify every byte that comes back from disk.

@@ -49,6 +49,8 @@ class Demands:
 
     def need(self, signal: Need) -> None:
         """Compute wants a unit."""
+        if not self._order.advance_to(signal.unit):
+            self._items.left_order()
         self._needs.append(signal)
 
     def catch_up(self, signal: CatchUp) -> None:

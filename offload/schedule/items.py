@@ -6,11 +6,12 @@ and dropped; what is wanted when, and who gives way, is the policy of its kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
 from ..facts.tier import Tier
 from .arena import Arena, Place, Tally
+from .guesses import GuessCredit
 from .layout import Layout, Region
 from .messages import Clear, CopyIn, CopyOut, Instruction, Key, Kind, Read, Refuse, Write
 
@@ -46,19 +47,34 @@ class Copy:
     """A copy of an item in a memory tier, in ``place``, which begins the ``slot`` it was given.
 
     ``valid`` once it has arrived; ``fixed``: it never leaves; ``holds`` counts what still reads or
-    writes it, each a reason not to drop it.
+    writes it, each a reason not to drop it.  ``guess``: if it was prefetched and nothing has used
+    it yet, the number of departures from the recorded order before that; else ``None``.
     """
 
-    __slots__ = ("fixed", "holds", "place", "slot", "valid")
+    __slots__ = ("fixed", "guess", "holds", "place", "slot", "valid")
 
     def __init__(self, place: Place, slot: Place, *, valid: bool, fixed: bool) -> None:
         self.place, self.slot, self.valid, self.fixed, self.holds = place, slot, valid, fixed, 0
+        self.guess: int | None = None
 
 
 class Item:
-    """One thing that moves.  ``stored``: the newest extent is current."""
+    """One thing that moves.
 
-    __slots__ = ("device", "host", "key", "nbytes", "roles", "slot_bytes", "stored")
+    ``stored``: the newest extent is current.  ``evicted_for``: by tier, the guess that replaced its
+    copy there.
+    """
+
+    __slots__ = (
+        "device",
+        "evicted_for",
+        "host",
+        "key",
+        "nbytes",
+        "roles",
+        "slot_bytes",
+        "stored",
+    )
 
     def __init__(
         self, key: Key, nbytes: int, *, pair: bool = False, slot_bytes: int | None = None
@@ -68,6 +84,7 @@ class Item:
         self.slot_bytes = nbytes if slot_bytes is None else slot_bytes
         self.host: Copy | None = None
         self.device: Copy | None = None
+        self.evicted_for: dict[Tier, Copy] = {}
 
     def copy(self, tier: Tier) -> Copy | None:
         """The copy in a memory tier."""
@@ -116,6 +133,8 @@ class Items:
         self._by_tier: dict[Tier, list[Arena]] = {Tier.DEVICE: [], Tier.HOST: []}
         self._policies: dict[Kind, Policy] = {}
         self._items: dict[Key, Item] = {}
+        self._credits: dict[tuple[Kind, Tier], GuessCredit] = {}
+        self._departures = 0
 
     def govern(self, kind: Kind, policy: Policy) -> None:
         """Items of this kind follow that policy."""
@@ -127,6 +146,7 @@ class Items:
                 self._regions[region] = make(tier, region.base, region.nbytes), set()
                 arenas.append(self._regions[region][0])
             self._of_kind[kind, tier] = region, *self._regions[region]
+            self._credits[kind, tier] = GuessCredit()
 
     # -- what there is --------------------------------------------------------------------------
 
@@ -134,6 +154,9 @@ class Items:
         """From now on there is this item."""
         assert item.key not in self._items, f"there is {item.key} already"
         self._items[item.key] = item
+        for tier in self._by_tier:
+            at_once = self._layout.prefetch_depth * item.nbytes
+            self._credits[item.key.kind, tier].allow(at_once)
 
     def remove(self, item: Item) -> None:
         """The item is gone, with its copies; nothing moves it."""
@@ -171,26 +194,49 @@ class Items:
     # -- room -----------------------------------------------------------------------------------
 
     def make_room(
-        self, item: Item, tier: Tier, distance: int | None = None, spare: Container[int] = ()
-    ) -> Copy | None:
+        self, item: Item, tier: Tier, distance: int | None = None, spare: Container[int] = (), *,
+        guess: bool = False,
+    ) -> Copy | None:  # fmt: skip
         """Gives the item a copy that nothing has come to yet; ``None``: there is no room.
 
         ``distance``: how many uses away the item is (-1: now); copies that are used later give way,
-        but none of those that are to be spared.  ``None``: none gives way.
+        but none of those that are to be spared.  ``None``: none gives way.  ``guess``: nothing has
+        asked for the copy yet; see Note [Limit on wrong guesses].
         """
+        if guess and not self.may_guess(item.key.kind):
+            return None
         region, arena, tenants = self._of_kind[item.key.kind, tier]
         own = item.slot_bytes if tier is Tier.DEVICE else item.nbytes
         nbytes = region.slot_bytes or own
-        slot = arena.allocate(nbytes)
+        slot, evicted = arena.allocate(nbytes), list[Item]()
         if slot is None and distance is not None:
-            slot = self._evict_for(arena, tenants, nbytes, distance, spare)
+            slot, evicted = self._evict_for(arena, tenants, nbytes, distance, spare)
         if slot is None:
             return None
         place = slot if slot.nbytes == own else Place(tier, slot.offset, own)
         copy = Copy(place, slot, valid=False, fixed=False)
+        copy.guess = self._departures if guess else None
+        self._account_for(item, copy, tier, evicted)
         item._set(tier, copy)
         tenants.add(item)
         return copy
+
+    def _account_for(self, item: Item, copy: Copy, tier: Tier, evicted: Iterable[Item]) -> None:
+        """Account for a copy that is about to be moved to a tier, in place of those evicted."""
+        replaced_by = item.evicted_for.pop(tier, None)
+        credit = self._credits[item.key.kind, tier]
+        if copy.guess is not None:
+            credit.guess(item.nbytes)
+            for other in evicted:
+                other.evicted_for[tier] = copy
+            return
+        credit.needed(item.nbytes)
+        if replaced_by is not None and self._is_wrong(replaced_by):
+            credit.wasted(item.nbytes)
+
+    def _is_wrong(self, copy: Copy) -> bool:
+        """Return whether a copy is a guess, and compute left the recorded order after it."""
+        return copy.guess is not None and copy.guess < self._departures
 
     def take(self, item: Item, tier: Tier, *, valid: bool) -> None:
         """The item is there, or will be, whatever room is left; its kind is only counted there."""
@@ -202,7 +248,8 @@ class Items:
 
     def _evict_for(
         self, arena: Arena, tenants: set[Item], nbytes: int, distance: int, spare: Container[int]
-    ) -> Place | None:
+    ) -> tuple[Place | None, list[Item]]:
+        """Return a slot, and the items whose copies were dropped for it."""
         tier = arena.tier
         victims: list[tuple[int, int, Item, Copy]] = []
         for item in tenants:
@@ -215,13 +262,13 @@ class Items:
             if use > distance and not policy.spares(item, tier, spare):
                 victims.append((use, item.key.number, item, copy))
         if not victims or not arena.fits_after(nbytes, [copy.slot for _, _, _, copy in victims]):
-            return None
+            return None, []
         victims.sort(key=lambda victim: (-victim[0], victim[1]))
-        for _, _, item, _ in victims:
+        for number, (_, _, item, _) in enumerate(victims, 1):
             self.drop(item, tier)
             slot = arena.allocate(nbytes)
             if slot is not None:
-                return slot
+                return slot, [item for _, _, item, _ in victims[:number]]
         raise AssertionError("an arena that would fit after all evictions did not")
 
     def may_drop(self, item: Item, tier: Tier) -> bool:
@@ -245,9 +292,45 @@ class Items:
         """Forgets a copy whose slot somebody still uses; the slot, to be freed when it is not."""
         copy = item.copy(tier)
         assert copy is not None and not copy.fixed
+        if copy.guess is not None:
+            self._credits[item.key.kind, tier].end_guess(item.nbytes)
+            if self._is_wrong(copy):
+                self._waste(item, tier)
         item._set(tier, None)
         self._of_kind[item.key.kind, tier][2].discard(item)
         return copy.slot
+
+    def use(self, item: Item) -> None:
+        """Record that the item's copies are used: those that were prefetched were needed."""
+        for tier in self._by_tier:
+            if (copy := item.copy(tier)) is not None and copy.guess is not None:
+                copy.guess = None
+                self._credits[item.key.kind, tier].end_guess(item.nbytes)
+                self._credits[item.key.kind, tier].needed(item.nbytes)
+
+    def _waste(self, item: Item, tier: Tier) -> None:
+        """Charge a prefetched copy that is given up unused."""
+        if tier is Tier.HOST and item.device is not None:
+            return  # the device copy made from it may still be used
+        self._credits[item.key.kind, tier].wasted(item.nbytes)
+        if tier is Tier.DEVICE and item.host is None:  # it would be read again
+            self._credits[item.key.kind, Tier.HOST].wasted(item.nbytes)
+
+    def may_guess(self, kind: Kind) -> bool:
+        """Return whether prefetch has credit for items of a kind in every tier."""
+        return all(self._credits[kind, tier] for tier in self._by_tier)
+
+    def left_order(self) -> None:
+        """Record that compute needs something else than the recorded order predicts."""
+        self._departures += 1
+
+    def forget_guesses(self) -> None:
+        """Forget which copies are guesses: they are about to be dropped for another reason."""
+        for item in self._items.values():
+            for tier in self._by_tier:
+                if (copy := item.copy(tier)) is not None and copy.guess is not None:
+                    copy.guess = None
+                    self._credits[item.key.kind, tier].end_guess(item.nbytes)
 
     def free(self, kind: Kind, slot: Place) -> None:
         """Nobody uses the slot, which an item of that kind had, any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import groupby
 
 NEVER = 1 << 60
 
@@ -41,6 +42,12 @@ class Order:
         self._recorded_ahead: set[int] = set()  # of units that were announced
         self._unlikely: set[int] = set()
         self._moves: list[int] = []  # positions of the uses for which something may move
+        self._chosen: set[int] = set()  # units that were ever announced
+        # Streamed units in the order in which compute needed them in the last step, without routed
+        # ones (experts), and the position of the present step in that order.
+        self._needed: list[int] = []
+        self._needed_turn = 0
+        self._last_needed: int | None = None
 
     def observe(self, use: Use, unit: int) -> None:
         """The unit is used now."""
@@ -58,6 +65,7 @@ class Order:
 
     def expect(self, among: Sequence[int], likely: Container[int]) -> None:
         """When compute comes to the units ``among``, it uses the ``likely`` ones alone."""
+        self._chosen.update(among)
         self._unlikely.difference_update(among)
         self._unlikely.update(unit for unit in among if unit not in likely)
 
@@ -66,6 +74,22 @@ class Order:
         self._recording += [(Use.COMPUTE, unit) for unit in among]
         self._recorded_ahead.update(among)
         self._go_to((Use.COMPUTE, among[0]), behind=False)
+
+    def advance_to(self, unit: int) -> bool:
+        """Return whether the record predicts that compute needs this streamed unit next.
+
+        Call it once whenever compute needs a unit.  Units that are chosen among are not judged:
+        their routers predict them.
+        """
+        if unit in self._chosen or unit == self._last_needed:
+            return True
+        self._last_needed = unit
+        sequence, turn = self._needed, self._needed_turn
+        for ahead in range(len(sequence)):
+            if sequence[(turn + ahead) % len(sequence)] == unit:
+                self._needed_turn = (turn + ahead + 1) % len(sequence)
+                return ahead == 0
+        return not sequence
 
     def _go_to(self, event: tuple[Use, int], *, behind: bool) -> None:
         ahead = self._ahead(event)
@@ -81,6 +105,10 @@ class Order:
             self._positions.setdefault((use, unit), []).append(position)
             if self._moving[use][unit]:
                 self._moves.append(position)
+        needed = (self._events[position] for position in self._moves)
+        units = (unit for use, unit in needed if use is Use.COMPUTE and unit not in self._chosen)
+        self._needed = [unit for unit, _ in groupby(units)]
+        self._needed_turn, self._last_needed = 0, None
 
     def _ahead(self, event: tuple[Use, int]) -> int:
         positions = self._positions.get(event)

@@ -72,6 +72,7 @@ class Records:
             return False
         copy = self._copy(number)
         assert copy is not None
+        self._items.use(self._records[number])
         copy.holds += 1
         return True
 
@@ -85,9 +86,9 @@ class Records:
             self._items.write(self._records[number])
         return moves
 
-    def _fetch(self, number: int, spare: Container[int]) -> bool:
+    def _fetch(self, number: int, spare: Container[int], *, guess: bool = False) -> bool:
         item = self._records[number]
-        if self._items.make_room(item, Tier.HOST, -1, spare) is None:
+        if self._items.make_room(item, Tier.HOST, -1, spare, guess=guess) is None:
             return False
         self._items.read(item)
         return True
@@ -112,7 +113,7 @@ class Records:
             return
         first = list(islice(self._coming, self._layout.regions.state_slots))
         for number in first:
-            if self._copy(number) is None and not self._fetch(number, first):
+            if self._copy(number) is None and not self._fetch(number, first, guess=True):
                 return
 
     def drop_unused(self) -> None:

@@ -345,6 +345,7 @@ class Residency:
 
     def _drop_caches(self) -> None:
         assert not self.in_flight, "caches are dropped only while nothing moves"
+        self.items.forget_guesses()
         self.weights.drop_unused((Tier.DEVICE, Tier.HOST))
         self.weights.forget_kept()  # a graph may keep its slot; the next forward must not
         self.updates.records.drop_unused()
@@ -361,11 +362,11 @@ class Residency:
                     if self._order.next_use(Use.UPDATE, member) < ahead:
                         continue  # a copy now would be lost
                     if room:
-                        room = self.weights.toward_compute(member, distance, updating)
+                        room = self.weights.toward_compute(member, distance, updating, guess=True)
                     elif self.layout.apart[member] and self.weights.units[member].device is None:
-                        self.weights.toward_host(member, distance, updating)
+                        self.weights.toward_host(member, distance, updating, guess=True)
             else:
-                self.weights.toward_host(unit, distance, updating)
+                self.weights.toward_host(unit, distance, updating, guess=True)
 
     @property
     def _somebody_waits(self) -> bool:

@@ -115,20 +115,22 @@ class Weights:
 
     # -- toward compute -------------------------------------------------------------------------
 
-    def toward_compute(self, unit: int, distance: int, spare: Container[int] = ()) -> bool:
+    def toward_compute(
+        self, unit: int, distance: int, spare: Container[int] = (), *, guess: bool = False
+    ) -> bool:
         """Brings a unit closer to compute.  ``False``: there is no room at this distance.
 
         ``distance`` is how many uses away the unit is (-1: now); only copies that are used later
-        give way.  ``spare`` names units that must not.
+        give way.  ``spare`` names units that must not.  ``guess``: nothing has asked for the unit.
         """
         if not self.layout.apart[unit]:
-            return self.toward_host(unit, distance, spare)
+            return self.toward_host(unit, distance, spare, guess=guess)
         item = self.units[unit]
         if item.device is not None or item.updating:
             return True
         if not self.host_valid(unit):
-            return self.toward_host(unit, distance, spare)
-        if self._items.make_room(item, Tier.DEVICE, distance, spare) is None:
+            return self.toward_host(unit, distance, spare, guess=guess)
+        if self._items.make_room(item, Tier.DEVICE, distance, spare, guess=guess) is None:
             return False
         self._items.copy_in(item)
         return True
@@ -139,12 +141,14 @@ class Weights:
             return Tier.HOST
         return self.layout.tier_of(unit)
 
-    def toward_host(self, unit: int, distance: int, spare: Container[int] = ()) -> bool:
+    def toward_host(
+        self, unit: int, distance: int, spare: Container[int] = (), *, guess: bool = False
+    ) -> bool:
         """Starts to read a unit into host memory, where it is not there or on its way already."""
         item = self.units[unit]
         if item.host is not None:
             return True
-        if self._items.make_room(item, Tier.HOST, distance, spare) is None:
+        if self._items.make_room(item, Tier.HOST, distance, spare, guess=guess) is None:
             return False
         assert item.stored, f"unit {unit} has no current copy to read"
         self._items.read(item, urgent=distance < 0)
@@ -163,6 +167,7 @@ class Weights:
         """Compute uses the unit from now on, where it is."""
         copy = self.compute_copy(unit)
         assert copy is not None
+        self._items.use(self.units[unit])
         self.units[unit].pins += 1
         return copy.place
 
@@ -236,6 +241,7 @@ class Weights:
         """The update is about to use the host copy."""
         host = self.units[unit].host
         assert host is not None and host.valid
+        self._items.use(self.units[unit])
         host.holds += 1
 
     def updated(self, unit: int) -> bool:
