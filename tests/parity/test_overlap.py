@@ -22,6 +22,7 @@ def test_updates_and_io_lie_under_compute(update: str, tmp_path: Path) -> None:
     with link(2e9) as rates, overspill.wrap(
         model, adamw(model), nvme=tmp_path, update=update, rates=rates,
         device=SIM, device_memory="10MiB", host_memory="24MiB",
+        activations="keep",  # without disk rates, "auto" may move them, which is not meant here
     ) as optimizer:  # fmt: skip
         trace = model.__dict__["_overspill_engine"].machinery.trace
         shares = []

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +17,7 @@ from torch import nn
 import overspill
 from overspill.errors import OffloadError
 from tests.devices import CPU, normal, plainly
+from tests.patience import WAIT_S
 
 Test = TypeVar("Test", bound=Callable[..., None])
 WIDTH = 16
@@ -102,3 +106,12 @@ def plain_run(steps: int, model: nn.Module | None = None) -> nn.Module:
     for number in range(steps):
         step(model, optimizer, number)
     return model
+
+
+def run_script(script: str) -> None:
+    """Run a program that must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

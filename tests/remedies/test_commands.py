@@ -1,4 +1,4 @@
-"""Remedies of what the commands say, and of what plans and exports say about disks."""
+"""Remedies of what the commands say, and the traces, pages and folders that they write."""
 
 from __future__ import annotations
 
@@ -9,29 +9,50 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import overspill
+from overspill.cli.app import app
 from overspill.doctor import disks
-from overspill.durable import export, inspect, moving
 from overspill.facts.machine import Machine
 from overspill.facts.trace import StepMark, Trace
-from overspill.io_engine.manifest import MANIFEST_NAME, RecordKind, read_manifest
 from overspill.observe.export import load_trace
 from overspill.observe.memory_picture import draw_memory
 from overspill.observe.page import page_of
 from overspill.train import outputs
-from overspill.train.job import run
+from overspill.train.data import Batches, load_corpus
+from overspill.train.job import _refuse_on_ranks, run
 from overspill.train.progress import Progress
 from tests.devices import CPU, about_cpu, about_files
-from tests.remedies.table import adamw, net, plain_run, same, says, step, trains, tries, wrapped
+from tests.remedies.table import (
+    adamw,
+    net,
+    plain_run,
+    same,
+    says,
+    step,
+    trains,
+    tries,
+    wrapped,
+)  # fmt: skip
 from tests.unit.test_cli import call
-from tests.unit.test_train_job import Quiet
+from tests.unit.test_train_job import Quiet, small
 from tests.unit.test_train_job import small as small_job
 from tests.unit.test_train_job_resume import interrupted
 
 pytestmark = about_files
+
+PLAN = ["plan", "--device", "sim", "--device-memory", "64MiB", "--host-memory", "64MiB"]
+COMMANDS: list[tuple[str, list[str], list[list[str]]]] = [
+    ("--recompute and --activations keep differ; give one",
+     ["gpt2-1m", "--recompute", "--activations", "keep"],
+     [["gpt2-1m", "--recompute"], ["gpt2-1m", "--activations", "keep", "--tokens", "64"]]),
+    ("MODEL is gpt2-1m and --model gpt2-124m; give one", ["gpt2-1m", "--model", "gpt2-124m"],
+     [["gpt2-1m"], ["--model", "gpt2-1m"]]),
+    ("--batch is a number of sequences; say how long they are with --seq",
+     ["gpt2-1m", "--batch", "2"], [["gpt2-1m", "--batch", "2", "--seq", "16"]]),
+]  # fmt: skip
 
 
 def refused(part: str, *arguments: str | Path) -> None:
@@ -46,6 +67,22 @@ def works(*arguments: str | Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def made(folder: Path, steps: int = 2) -> Any:
+    """A store with a few commits, and what the model was then."""
+    model = net()
+    with wrapped(model, nvme=folder) as optimizer:
+        for number in range(steps):
+            step(model, optimizer, number)
+    return plain_run(steps)
+
+
+def command(*words: Any, code: int = 0) -> str:
+    """Run ``overspill`` with these words; what it printed."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
 @tries("offload/cli/bench_io.py", "is no size to move; write '1MiB'")
 def test_bench_io(tmp_path: Path) -> None:
     bench = ("bench", "io", "--dir", tmp_path, "--no-keep", "--backend", "threads")
@@ -53,9 +90,20 @@ def test_bench_io(tmp_path: Path) -> None:
     works(*bench, "--size", "1MiB", "--block", "64KiB", "--depth", "2")
 
 
+@about_files
+@tries("offload/cli/plan.py", "--recompute and --activations {} differ; give one",
+       "MODEL is {} and --model {}; give one",
+       "--batch is a number of sequences; say how long they are with --seq")  # fmt: skip
+@pytest.mark.parametrize(("words", "bad", "good"), COMMANDS, ids=[c[0][:20] for c in COMMANDS])
+def test_plan(words: str, bad: list[str], good: list[list[str]]) -> None:
+    assert words in command(*PLAN, *bad, code=2)
+    for each in good:
+        command(*PLAN, *each)
+
+
 @tries("offload/cli/plan.py", "--largest looks for a model; leave MODEL out",
        "--options tries moments, packed bases and LoRA; leave them out")  # fmt: skip
-def test_plan() -> None:
+def test_plan_options() -> None:
     budgets = ("--device", "sim", "--device-memory", "1GiB", "--host-memory", "4GiB")
     refused("--largest looks for a model", "plan", "gpt2-1m", "--largest", *budgets)
     works("plan", "--largest", "--tokens", "0", *budgets)
@@ -92,149 +140,6 @@ def test_doctor_of_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(shutil, "disk_usage", lambda _: Mock(total=1 << 30, free=0))
         assert disks.room(good).remedy == "free some, or name several directories"
     assert disks.room(good).remedy != "free some, or name several directories"
-
-
-# -- stores ----------------------------------------------------------------------------------------
-
-
-def made(folder: Path, steps: int = 2) -> Any:
-    """A store with a few commits, and what the model was then."""
-    model = net()
-    with wrapped(model, nvme=folder) as optimizer:
-        for number in range(steps):
-            step(model, optimizer, number)
-    return plain_run(steps)
-
-
-@tries("offload/durable/export.py", "there; make room, export elsewhere, or leave the optimizer's")
-def test_an_export_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, out = tmp_path / "store", tmp_path / "out"
-    store.mkdir()
-    expected = made(store)
-    weights = sum(p.nbytes for p in expected.parameters())
-    with monkeypatch.context() as patch:
-        patch.setattr(export, "free_bytes_at", lambda path: 2 * weights)
-        with says("make room, export elsewhere, or leave the optimizer's state out"):
-            export.export_store(store, out)
-        export.export_store(store, out, optimizer=False)
-    export.export_store(store, tmp_path / "elsewhere")
-    for each in (out, tmp_path / "elsewhere"):
-        model = net(seed=1)
-        with wrapped(model, weights=each):
-            same(model, expected)
-
-
-def spoil(folder: Path) -> None:
-    """Damage every commit of a store, each followed by a whole record."""
-    found = read_manifest(folder)
-    assert found is not None
-    commits = [each for each in found.log.records if each.kind == RecordKind.COMMIT]
-    with (folder / MANIFEST_NAME).open("r+b") as log:
-        for each in commits:
-            log.seek(each.offset)
-            log.write(b"\x01" * 64)
-
-
-@tries("io_engine/committed.py", "no commit is whole; start from an export")
-@tries("offload/durable/inspect.py", ": no commit is whole; start from an export")
-def test_a_store_without_a_whole_commit(tmp_path: Path) -> None:
-    store, out = tmp_path / "store", tmp_path / "out"
-    store.mkdir()
-    expected = made(store)
-    export.export_store(store, out)
-    spoil(store)
-    model = net(seed=1)
-    with says("no commit is whole; start from an export"):
-        overspill.resume(model, store, adamw(model), device=CPU)
-    with says("no commit is whole; start from an export"):
-        inspect.repair_store(store)
-    with wrapped(model, weights=out) as optimizer:
-        optimizer.load_state_dict(out)
-        same(model, expected)
-        trains(model, optimizer, first=2)
-
-
-@tries("offload/durable/inspect.py", "try again when the run has ended, or call optimizer.save(")
-def test_an_export_beside_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = tmp_path / "store"
-    store.mkdir()
-    model = net()
-    unmoved = inspect.require_unmoved
-    with wrapped(model, nvme=store, checksum=False) as optimizer:
-
-        def committed(*given: Any) -> None:
-            step(model, optimizer)
-            optimizer.commit()
-            found = inspect.find_store(store)
-            unmoved(given[0], given[1], found)
-
-        step(model, optimizer)
-        optimizer.commit()
-        monkeypatch.setattr(export, "require_unmoved", committed)
-        with says("try again when the run has ended, or call optimizer.save(path) in it"):
-            export.export_store(store, tmp_path / "out")
-        monkeypatch.undo()
-        optimizer.save(tmp_path / "saved")
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-    export.export_store(store, tmp_path / "out")
-    for each in ("saved", "out"):
-        other = net(seed=1)
-        with wrapped(other, weights=tmp_path / each):
-            assert all(torch.equal(v, expected[n]) for n, v in other.state_dict().items())
-
-
-@tries("offload/durable/moving.py", ": another process has taken the copy; try again")
-def test_a_copy_that_another_process_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
-    for each in (one, two, other):
-        each.mkdir()
-    expected = made(one)
-    made(other)
-    own = moving.own_store
-
-    def theirs(directories: Any) -> Any:
-        if list(directories) != [two]:
-            return own(directories)
-        return own([other])
-
-    model = net(seed=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(moving, "own_store", theirs)
-        with says("another process has taken the copy; try again"):
-            overspill.resume(model, one, adamw(model), nvme=two, device=CPU)
-    for each in two.iterdir():  # that process has ended, and left nothing
-        each.unlink()
-    model = net(seed=1)
-    optimizer, _ = overspill.resume(model, one, adamw(model), nvme=two, device=CPU)
-    same(model, expected)
-    optimizer.close()
-
-
-@tries("offload/durable/resume.py", "not {}; leave {} out", "not {}; leave checksum out")
-@tries("offload/schedule/describe.py", "otherwise; use frozen= and resident= of the")
-def test_other_formats_than_the_stores(tmp_path: Path) -> None:
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
-        model[0].requires_grad_(requires_grad=False)
-        return model
-
-    def resumed(**options: Any) -> None:
-        model = made()
-        overspill.resume(model, tmp_path, adamw(model), device=CPU, **options)[0].close()
-
-    with wrapped(made(), nvme=tmp_path, frozen="int8") as optimizer:
-        optimizer.commit()
-    with says("the store was made with moments='fp32', not 'int8'; leave moments out"):
-        resumed(moments="int8")
-    with says("the store was made with checksum=True, not False; leave checksum out"):
-        resumed(checksum=False)
-    with says("its frozen weights are kept otherwise; use frozen= and resident= of the store"):
-        resumed(resident=["0"])
-    resumed()
-
-
-# -- training --------------------------------------------------------------------------------------
 
 
 @about_cpu
@@ -289,3 +194,82 @@ def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             run(job, Quiet())
     report = run(job, Quiet())
     assert report is not None and (Path(job.out) / "model.safetensors").exists()
+
+
+@about_cpu
+@tries("offload/observe/export.py", "train at least one step first",
+       "write one with optimizer.trace('trace.json')")  # fmt: skip
+@tries("offload/observe/pictures.py", "name a file that ends in .png, .svg or .pdf",
+       "train at least one step first")  # fmt: skip
+def test_traces(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "trace.json", tmp_path / "out.svg"
+    file.write_text("{}")
+    assert "write one with optimizer.trace('trace.json')" in command("trace", file, code=2)
+    model = net()
+    with wrapped(model) as optimizer:
+        optimizer.trace(file)
+        assert "train at least one step first" in command("trace", file, "--png", picture, code=2)
+        step(model, optimizer)
+        step(model, optimizer, 1)
+        optimizer.trace(file)
+        words = "name a file that ends in .png, .svg or .pdf"
+        assert words in command("trace", file, "--png", tmp_path / "out.xyz", code=2)
+        for kind in ("png", "svg", "pdf"):
+            command("trace", file, "--png", tmp_path / f"out.{kind}")
+            assert (tmp_path / f"out.{kind}").stat().st_size
+
+
+@tries("offload/train/data.py", "give more text or lower seq")
+def test_text_that_is_too_short(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("few words")
+    with says("give more text or lower seq"):
+        Batches(load_corpus(file, None, 256), 1, 64, 0)
+    assert Batches(load_corpus(file, None, 256), 1, 4, 0).windows
+    file.write_text("many words " * 100)
+    assert Batches(load_corpus(file, None, 256), 1, 64, 0).windows
+
+
+@about_cpu
+@tries("offload/planning/planner.py", "give a directory with nvme=, or raise host_memory",
+       "free disk space, raise nvme_memory or set durable=False (half the size)")  # fmt: skip
+@pytest.mark.parametrize("remedy", ["nvme", "host_memory", "nvme_memory", "durable"])
+def test_models_that_do_not_fit(remedy: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return net(depth=40)
+
+    with says("give a directory with nvme=, or raise host_memory"):
+        wrapped(build(), host_memory="160KiB")
+    options: dict[str, Any] = {"host_memory": "160KiB", "nvme": tmp_path}
+    if remedy == "host_memory":
+        options = {"host_memory": "16MiB"}
+    elif remedy != "nvme":
+        short = {**options, "nvme_memory": "500KiB"}
+        with says("raise nvme_memory or set durable=False (half the size)"):
+            wrapped(build(), **short)
+        options = {**short, "durable": False}
+        if remedy == "nvme_memory":
+            options = {**short, "nvme_memory": "8MiB"}
+    model = build()
+    with wrapped(model, **options) as optimizer:
+        trains(model, optimizer)
+
+
+@tries("offload/train/job.py",
+       "compare trains in the memory of one rank; run it without torchrun",
+       "precision fp16 needs a loss scale that all ranks share; use bf16")  # fmt: skip
+@tries("offload/train/loop.py", "; lower the learning rate (lr), clip with max_grad_norm, or train")
+def test_jobs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    several, alone = Mock(several=True), Mock(several=False)
+    job = small(tmp_path, compare=True)
+    with says("run it without torchrun"):
+        _refuse_on_ranks(job, several)
+    _refuse_on_ranks(job, alone)
+    with says("use bf16"):
+        _refuse_on_ranks(small(tmp_path, offload={"precision": "fp16"}), several)
+    _refuse_on_ranks(small(tmp_path, offload={"precision": "bf16"}), several)
+    with says("lower the learning rate (lr), clip with max_grad_norm, or train in bf16 or fp32"):
+        run(small(tmp_path, steps=12, lr=1e30), Quiet())
+    assert run(small(tmp_path, lr=1e-3), Quiet()) is not None

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import overspill
-from overspill.io_engine import IoEngine, allocate_host, settings
+from overspill.io_engine import IoEngine, allocate_host, backend, settings
 from overspill.io_engine.atomic_files import make_folder, replacing, write_bytes
+from overspill.io_engine.errors import IoError, refused
+from overspill.io_engine.ranges import FilePart, FileRanges, RangeReader
+from overspill.optim import ElementwiseRule, kernels, register, registry
+from overspill.optim.norm import sum_of_squares
 from tests.devices import about_files
 from tests.remedies.table import (
-    WIDTH,
     adamw,
     logged,
     net,
-    plain_run,
-    same,
+    run_script,
     says,
     step,
     trains,
@@ -29,7 +33,10 @@ from tests.remedies.table import (
     wrapped,
 )  # fmt: skip
 
+pytestmark = about_files
+
 NBYTES = 8192
+MIB = 1 << 20
 
 
 def engine(folder: Path, **options: Any) -> IoEngine:
@@ -40,6 +47,24 @@ def filled(value: int = 7) -> Any:
     buffer = allocate_host(NBYTES)
     buffer.array[:] = value
     return buffer
+
+
+class Noisy(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "maximize": False})
+
+
+class NoisyRule(ElementwiseRule):
+    def __init__(self, *, draws: bool) -> None:
+        def update(g: Any, w: Any, m: Any, c: Any) -> None:
+            w.sub_(g * c[1])
+            if draws:
+                w.add_(torch.randn_like(w))
+
+        super().__init__("noisy", ("mean",), update)
+
+    def coefficients(self, group: Any, step: int, grad_scale: float) -> tuple[float, ...]:
+        return grad_scale, group["lr"]
 
 
 @about_files
@@ -134,7 +159,109 @@ def test_a_setting_that_is_damaged(
     engine(tmp_path).close()
 
 
-# -- update rules --------------------------------------------------------------------------------
+@tries("io_engine/backend.py", "); use 'threads' or 'auto'")
+def test_no_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend.NATIVE is None:
+        pytest.skip("needs the native extension")
+    with monkeypatch.context() as patch:
+        patch.setattr(backend.NATIVE, "uring_refusal", lambda: "Operation not permitted")
+        with says("use 'threads' or 'auto'"):
+            backend.choose("uring")
+        assert [backend.choose(wish)[0] for wish in ("threads", "auto")] == ["threads"] * 2
+
+
+@tries("io_engine/buffers.py", "; ask for less, or raise the address space limit (ulimit -v)",
+       "; lower host_memory, or raise the memory limit of this process's group")  # fmt: skip
+def test_memory_limits() -> None:
+    run_script("""
+        import resource
+        from overspill.errors import OffloadError
+        from overspill.io_engine import buffers
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+        try:
+            buffers.allocate_host(256 << 20, populate=False)
+            raise SystemExit("it was allocated")
+        except OffloadError as error:
+            assert "ask for less, or raise the address space limit" in str(error), error
+        with buffers.allocate_host(1 << 20):  # less
+            pass
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        with buffers.allocate_host(256 << 20, populate=False):
+            pass
+        madvise, buffers._Mapping._populate = buffers._Mapping._populate, lambda *_: 12
+        try:
+            buffers.allocate_host(1 << 20)
+            raise SystemExit("it was populated")
+        except OffloadError as error:
+            assert "lower host_memory, or raise the memory limit" in str(error), error
+        buffers._Mapping._populate = madvise
+        with buffers.allocate_host(1 << 20):
+            pass
+    """)
+
+
+@tries("io_engine/errors.py", "give this user write permission, or choose another directory",
+       "create the folder, or choose another one")  # fmt: skip
+def test_folders(tmp_path: Path) -> None:
+    """The permission is asked for by a user that is not root: see tests/durable."""
+    for error in (PermissionError(13, ""), PermissionError(1, "")):
+        assert "give this user write permission, or choose" in str(refused(tmp_path, "x", error))
+    lost = tmp_path / "lost"
+    with IoEngine(tmp_path, MIB) as engine:
+        assert engine is not None
+    with pytest.raises(IoError, match="create the folder, or choose another one"):
+        raise refused(lost, "cannot create a store here", FileNotFoundError(2, ""))
+    lost.mkdir()
+    with IoEngine(lost, MIB) as engine:
+        assert engine is not None
+
+
+@tries("io_engine/contents.py", "); write it again")
+@tries("io_engine/extent_table.py", "has transfers on their way; wait for them first")
+def test_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from overspill.io_engine.contents import Fill
+
+    with IoEngine(tmp_path, MIB) as engine:
+        buffer = engine.buffer(65536)
+        buffer.array[:] = 7
+        extent = engine.allocate(65536)
+        engine.write(extent, buffer.array).wait()
+        contents = engine._extents.contents(extent)
+        contents.fill, contents.broken_by = Fill.BROKEN, "Input/output error"
+        with says("a write of it failed (Input/output error); write it again"):
+            engine.read(extent, buffer.array).wait()
+        engine.write(extent, buffer.array).wait()
+        engine.read(extent, buffer.array).wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._dispatcher, "busy_with", lambda extent: True)
+            with says("has transfers on their way; wait for them first"):
+                engine.free(extent)
+        engine.free(extent)
+
+
+@tries("io_engine/ranges.py", "bytes; it was cut while in use, or was never whole: get it again")
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    file, whole = tmp_path / "file", tmp_path / "whole"
+    whole.write_bytes(np.random.default_rng(0).bytes(65536))
+    shutil.copy(whole, file)
+    ranges = FileRanges(0, 4096, (FilePart(0, 61440, 4096, 0),))
+
+    def read() -> bytes:
+        reader = RangeReader([file])
+        data = np.zeros(4096, np.uint8)
+        try:
+            reader.read(ranges, data).wait()
+        finally:
+            reader.close()
+        return data.tobytes()
+
+    os.truncate(file, 62000)
+    with says("it was cut while in use, or was never whole: get it again"):
+        read()
+    shutil.copy(whole, file)
+    assert read() == whole.read_bytes()[61440:]
 
 
 @tries("optim/adam.py", "set it before the optimizer is wrapped")
@@ -201,77 +328,53 @@ def test_options_of_torchs_own_step() -> None:
         trains(model, optimizer)
 
 
-# -- weights that are read, and models on meta ---------------------------------------------------
+@tries("optim/kernels.py", "; unset it to use the best")
+def test_an_instruction_set_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels.NATIVE is None:
+        pytest.skip("needs the native extension")
+    monkeypatch.setenv("OVERSPILL_ISA", "avx1024")
+    with says("unset it to use the best"):
+        kernels._load_native()
+    monkeypatch.delenv("OVERSPILL_ISA")
+    assert kernels._load_native() is not None
 
 
-@tries("offload/state/initial.py", "pass init=, a callable (module) -> None, or weights=")
-def test_models_without_values(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(4, WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(x, self.weight)
-
-    def build() -> Any:
-        with overspill.empty_init():
-            return nn.Sequential(Own())
-
-    model = build()
-    with says("pass init=, a callable (module) -> None, or weights="):
-        wrapped(model)
-
-    def init(module: nn.Module) -> None:
-        nn.init.ones_(module.weight)  # type: ignore[arg-type]
-
-    with wrapped(build(), init=init) as optimizer:
-        assert optimizer.step_count == 0
-    file = tmp_path / "model.safetensors"
-    save_file({"0.weight": torch.ones(4, WIDTH)}, file)
-    model = build()
-    with wrapped(model, weights=file) as optimizer:
-        assert torch.equal(model.state_dict()["0.weight"], torch.ones(4, WIDTH))
-        trains(model, optimizer)
-
-
-@tries("offload/state/unmanaged.py", "build the model as it was then")
-def test_a_commit_of_another_model(tmp_path: Path) -> None:
-    """A buffer that the commit has is built again."""
+@tries("optim/optimizer.py", "; for a model on a device use overspill.wrap")
+@tries("optim/formats.py", "have no kernel; use one of")
+def test_weights_without_a_kernel() -> None:
+    with says("for a model on a device use overspill.wrap"):
+        overspill.optim.AdamW([nn.Parameter(torch.zeros(4, device="meta"))])
     model = net()
-    model.register_buffer("extra", torch.ones(3))
-    with wrapped(model, nvme=tmp_path) as optimizer:
+    with wrapped(model) as optimizer:
         step(model, optimizer)
-    other = net(seed=1)
-    with says("build the model as it was then"):
-        overspill.resume(other, tmp_path, adamw(other), device="cpu")
-    other.register_buffer("extra", torch.zeros(3))
-    optimizer, _ = overspill.resume(other, tmp_path, adamw(other), device="cpu")
-    with optimizer:
-        assert torch.equal(other.extra, torch.ones(3))
-        expected = plain_run(1)
-        expected.register_buffer("extra", torch.ones(3))
-        same(other, expected)
+    wide = net().double()
+    with says("must be one of"):
+        overspill.optim.AdamW(wide.parameters())
 
 
-@about_files
-@tries("offload/open_engines.py", "close it with overspill.unwrap({}), or choose another folder")
-def test_a_store_in_use(tmp_path: Path) -> None:
-    place, other = tmp_path / "place", tmp_path / "other"
-    place.mkdir()
-    other.mkdir()
-    model = net()
-    first = wrapped(model, nvme=place)
-    second = net()
-    with says(f"close it with overspill.unwrap({str(place)!r}), or choose another folder (nvme=)"):
-        wrapped(second, nvme=place)
-    with wrapped(second, nvme=other) as optimizer:
-        trains(second, optimizer)
-    step(model, first)
-    overspill.unwrap(str(place))
-    model = net(seed=1)
-    optimizer, _ = overspill.resume(model, place, adamw(model), device="cpu")
-    with optimizer:
-        same(model, plain_run(1))
+@tries("optim/norm.py", "has no kernel; use one of")
+@tries("optim/kernels.py", "has no kernel; use one of")
+def test_gradients_without_a_kernel() -> None:
+    weight, wide = torch.ones(4), torch.ones(4, dtype=torch.float64)
+    with says("has no kernel; use one of"):
+        kernels.check_job(wide, weight, {}, (), 0)
+    kernels.check_job(wide.float(), weight, {}, (), 0)
+    with says("has no kernel; use one of"):
+        sum_of_squares(torch.ones(4, dtype=torch.float64))
+    assert sum_of_squares(torch.ones(4)) == 4.0
+
+
+@tries("optim/registry.py", "has a sign; name yours differently")
+@tries("optim/elementwise.py", "numbers, or keep memory of its own?); overspill could not resume")
+def test_rules_of_others() -> None:
+    with says("has a sign; name yours differently"):
+        register(Noisy, lambda group: NoisyRule(draws=False), unsigned=("exp_avg",))
+    with says("gives other values when it is run again on the same ones (does it draw random"):
+        register(Noisy, lambda group: NoisyRule(draws=True))
+    try:
+        register(Noisy, lambda group: NoisyRule(draws=False))
+        model = net()
+        with wrapped(model, Noisy(model.parameters())) as optimizer:
+            trains(model, optimizer)
+    finally:
+        registry.MAKERS.pop(Noisy, None)
