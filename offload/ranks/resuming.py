@@ -21,7 +21,6 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.mending import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
-from ..state.module_states import ModuleStates
 from ..state.unmanaged import UnmanagedState
 from ..training import torch_private
 from ..wrapping import opened, reopened
@@ -242,10 +241,8 @@ def _fill(
     buffers and random generators are theirs from now on.  Gives the commit's ``extra``."""
     facts = source.facts_of(rank)
     buffers = UnmanagedState(model, source.buffers)
-    states = ModuleStates(model, facts.get("states", {}))
     restore_groups(optimizer.param_groups, facts["groups"])
     buffers.restore()
-    states.restore()
     restore_random_states(facts["rng"], torch.device("cpu"))
     optimizer.state.clear()
     for name, (p, start, stop) in rows.items():

@@ -133,8 +133,11 @@ def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
         return
     present = module_private.added_state(module)
     for own in left:  # without code to load it: bitsandbytes' scales, which are tensors in place
-        if _is_like(present.get(own), entries[own]):
-            present[own].detach().copy_(entries[own])
+        there: Any = present.get(own)
+        value = entries[own]
+        tensors = isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor)
+        if tensors and there.shape == value.shape:
+            there.detach().copy_(value)
     present = module_private.added_state(module)
     lost = [own for own in left if not _is_equal(present.get(own), entries[own])]
     if lost:
@@ -185,11 +188,12 @@ class KeptStates:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[str, nn.Module, dict[str, Any]]] = []
+        self._lost: list[tuple[str, Exception]] = []
         for path, module in _adding(model):
             try:
                 self._kept.append((path, module, copy.deepcopy(module_private.added_state(module))))
             except Exception as error:
-                log.debug("overspill: the state of module %r cannot be kept: %s", path, error)
+                self._lost.append((path, error))
 
     def give_back(self) -> None:
         """Undo what was loaded since; an error is logged."""
@@ -197,7 +201,9 @@ class KeptStates:
             try:
                 give_back(module, entries, path)
             except Exception as error:
-                log.error("overspill: extra state of module %r was not given back: %s", path, error)
+                self._lost.append((path, error))
+        for path, lost in self._lost:
+            log.error("overspill: extra state of module %r was not given back: %s", path, lost)
 
 
 def _adding(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -223,14 +229,6 @@ def _is_dense(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and value.dtype in DTYPES.values()
-    )
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.shape == other.shape
     )
 
 

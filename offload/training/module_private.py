@@ -67,9 +67,7 @@ def calls_as_modules_do(module: torch.nn.Module) -> bool:
     shared = torch.nn.modules.module
     if shared._global_forward_pre_hooks or shared._global_forward_hooks:
         return False
-    package = __name__.partition(".")[0]
-    hooks = (hook for each in own for hook in each.values())
-    return all(getattr(hook, "__module__", "").partition(".")[0] == package for hook in hooks)
+    return not any(map(_of_others, own))
 
 
 def is_scripted(module: torch.nn.Module) -> bool:
@@ -94,7 +92,7 @@ def adds_state(module: torch.nn.Module) -> bool:
         return True
     if kind.get_extra_state is not base.get_extra_state:
         return True
-    return any(_package_of(hook) != _OWN_PACKAGE for hook in module._state_dict_hooks.values())
+    return bool(_of_others(module._state_dict_hooks))
 
 
 @torch.no_grad()
@@ -104,14 +102,12 @@ def added_state(module: torch.nn.Module) -> dict[str, Any]:
     metadata = {"version": module._version}
     found: dict[str, Any] = OrderedDict()
     found._metadata = OrderedDict({"": metadata})  # type: ignore[attr-defined]
-    for hook in list(module._state_dict_pre_hooks.values()):
-        if _package_of(hook) != _OWN_PACKAGE:
-            hook(module, "", True)
+    for hook in _of_others(module._state_dict_pre_hooks).values():
+        hook(module, "", True)
     module._save_to_state_dict(found, "", True)
-    for hook in list(module._state_dict_hooks.values()):
-        if _package_of(hook) != _OWN_PACKAGE:
-            made = hook(module, found, "", metadata)
-            found = found if made is None else made
+    for hook in _of_others(module._state_dict_hooks).values():
+        made = hook(module, found, "", metadata)
+        found = found if made is None else made
     own = {*module._parameters, *module._buffers}
     theirs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}  # renamed ones
     return {n: v for n, v in found.items() if n not in own and id(v) not in theirs}
@@ -127,11 +123,7 @@ def load_added(module: torch.nn.Module, entries: Mapping[str, Any]) -> list[str]
     state, hooks = dict(entries), module._load_state_dict_pre_hooks
     metadata = {"version": module._version}
     unexpected, errors = list[str](), list[str]()
-    module._load_state_dict_pre_hooks = type(hooks)(
-        (number, hook)
-        for number, hook in hooks.items()
-        if _package_of(getattr(hook, "hook", hook)) != _OWN_PACKAGE
-    )
+    module._load_state_dict_pre_hooks = _of_others(hooks)
     try:
         module._load_from_state_dict(state, "", metadata, True, [], unexpected, errors)
     finally:
@@ -154,18 +146,14 @@ _OF_HOOKS = (
 )  # fmt: skip
 
 
-def without_hooks(module: torch.nn.Module, package: str) -> dict[str, Any]:
-    """A module's attributes, without hooks and conversions that are defined in a package."""
+def without_hooks(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's attributes, without the engine's hooks and conversions."""
     state = dict(vars(module))
-    if _package_of(type(state.get("_apply"))) == package:
+    if _package_of(type(state.get("_apply"))) == _OWN_PACKAGE:
         del state["_apply"]
     gone: set[int] = set()
     for name in _HOOKS:
-        kept = type(state[name])(
-            (number, hook)
-            for number, hook in state[name].items()
-            if _package_of(getattr(hook, "hook", hook)) != package
-        )
+        kept = _of_others(state[name])
         gone.update(state[name].keys() - kept.keys())
         state[name] = kept
     for name in _OF_HOOKS:
@@ -173,6 +161,15 @@ def without_hooks(module: torch.nn.Module, package: str) -> dict[str, Any]:
             (number, value) for number, value in state[name].items() if number not in gone
         )
     return state
+
+
+def _of_others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Hooks that are not this package's."""
+    return OrderedDict(
+        (number, hook)
+        for number, hook in hooks.items()
+        if _package_of(getattr(hook, "hook", hook)) != _OWN_PACKAGE
+    )
 
 
 def _package_of(function: object) -> str:

@@ -33,7 +33,7 @@ def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
 
     ``leave_out``: attributes that the copy does not have.
     """
-    state = module_private.without_hooks(module, __name__.partition(".")[0])
+    state = module_private.without_hooks(module)
     for name in (KEY, *leave_out):
         state.pop(name, None)
     if spawning():
