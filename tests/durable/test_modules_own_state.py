@@ -247,7 +247,7 @@ def test_entries_that_modules_compute(kind: str, shared: bool, tmp_path: Path) -
 
 
 class Failing(nn.Linear):
-    """Its extra state cannot be had, or not be copied."""
+    """Its extra state raises, or cannot be copied."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(8, 8)
@@ -263,10 +263,10 @@ class Failing(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", ["error", "lock"])
-def test_extra_state_that_cannot_be_had(
+def test_extra_state_that_raises_or_cannot_be_copied(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training goes on; that it is not in commits is said once."""
+    """Training goes on; one warning says that commits do not have it."""
     model = nn.Sequential(Failing(kind), nn.Linear(8, 8))
     with overspill.wrap(model, adamw(model), device=CPU) as optimizer:
         train(model, optimizer, 1)

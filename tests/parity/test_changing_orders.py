@@ -1,4 +1,4 @@
-"""Layers that run in another order each step: the same bits, and hardly a byte moved in vain."""
+"""Layers that run in another order each step: the same bits, and few wasted bytes."""
 
 from __future__ import annotations
 

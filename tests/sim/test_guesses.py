@@ -146,8 +146,8 @@ def test_prefetch_comes_back_once_an_order_holds_again(place: str, trains: bool)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_of_its_own_now_and_then_stops_nothing(place: str) -> None:
-    """As an evaluation in between, which has no backward."""
+def test_one_differing_step_does_not_stop_prefetch(place: str) -> None:
+    """An evaluation, which has no backward."""
     steps, last = Steps(PLACES[place], trains=True), []
     for _ in range(6):
         last.append(run(steps, orders("same", 20))[-1])

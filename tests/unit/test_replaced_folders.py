@@ -72,7 +72,7 @@ def test_files_are_replaced_where_the_folder_must_stay(
 
 
 def test_others_of_entrys_name_stay(tmp_path: Path) -> None:
-    """An entry that neither the old set nor the new one has is somebody else's."""
+    """An entry that neither the old set nor the new one has belongs to the user."""
     fill(tmp_path / "out", "mine", "adapter")
     fill(tmp_path / "out", "old", "index")
     with replacing_folder(
@@ -239,7 +239,7 @@ def test_files_of_others_that_cannot_be_moved_back(
 
 @pytest.mark.parametrize("place", ["with files of others", "alone"])
 def test_two_writers_of_one_folder(place: str, tmp_path: Path) -> None:
-    """Files of both are never there beside an entry."""
+    """A folder that has an entry never mixes two sets."""
     out = tmp_path / "out"
     fill(out, "old", "model.safetensors", *(["notes"] if place != "alone" else []))
     context = multiprocessing.get_context("fork")
