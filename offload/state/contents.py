@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 
 import torch
 
@@ -20,6 +21,8 @@ from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import Chunk, ParamSpec, Subgroup, Unit
+
+log = logging.getLogger("overspill")
 
 Values = Mapping[str, torch.Tensor]  # one parameter's tensors by name: "weight", "exp_avg", ...
 MASTERS = ("master", "master_lo")
@@ -60,8 +63,9 @@ class Contents:
             self._direct.reload(Key(Kind.WEIGHTS, unit))
 
     def load(
-        self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool
-    ) -> bool:
+        self, unit: int, value_of: Callable[[ParamSpec], Values | None], *, first: bool,
+        unknown: Container[int] = (),
+    ) -> bool:  # fmt: skip
         """Write weights, masters and state of a unit's parameters.
 
         Args:
@@ -70,6 +74,7 @@ class Contents:
                 fp32, which are stored in their format), or ``None`` to leave it as it is. Under
                 ``BEFORE``: the old value of a weight whose memory already holds the new one.
             first: whether nothing was written before.
+            unknown: parameters that their modules changed in place, whose old values nobody kept.
 
         Returns:
             Whether all trained values that it wrote are finite.
@@ -105,6 +110,8 @@ class Contents:
                 if before is not None and given is not None and given.dtype == before.dtype:
                     masters = masters or self._gather(unit, number, chunk, masters=True)
                     same = _rounded(spec, masters, before).eq(weight.cpu())
+                    if spec.index in unknown:
+                        _warn_if_lost(spec, masters, same)
                     _keep_masters(spec, masters, same, new)
                 if chunk.group is not None:
                     finite &= all(is_finite(part) for part in (weight, *new.values()))
@@ -365,6 +372,20 @@ def _keep_masters(
         if name in fields:
             old = masters[name][spec.offset : spec.offset + spec.numel]
             fields[name] = torch.where(same, old, fields[name])
+
+
+def _warn_if_lost(
+    spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor
+) -> None:  # fmt: skip
+    """Warn if a module changed the only copy of a weight, whose masters are that and low halves."""
+    low = masters.get("master_lo")
+    if low is not None and same.all() and low[spec.offset : spec.offset + spec.numel].any():
+        log.warning(
+            "overspill: the module of %s changed this weight in place, and had not done so in its "
+            "first forward. No copy from before the change exists, so each changed element of the "
+            "fp32 master may be off by up to one bf16 rounding step; later changes are exact",
+            spec.name,
+        )
 
 
 def _part(

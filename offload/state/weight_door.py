@@ -433,7 +433,9 @@ class WeightDoor:
         self.require_writable(units)
         # What is read elsewhere is read before all else stands still.
         given = {index: value.detach() for index, value in values.items()}
-        self._fill(parts, _given(given, before or {}), end_graphs=before is None)
+        before, end_graphs = before or {}, before is None
+        unknown = {index for index, was in before.items() if was is None}
+        self._fill(parts, _given(given, before), end_graphs=end_graphs, unknown=unknown)
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue
@@ -444,11 +446,11 @@ class WeightDoor:
     @torch_private.without_grad
     def _fill(
         self, parts: Mapping[int, list[int]], value_of: Callable[[ParamSpec], Values | None],
-        *, end_graphs: bool = True,
+        *, end_graphs: bool = True, unknown: Container[int] = (),
     ) -> None:  # fmt: skip
         with self._edits.of(parts) as spoil:
             for unit, indices in parts.items():
-                if not self._contents.load(unit, value_of, first=False):
+                if not self._contents.load(unit, value_of, first=False, unknown=unknown):
                     spoil(unit)
                 if end_graphs:
                     self._showing.changed(unit, indices)

@@ -12,7 +12,8 @@
 # leave all bits as they are: then the two copies are equal, and nothing is written.  With a split
 # master, an element that keeps its value also keeps the low half of its master; the two copies show
 # which elements those are.  So commits record which parameters modules change, and a resumed run
-# copies the same ones.
+# copies the same ones.  A first change in a later forward, of a slot that is the only copy, keeps
+# all low halves, and a warning says so (`Contents.load`).
 #
 # With device="cpu", compute changes the same memory that updates and commits are written to disk
 # from.  So the engine waits for these writes before it runs a module for the first time, or one
