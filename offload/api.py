@@ -16,7 +16,7 @@ from torch import nn
 from .arguments import require_model, require_optimizer
 from .config import OffloadConfig
 from .durable.meta import decode_facts
-from .durable.resume import optimizer_for, with_formats
+from .durable.resume import optimizer_for, warn_of_kept_options, with_formats
 from .engine import Engine, engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
@@ -343,10 +343,11 @@ def resume(
 
     Weights, state, step counts, hyper-parameters, buffers and random generators are set to those
     of the commit; what the model and the optimizer hold is of no account, so the model may be
-    built under ``empty_init()``.  Budgets, tiers, the way to update and the device may differ from
-    those of the run before; the formats of numbers are those of the store.  With other directories
-    in ``nvme`` the commit is first copied there, over as many stripes as they are, and the
-    store that was there stays.
+    built under ``empty_init()``.  A warning names hyper-parameters of ``optimizer`` that differ;
+    set those that are to change in its ``param_groups`` afterwards.  Budgets, tiers, the way to
+    update and the device may differ from those of the run before; the formats of numbers are those
+    of the store.  With other directories in ``nvme`` the commit is first copied there, over as many
+    stripes as they are, and the store that was there stays.
 
     Args:
         path: the directory of the store, or all of them.
@@ -388,6 +389,7 @@ def _resumed(
             f"the store has {len(facts['groups'])} param groups, the optimizer "
             f"{len(optimizer.param_groups)}; build it as for the run before"
         )
+    warn_of_kept_options(optimizer.param_groups, facts["groups"])
     made, extra = resumed(store, model, optimizer, config)
     log.info("overspill: resumed at step %d (generation %d)", generation.step, generation.number)
     return made, extra

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..errors import OffloadError
 from ..io_engine.committed import FoundStore
 from ..schedule.describe import describe_units, difference
 from ..schedule.layout import Layout
+
+log = logging.getLogger("overspill")
 
 _FORMATS = ("precision", "master", "moments", "frozen")
 
@@ -84,6 +87,43 @@ def _directories(store: FoundStore, nvme: Any) -> list[Path]:
             "directories without it, which may be on the same disks, to have it copied there"
         )
     return [Path(path) for path in listed]
+
+
+# In param groups, but no hyper-parameters: how torch computes, and what schedulers keep there.
+_NO_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable",
+               "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # fmt: skip
+
+
+def warn_of_kept_options(
+    given: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Warn where the param groups of a commit replace other values of the optimizer that was
+    passed. A learning rate or momentum that a scheduler had changed by then is expected."""
+    found = []
+    for number, (group, kept) in enumerate(zip(given, stored, strict=True)):
+        scheduled = {"betas", "momentum"} if "base_momentum" in kept else set()
+        if "initial_lr" in kept and _plain(group.get("lr")) == _plain(kept["initial_lr"]):
+            scheduled.add("lr")
+        differing = [
+            f"{name}={_plain(kept[name])} (passed: {_plain(group[name])})"
+            for name in group
+            if name in kept and name not in _NO_OPTIONS | scheduled
+            and _plain(group[name]) != _plain(kept[name])
+        ]  # fmt: skip
+        if differing:
+            found.append(f"group {number}: {', '.join(differing)}")
+    if found:
+        more = f"; and {len(found) - 3} more groups" if len(found) > 3 else ""
+        log.warning(
+            "overspill: resume uses the hyper-parameters of the commit, not those of the optimizer "
+            "that was passed: %s%s. To change one, set it in optimizer.param_groups after resume",
+            "; ".join(found[:3]), more,
+        )  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def largest(description: Mapping[str, Any]) -> int | None:

@@ -14,7 +14,12 @@ from torch import nn
 from ..config import OffloadConfig
 from ..durable.commits import restore_groups
 from ..durable.meta import random_states, restore_random_states
-from ..durable.resume import formats_of, optimizer_for, with_formats
+from ..durable.resume import (
+    formats_of,
+    optimizer_for,
+    warn_of_kept_options,
+    with_formats,
+)
 from ..engine import Engine
 from ..errors import OffloadError
 from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
@@ -241,6 +246,8 @@ def _fill(
     buffers and random generators are theirs from now on.  Gives the commit's ``extra``."""
     facts = source.facts_of(rank)
     buffers = UnmanagedState(model, source.buffers)
+    if rank == 0:
+        warn_of_kept_options(optimizer.param_groups, facts["groups"])
     restore_groups(optimizer.param_groups, facts["groups"])
     buffers.restore()
     restore_random_states(facts["rng"], torch.device("cpu"))

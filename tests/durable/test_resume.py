@@ -110,3 +110,48 @@ def test_checksums_are_those_of_the_store(made: bool, tmp_path: Path) -> None:
         overspill.resume(nn.Linear(64, 64), tmp_path, device=CPU, checksum=not made)
     again, _ = overspill.resume(nn.Linear(64, 64), tmp_path, device=CPU, checksum=made)
     again.close()
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "lr": {"lr": 0.5},
+    "weight_decay": {"weight_decay": 0.5},
+    "betas": {"betas": (0.5, 0.6)},
+    "": {"foreach": True},
+}
+
+
+@pytest.mark.parametrize("option", GIVEN)
+def test_hyper_parameters_that_give_way_to_those_of_the_commit_are_named(
+    option: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(64, 64)
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, device=CPU, nvme=tmp_path) as optimizer:
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    again = nn.Linear(64, 64)
+    given = torch.optim.AdamW(again.parameters(), **GIVEN[option])
+    with overspill.resume(again, tmp_path, given, device=CPU)[0] as optimizer:
+        kept = optimizer.param_groups[0]
+        assert all(kept[name] == inner.defaults[name] for name in ("lr", "weight_decay", "betas"))
+        kept["lr"] = 0.25
+        before = again.bias.detach().clone()
+        again(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        assert 0.1 < (again.bias - before).abs().max() < 0.3
+    said = [text for text in caplog.messages if "uses the hyper-parameters of the commit" in text]
+    assert [f"{option}={inner.defaults[option]} (passed: " in text for text in said] == (
+        [True] if option else []
+    )
+
+
+def test_a_learning_rate_that_a_scheduler_had_changed_is_expected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    with overspill.wrap(model, adamw(model), **options(tmp_path)) as optimizer:
+        train(model, optimizer, 3, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    again = build()
+    with overspill.resume(again, tmp_path, adamw(again), device=CPU)[0] as optimizer:
+        assert optimizer.param_groups[0]["lr"] < adamw(again).defaults["lr"]
+    assert "hyper-parameters" not in caplog.text

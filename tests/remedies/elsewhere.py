@@ -4,6 +4,10 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/durable/resume.py", "set it in optimizer.param_groups after resume"): (
+        "tests/durable/test_resume.py::"
+        "test_hyper_parameters_that_give_way_to_those_of_the_commit_are_named"
+    ),
     ("offload/state/module_states.py", "module adds it to its state dict; build the model as"): (
         "tests/durable/test_modules_own_state.py::test_a_model_without_it_is_refused"
     ),
