@@ -289,6 +289,8 @@ class Engine(Living):
 
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
+        self._loop.require_usable()
+        self._loop.settle()
         self._loop.quiesce()
 
     def load_state(self, state_dict: Mapping[str, Any]) -> None:

@@ -96,6 +96,11 @@ class Loop:
         assert state is not None, "the engine has it"
         return state
 
+    def settle(self) -> None:
+        """Write what was changed in place in copies that others have, before the model is used."""
+        self._weights.settle()
+        self._state.settle()
+
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.require_usable()
@@ -116,8 +121,7 @@ class Loop:
             self._executor.health.require_commits()
             self._averages.require_ended()
             self._roster.check()
-        self._weights.reconcile()
-        self._state.write_back()
+        self.settle()
         self._residences.refuse_edits()
         if self._commits is not None:
             self._commits.require_whole()
@@ -181,9 +185,9 @@ class Loop:
         self._direct.finish()
         self._roster.check()
         self._residences.check_shown(self._showing.hidden)
-        self._weights.reconcile()
+        self._weights.settle()
         self._weights.refuse_joined()
-        self._state.write_back()
+        self._state.settle()
         if self._commits is not None:
             self._commits.require_whole()
         self._trace.compute_pause()
@@ -207,8 +211,7 @@ class Loop:
         """Makes the present state durable; ``what`` the user has called."""
         commits = self._require_commits(what)
         self._weights.take_edits()
-        self._weights.reconcile()
-        self._state.write_back()
+        self.settle()
         commits.commit()
 
     def rollback(self) -> Any:
@@ -266,6 +269,6 @@ class Loop:
         self._residences.reset()
         self._averages.end()
         self._weights.take_edits()
-        self._weights.reconcile()
-        state.write_back()
+        self._weights.settle()
+        state.settle()
         self._commits.close()

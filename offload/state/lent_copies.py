@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..io_engine.native import crc32
 from ..training import torch_private
 
 K = TypeVar("K", bound=Hashable)
@@ -25,9 +26,25 @@ K = TypeVar("K", bound=Hashable)
 # engine is used next.  To hold a whole state dict for so long would double the memory of whoever
 # saves one, so when the dict itself is freed, what nobody else has, and nobody has changed, is let
 # go at once.  A weak reference to the dict tells of that; plain dicts have none, so the engine's
-# state dicts are ordered ones.  Changes are found by version counters, which cost nothing: a
-# change through ``.data`` or NumPy's memory does not count there.  A single parameter's state is
-# small, so it is compared by its bits, which finds those as well.
+# state dicts are ordered ones.
+#
+# Changes are found by version counters, which cost nothing.  A change through ``.data`` or NumPy's
+# memory does not count there, so bits are compared too.  A single parameter's state is small: a
+# second copy of it is kept.  Of a state dict there is a checksum of each copy, compared when the
+# copy is let go, when its parameter is read, and when the model is used next (``settle``); not
+# later, because a dict that somebody keeps would be summed up at each forward.
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum of a tensor's bits, on its device."""
+    data = torch_private.bytes_of(tensor.untyped_storage())
+    if data.device.type == "cpu":
+        return torch.tensor(crc32(data.numpy()), device="cpu")
+    whole = data.numel() // _COLUMNS * _COLUMNS
+    return torch.cat([data[:whole].view(-1, _COLUMNS).sum(0), data[whole:].long()])
+
+
+_COLUMNS = 1021  # no divisor or multiple of a matrix's rows, so that moved elements are found
 
 
 class LentCopy(Generic[K]):
@@ -38,6 +55,8 @@ class LentCopy(Generic[K]):
         self.tensor: torch.Tensor | None = tensor
         self._count = torch_private.version_of(tensor)
         self._watched = torch_private.Watched(tensor.detach()) if by_bits else None
+        # Until it is settled
+        self._sum = None if by_bits else torch_private.without_grad(_checksum)(tensor)
 
     @property
     def changed(self) -> bool:
@@ -48,10 +67,22 @@ class LentCopy(Generic[K]):
             return self._watched.changed
         return torch_private.version_of(self.tensor) != self._count
 
+    @property
+    def differs(self) -> bool:
+        """Whether its bits are others than when it was taken, if that is known still."""
+        if self.tensor is None or self._sum is None:
+            return False
+        return not torch.equal(torch_private.without_grad(_checksum)(self.tensor), self._sum)
+
+    def settle(self) -> None:
+        """Compare its bits no more."""
+        self._sum = None
+
     def accept(self, version: object) -> None:
         """Take what it holds now for what the engine has at ``version``."""
         assert self.tensor is not None
         self.version, self._count = version, torch_private.version_of(self.tensor)
+        self.settle()
         if self._watched is not None:
             self._watched.accept()
 
@@ -72,7 +103,7 @@ class LentCopy(Generic[K]):
         """Let go of it, if only a dict that is about to be freed has it, and nobody changed it."""
         if self.tensor is None or self.changed or _references(self) > _KEPT + 1:
             return
-        if torch_private.is_alone(self.tensor, self._others):
+        if torch_private.is_alone(self.tensor, self._others) and not self.differs:
             self.tensor = None
 
 
@@ -120,15 +151,26 @@ class LentCopies(Generic[K]):
     def __iter__(self) -> Iterator[LentCopy[K]]:
         return iter(list(self._copies.values()))
 
-    def changed(self) -> list[LentCopy[K]]:
-        """Give the copies that were changed, and forget those that nobody has any more."""
+    def changed(self, compare: Callable[[K], bool] = lambda key: False) -> list[LentCopy[K]]:
+        """Give the copies that were changed, and forget those that nobody has any more.
+
+        Args:
+            compare: whether the bits of copies of this are compared, too; those of copies that are
+                forgotten always are.
+        """
         found: list[LentCopy[K]] = []
         for number, copy in list(self._copies.items()):
-            if copy.changed:
+            alone = copy.alone
+            if copy.changed or ((alone or compare(copy.key)) and copy.differs):
                 found.append(copy)
-            elif copy.alone:
+            elif alone:
                 self._copies.pop(number, None)
         return found
+
+    def settle(self) -> None:
+        """Compare bits no more: see Note [Copies in state dicts]."""
+        for copy in self:
+            copy.settle()
 
     def drop(self, key: K) -> None:
         """Stop watching the copies of what is known by ``key``."""

@@ -66,8 +66,8 @@ class StateHooks:
 
             return hooked
 
-        forget, fill, load = hook(self._forget), hook(self._fill), hook(self._load)
-        begin, end = hook(self._begin), hook(self._end)
+        read, forget, fill = hook(self._begin_dict), hook(self._forget), hook(self._fill)
+        load, begin, end = hook(self._load), hook(self._begin), hook(self._end)
         with all_or_none(self._handles):
             for module in model.modules():
                 if has_sections(module):  # whatever has come around them since they were split
@@ -77,7 +77,7 @@ class StateHooks:
                 if any(id(p) in self._index for p in module.parameters(recurse=False)):
                     self._handles.append(module.register_state_dict_post_hook(fill))
                     self._handles.append(module.register_load_state_dict_pre_hook(load))
-                self._handles.append(module.register_state_dict_pre_hook(forget))
+                self._handles.append(module.register_state_dict_pre_hook(read))
                 self._handles.append(module.register_state_dict_post_hook(forget))
 
     def remove(self) -> None:
@@ -93,6 +93,12 @@ class StateHooks:
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(p) in self._index:
                 yield name, self._index[id(p)]
+
+    def _begin_dict(self, *_: Any) -> None:
+        """Write what was changed in earlier ones first."""
+        if self._is_outermost():
+            self._forget()
+            self._weights.reconcile(compare=range(len(self._parts.units)))
 
     def _forget(self, *_: Any) -> None:
         """A state dict begins, or ends: tied weights are one tensor in it, and none in others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class OptimizerState:
 
     def lend(self, index: int) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's state; the same ones again while somebody has them."""
-        self.write_back()
+        self.write_back({index})
         version = self._version(index)
         held = {copy.key: copy.tensor for copy in self._held if copy.version == version}
         found = self._read(index)
@@ -112,15 +112,23 @@ class OptimizerState:
         unit = self._parts.unit_of[index]
         return self._ledger.versions[unit], self._ledger.returns, self._edited[unit]
 
-    def write_back(self) -> None:
+    def settle(self) -> None:
+        """As ``write_back``, with the bits of all copies, since the model is used now."""
+        self.write_back(range(len(self._steps)))
+        self._in_dicts.settle()
+
+    def write_back(self, compare: Container[int] = ()) -> None:
         """Write what was changed in place in copies of state.
+
+        Args:
+            compare: parameters whose copies in state dicts are compared by their bits.
 
         Raises:
             OffloadError: a copy was changed after a step, or an edit, had changed the state itself.
         """
         if not (self._held or self._in_dicts):
             return
-        changed = [*self._in_dicts.changed(), *self._held.changed()]
+        changed = [*self._in_dicts.changed(lambda key: key[0] in compare), *self._held.changed()]
         late = [copy for copy in changed if copy.version != self._version(copy.key[0])]
         if late:
             for copy in late:
@@ -251,7 +259,7 @@ class OptimizerState:
         """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
         and the exact ``master`` of a weight that has one.  ``"param_names"`` has the names of the
         parameters of each group, so that the state can be loaded after the model has changed."""
-        self.write_back()
+        self.write_back(range(len(self._steps)))
         made = self.streamed(lambda name, shape, read: read())
         numbered = [p for group in self._groups for p in group["params"]]
         for number, values in made["state"].items():

@@ -70,7 +70,7 @@ class WeightDoor:
 
     def read(self, index: int) -> torch.Tensor:
         """A copy of a parameter's current weight, on its device, in its own strides."""
-        self._begin()
+        self._begin(self._parts.unit_of[index])
         return self._read(index)
 
     def read_all(self) -> list[torch.Tensor]:
@@ -79,11 +79,11 @@ class WeightDoor:
         self._residences.let_go()
         return values
 
-    def _begin(self) -> None:
+    def _begin(self, unit: int) -> None:
         self._executor.health.check()
         if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):  # who asks now aside
             self._frames.tidy(reading=True)  # no signal handler amid another read
-        self.reconcile()
+        self.reconcile(compare={unit})
 
     def _read(self, index: int) -> torch.Tensor:
         self._executor.health.check()  # after a failed update memory may hold two steps
@@ -124,7 +124,7 @@ class WeightDoor:
             self._showing.end_reading(unit, hidden)
 
     def _begin_computing(self, unit: int) -> list[int]:
-        self._begin()
+        self._begin(unit)
         self._trainer.require()
         return self._begin_reading(unit, computing=True)
 
@@ -143,7 +143,7 @@ class WeightDoor:
 
     def borrow(self, index: int) -> torch.Tensor:
         """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
-        self._begin()
+        self._begin(self._parts.unit_of[index])
         loan = self._loans.get(index)
         return self._read(index) if loan is None else loan.copy.detach()
 
@@ -174,17 +174,27 @@ class WeightDoor:
     def _now(self, index: int) -> int:
         return self._ledger.versions[self._parts.unit_of[index]]
 
-    def reconcile(self, units: Container[int] | None = None) -> None:
+    def settle(self) -> None:
+        """As ``reconcile``, with the bits of all copies, since the model is used now."""
+        self.reconcile(compare=range(len(self._parts.units)))
+        self._in_dicts.settle()
+
+    def reconcile(
+        self, units: Container[int] | None = None, *, compare: Container[int] = ()
+    ) -> None:
         """What was changed in copies that were lent is changed in the weights; what the weights are
-        by now, the copies are; copies that nobody has any more are forgotten.  ``units``: of these
-        alone.
+        by now, the copies are; copies that nobody has any more are forgotten.
+
+        Args:
+            units: of these alone.
+            compare: units whose copies in state dicts are compared by their bits.
 
         Raises:
             OffloadError: a copy was changed after an update had changed the weights.
         """
         self.write_changed()
         if self._in_dicts:
-            self._write_dicts()
+            self._write_dicts(compare if units is None else units)
         if not self._loans:
             return
         asked = {index: loan for index, loan in self._loans.items()
@@ -246,8 +256,8 @@ class WeightDoor:
         lent = self._in_dicts.add(index, copy, self._now(index))
         self._in_dicts.add_all(state, [lent])
 
-    def _write_dicts(self) -> None:
-        changed = self._in_dicts.changed()
+    def _write_dicts(self, compare: Container[int]) -> None:
+        changed = self._in_dicts.changed(lambda index: self._parts.unit_of[index] in compare)
         late = [copy for copy in changed if copy.version != self._now(copy.key)]
         for copy in late:
             copy.accept(copy.version)
@@ -369,7 +379,7 @@ class WeightDoor:
     def replace(self, index: int, value: torch.Tensor) -> None:
         """As ``p.data = value``: what others have tensors over is theirs from now on, and keeps its
         values; what they do to ``value`` they do to the weight."""
-        self._begin()
+        self._begin(self._parts.unit_of[index])
         loan = self._loans.pop(index, None)
         try:
             self._write({index: value})

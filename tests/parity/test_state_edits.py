@@ -142,6 +142,38 @@ def _model_dict_kept(model: nn.Module, optimizer: Any) -> None:
         value[2:5].mul_(0.5)
 
 
+def _optimizer_dict_through_numpy(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state_dict()["state"][2]["exp_avg"].numpy()[:] = 0.01
+
+
+def _optimizer_dict_through_data(model: nn.Module, optimizer: Any) -> None:
+    kept = optimizer.state_dict()
+    for state in kept["state"].values():
+        state["exp_avg"].data.mul_(0.5)
+    for number in kept["state"]:  # others are read, and changed, while it is kept
+        optimizer.state_dict()["state"][number]["exp_avg_sq"].data.add_(0.01)
+
+
+def _model_dict_through_data(model: nn.Module, optimizer: Any) -> None:
+    model.state_dict()["1.weight"].data.zero_()
+
+
+def _model_dict_kept_through_data(model: nn.Module, optimizer: Any) -> None:
+    kept = model.state_dict()
+    for value in kept.values():
+        value.data[:5] = value.data[:5].flip(0).clone()  # the same sum
+    for name, value in kept.items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def _model_dict_dropped(model: nn.Module, optimizer: Any) -> None:
+    kept = model.state_dict()
+    for value in kept.values():
+        value.data.mul_(0.5)
+    del value, kept
+    assert model[0].weight.isfinite().all()  # type: ignore[index,operator,union-attr]
+
+
 def _moments_twice(model: nn.Module, optimizer: Any) -> None:
     state = optimizer.state[_weight(model)]
     again = optimizer.state[_weight(model)]
@@ -153,7 +185,8 @@ EDITS = [
     _zero_one, _scale_all, _foreach, _assign, _assign_and_change, _slice, _through_data,
     _through_numpy, _update, _or, _restart_count, _whole, _clear_one, _delete, _pop, _clear_all,
     _replace, _loop, _optimizer_dict, _optimizer_dict_kept, _model_dict, _model_dict_kept,
-    _moments_twice,
+    _optimizer_dict_through_numpy, _optimizer_dict_through_data, _model_dict_through_data,
+    _model_dict_kept_through_data, _model_dict_dropped, _moments_twice,
 ]  # fmt: skip
 
 
