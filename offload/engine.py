@@ -290,7 +290,7 @@ class Engine(Living):
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self._loop.require_usable()
-        self._loop.settle()
+        self._loop.write_copies()
         self._loop.quiesce()
 
     def load_state(self, state_dict: Mapping[str, Any]) -> None:

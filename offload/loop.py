@@ -96,10 +96,10 @@ class Loop:
         assert state is not None, "the engine has it"
         return state
 
-    def settle(self) -> None:
+    def write_copies(self) -> None:
         """Write what was changed in place in copies that others have, before the model is used."""
-        self._weights.settle()
-        self._state.settle()
+        self._weights.write_copies()
+        self._state.write_copies()
 
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
@@ -121,7 +121,7 @@ class Loop:
             self._executor.health.require_commits()
             self._averages.require_ended()
             self._roster.check()
-        self.settle()
+        self.write_copies()
         self._residences.refuse_edits()
         if self._commits is not None:
             self._commits.require_whole()
@@ -185,9 +185,9 @@ class Loop:
         self._direct.finish()
         self._roster.check()
         self._residences.check_shown(self._showing.hidden)
-        self._weights.settle()
+        self._weights.write_copies()
         self._weights.refuse_joined()
-        self._state.settle()
+        self._state.write_copies()
         if self._commits is not None:
             self._commits.require_whole()
         self._trace.compute_pause()
@@ -211,7 +211,7 @@ class Loop:
         """Makes the present state durable; ``what`` the user has called."""
         commits = self._require_commits(what)
         self._weights.take_edits()
-        self.settle()
+        self.write_copies()
         commits.commit()
 
     def rollback(self) -> Any:
@@ -269,6 +269,6 @@ class Loop:
         self._residences.reset()
         self._averages.end()
         self._weights.take_edits()
-        self._weights.settle()
-        state.settle()
+        self._weights.write_copies()
+        state.write_copies()
         self._commits.close()

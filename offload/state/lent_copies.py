@@ -31,8 +31,8 @@ K = TypeVar("K", bound=Hashable)
 # Changes are found by version counters, which cost nothing.  A change through ``.data`` or NumPy's
 # memory does not count there, so bits are compared too.  A single parameter's state is small: a
 # second copy of it is kept.  Of a state dict there is a checksum of each copy, compared when the
-# copy is let go, when its parameter is read, and when the model is used next (``settle``); not
-# later, because a dict that somebody keeps would be summed up at each forward.
+# copy is let go, when its parameter is read, and when the model is used next.  Not later
+# (``stop_comparing``), because a dict that somebody keeps would be summed up at each forward.
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class LentCopy(Generic[K]):
         self.tensor: torch.Tensor | None = tensor
         self._count = torch_private.version_of(tensor)
         self._watched = torch_private.Watched(tensor.detach()) if by_bits else None
-        # Until it is settled
+        # Until `stop_comparing`
         self._sum = None if by_bits else torch_private.without_grad(_checksum)(tensor)
 
     @property
@@ -74,7 +74,7 @@ class LentCopy(Generic[K]):
             return False
         return not torch.equal(torch_private.without_grad(_checksum)(self.tensor), self._sum)
 
-    def settle(self) -> None:
+    def stop_comparing(self) -> None:
         """Compare its bits no more."""
         self._sum = None
 
@@ -82,7 +82,7 @@ class LentCopy(Generic[K]):
         """Take what it holds now for what the engine has at ``version``."""
         assert self.tensor is not None
         self.version, self._count = version, torch_private.version_of(self.tensor)
-        self.settle()
+        self.stop_comparing()
         if self._watched is not None:
             self._watched.accept()
 
@@ -167,10 +167,10 @@ class LentCopies(Generic[K]):
                 self._copies.pop(number, None)
         return found
 
-    def settle(self) -> None:
+    def stop_comparing(self) -> None:
         """Compare bits no more: see Note [Copies in state dicts]."""
         for copy in self:
-            copy.settle()
+            copy.stop_comparing()
 
     def drop(self, key: K) -> None:
         """Stop watching the copies of what is known by ``key``."""

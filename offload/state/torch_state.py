@@ -112,10 +112,10 @@ class OptimizerState:
         unit = self._parts.unit_of[index]
         return self._ledger.versions[unit], self._ledger.returns, self._edited[unit]
 
-    def settle(self) -> None:
+    def write_copies(self) -> None:
         """As ``write_back``, with the bits of all copies, since the model is used now."""
         self.write_back(range(len(self._steps)))
-        self._in_dicts.settle()
+        self._in_dicts.stop_comparing()
 
     def write_back(self, compare: Container[int] = ()) -> None:
         """Write what was changed in place in copies of state.

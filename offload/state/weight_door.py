@@ -174,10 +174,10 @@ class WeightDoor:
     def _now(self, index: int) -> int:
         return self._ledger.versions[self._parts.unit_of[index]]
 
-    def settle(self) -> None:
+    def write_copies(self) -> None:
         """As ``reconcile``, with the bits of all copies, since the model is used now."""
         self.reconcile(compare=range(len(self._parts.units)))
-        self._in_dicts.settle()
+        self._in_dicts.stop_comparing()
 
     def reconcile(
         self, units: Container[int] | None = None, *, compare: Container[int] = ()
