@@ -16,11 +16,10 @@ def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
     if item.kind is Kind.SAVED:
         where = "" if refuse.unit < 0 else f" in unit {layout.units[refuse.unit].name!r}"
         named = "host" if tier is Tier.DEVICE and not layout.has_device else tier.value
-        remedy = f"raise {named}_memory, or use fewer tokens"
-        if layout.saved.policy != "auto":
-            remedy = (
-                f"raise {named}_memory, use fewer tokens, or pass activations='auto' or 'recompute'"
-            )
+        others = [repr(each) for each in ("auto", "recompute") if each != layout.saved.policy]
+        remedy = (
+            f"raise {named}_memory, use fewer tokens, or pass activations={' or '.join(others)}"
+        )
         return BudgetError(
             f"what autograd saves for backward{where}", named, refuse.need_bytes,
             refuse.have_bytes, refuse.have_bytes, remedy,

@@ -170,8 +170,8 @@ class Bridge:
         for number, shard in enumerate(self._shards):
             if id(shard.param) not in self._by_param or not shard.in_place:
                 raise OffloadError(
-                    f"parameter {shard.name!r} was replaced after the model was wrapped; "
-                    "overspill.unwrap(model) first, change it, and wrap it with a new optimizer"
+                    f"parameter {shard.name!r} was replaced after the model was wrapped; put the "
+                    "old one back, and copy the new values into it (p.data.copy_(new))"
                 )
             if self._changed(number):
                 index = self._index[id(self._local[number])]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..errors import OffloadError
 from ..training import torch_private
 
 _local = DTensor._local_tensor  # a slot: its own getter and setter
@@ -189,6 +190,11 @@ class ShardedModule:
         self.module: nn.Module = module  # type: ignore[assignment]
         self._state, self._groups = module._get_fsdp_state(), _groups_of(module)
         self.modules = [self.module]  # those that were given to fully_shard together
+        if any(id(p.sharded_param) not in names for g in self._groups for p in g.fsdp_params):
+            raise OffloadError(
+                f"a parameter of module {name!r} was replaced after fully_shard, which still uses "
+                "the old one; put that back, and copy the new values into it (p.data.copy_(new))"
+            )
         self.shards = [
             Shard(names[id(each.sharded_param)], each)
             for group in self._groups for each in group.fsdp_params

@@ -193,6 +193,7 @@ class SpreadOptimizer(OffloadedOptimizer):
 
     def commit(self) -> None:
         """See ``OffloadedOptimizer.commit``; every rank calls it."""
+        self._engine.quiesce()  # so that edits count
         self._require_finite("commit")
         super().commit()
 
@@ -219,7 +220,8 @@ class SpreadOptimizer(OffloadedOptimizer):
         if spoiled:
             raise OffloadError(
                 f"{what}: values are not finite on rank {spoiled[0]}, so that the last step is no "
-                "commit there; end the run and resume it, with a lower learning rate"
+                "commit there; end the run, resume it, and lower the learning rate in "
+                "optimizer.param_groups"
             )
 
     def save(self, path: str | Path) -> None:
@@ -231,6 +233,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         """
         refuse_reentry()
         config, model = self._engine.config, self._holder.model
+        self._engine.quiesce()
         self._require_finite("save")
         self._engine.commit("save")
         assert config.nvme is not None

@@ -241,12 +241,12 @@ class GradientCollector:
             OffloadError: a backward runs that uses its gradients up.
         """
         inside = torch_private.in_backward()
-        self.deliver_all(over=not inside)
-        if inside and self._transient and self.pending:
+        if inside and self._transient and self.pending:  # before a part of a unit is updated
             raise OffloadError(
                 "gradients are looked at while a backward runs that applies them as they come "
                 "(update='backward'); use update='next_forward' where hooks need p.grad"
             )
+        self.deliver_all(over=not inside)
 
     def deliver(self, unit: int, *, over: bool) -> None:
         """Gathers one unit's gradients into its slot and hands them over.

@@ -34,7 +34,7 @@ STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 20
 # Seconds of processor time after which a process is killed, on average: by the clock, none would
 # come to a commit on a busy machine.  Some die young, and some live long enough for a few steps.
 LIVES_S = (0.5, 2.0, 8.0)
-WAITING = 0.001  # how probably one is killed at each look, since it may wait and compute nothing
+HUNG_S = 120  # nobody waits for so long, even on a busy machine, and computes nothing
 Weights = dict[str, torch.Tensor]
 BEFORE = (  # what may be said as long as there is no commit that anybody may want
     "no store here", "never committed", "store file", "is missing", "made a new store here",
@@ -166,19 +166,27 @@ def play(folder: Path, rng: random.Random, wanted: list[Weights]) -> int:
     for each in places:
         each.mkdir()
     told, running, killed = Told(), dict[int, float](), set[int]()  # seconds that each may compute
+    seen = dict[int, tuple[float, float]]()  # what each had computed, and when that was last new
     while told.step < STEPS or running:
         while told.step < STEPS and len(running) < 2:
             fighter = Fighter(places, told, wanted, rng.getrandbits(32))
             running[begun(fighter.fight)] = rng.expovariate(1 / rng.choice(LIVES_S))
         time.sleep(rng.uniform(0, 0.1))
         for pid, life_s in running.items():
-            if pid not in killed and (computed_s(pid) > life_s or rng.random() < WAITING):
+            computed, now = computed_s(pid), time.monotonic()
+            if computed > seen.get(pid, (-1.0, 0.0))[0]:
+                seen[pid] = computed, now
+            if pid not in killed and now - seen[pid][1] > HUNG_S:
+                for each in running:
+                    os.kill(each, signal.SIGKILL)
+                raise AssertionError(f"process {pid} hung")
+            if pid not in killed and computed > life_s:
                 killed.add(pid)
                 os.kill(pid, signal.SIGKILL)
         for pid in sorted(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                del running[pid]
+                del running[pid], seen[pid]
                 code = os.waitstatus_to_exitcode(status)
                 assert code == 0 or (pid in killed and code == -signal.SIGKILL), code
     last = Fighter(places, told, wanted, 0)

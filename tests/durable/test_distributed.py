@@ -89,6 +89,12 @@ def test_another_model_is_refused(
             optimizer.load_state_dict(tmp_path / "dcp")
         with pytest.raises(ValueError, match="no optimizer state"):
             optimizer.load_state_dict(tmp_path / "bare")
+    again, adamw = empty()  # its weights alone
+    with overspill.wrap(again, adamw, device=CPU, weights=tmp_path / "bare") as optimizer:
+        assert all(
+            torch.equal(v, trained[0].state_dict()[n]) for n, v in again.state_dict().items()
+        )
+        train(again, optimizer, 1)
 
 
 class Bad:

@@ -56,12 +56,28 @@ def test_a_command_in_a_block_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    here = [word.replace("/scratch", str(tmp_path)) for word in words]
-    command, rest = command_of(here)
+    command, rest = command_of([word.replace("/scratch", str(tmp_path)) for word in words])
     assert command.make_context(command.name, list(rest), resilient_parsing=False).params
-    if command.name != "plan":
-        return
-    there = [] if "--rates" in rest else ["--rates", str(MACHINE)]
+
+
+def plans() -> list[Any]:
+    """The plans among them; of those that differ only in values, the first."""
+    found: dict[Any, Any] = {}
+    for each in commands():
+        (words,) = each.values
+        options = [word for word in words if word.startswith("-")]
+        if words[0] == "plan":
+            found.setdefault((words[1], *sorted(options)), each)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("words", plans())
+def test_a_plan_in_a_block_is_made(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    here = [word.replace("/scratch", str(tmp_path)) for word in words]
+    there = [] if "--rates" in here else ["--rates", str(MACHINE)]
     answer = CliRunner().invoke(app, [*here, *there])
     assert answer.exit_code == 0, answer.output
 
@@ -77,4 +93,4 @@ def test_a_command_in_the_text_is_there(words: list[str]) -> None:
 
 
 def test_there_are_some() -> None:
-    assert len(commands()) >= 10 and len(spans()) >= 15
+    assert len(commands()) >= 10 and len(plans()) >= 5 and len(spans()) >= 15

@@ -155,6 +155,20 @@ def test_what_is_not_wrapped_is_left_to_accelerate(tmp_path: Path) -> None:
         accelerator.prepare(model, device_placement=[False])
         with pytest.raises(OffloadError, match="safetensors"):
             streaming.save_state(accelerator, str(tmp_path), safe_serialization=False)
+    for late in (False, True):  # not all were wrapped before prepare
+        model = nn.Linear(4, 4)
+        inner = torch.optim.SGD(model.parameters())
+        accelerator = Accelerator(cpu=True)
+        if late:
+            accelerator.prepare(model, inner, device_placement=[False, False])
+        with overspill.wrap(model, inner, device="cpu", host_memory="1MiB") as optimizer:
+            if late:
+                with pytest.raises(OffloadError, match="wrap every model and optimizer before"):
+                    streaming.save_state(accelerator, str(tmp_path / "late"))
+            else:
+                accelerator.prepare(model, optimizer, device_placement=[False, False])
+                streaming.save_state(accelerator, str(tmp_path / "early"))
+                streaming.load_state(accelerator, str(tmp_path / "early"))
 
 
 def test_a_number_that_is_taken(tmp_path: Path) -> None:

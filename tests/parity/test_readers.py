@@ -403,3 +403,20 @@ def test_a_commit_of_weights_that_change_under_it_is_not_made(tmp_path: Path) ->
     assert "weights of '3' were changed in place" in told and "while a commit saved them" in told
     found = inspect_store(tmp_path)
     assert found.wrong == () and found.commits
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer, _ = overspill.resume(model, tmp_path, inner, device=CPU, host_memory="1GiB")
+    with optimizer:  # what the error advises
+        for step in range(4):
+            before = model[3].weight.detach().clone()
+            if step % 2:
+                with overspill.materialized(model, writeback=True), torch.no_grad():
+                    model[3].weight.data.numpy()[:] += 1
+            else:
+                model[3].weight.detach().numpy()[:] += 1
+            assert torch.equal(model[3].weight, before + 1)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.commit()
+    assert inspect_store(tmp_path).wrong == ()

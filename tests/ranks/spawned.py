@@ -30,6 +30,12 @@ RATES = overspill.Rates(
 )  # fmt: skip
 VOCABULARY, WIDTH = 50, 32
 
+# Ranks are forked from a process that has imported torch once, and has no threads.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "overspill.ranks.wrapping",
+])  # fmt: skip
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -97,14 +103,13 @@ class Started:
     """``work(rank, size, *args)`` on several ranks, under way."""
 
     def __init__(self, size: int, work: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._ranks: list[Any] = []
         for rank in range(size):
-            here, there = context.Pipe()
+            here, there = _CONTEXT.Pipe()
             met = f"{self._folder.name}/met"
-            each = context.Process(target=_run, args=(there, rank, size, met, work, args))
+            each = _CONTEXT.Process(target=_run, args=(there, rank, size, met, work, args))
             each.start()
             there.close()
             self._pipes.append(here)

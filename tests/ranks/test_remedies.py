@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import overspill
+from overspill.cli.app import app
+from overspill.io_engine.store import STORE_NAME
 
-from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn
+from .spawned import RATES, adamw, folder_of, loss_of, net, sharded, spawn, whole
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "rates": RATES, "host_memory": "1GiB"}
 
@@ -134,10 +137,108 @@ def of_ddp(rank: int, size: int, folder: Path) -> None:
             step(model, optimizer, number, rank)
 
 
+def of_changes(rank: int, size: int, folder: Path) -> None:
+    """A parameter that was replaced; gradients that are sparse, or not finite."""
+    model = sharded()
+    optimizer = wrapped(model)
+    step(model, optimizer, 0, rank)
+    old, new = model.head.weight, nn.Parameter(model.head.weight.detach() * 2)
+    model.head.weight = new
+    with pytest.raises(overspill.OffloadError, match="replaced after the model was wrapped; put"):
+        step(model, optimizer, 1, rank)
+    model.head.weight = old
+    with torch.no_grad():
+        old.data.copy_(new)
+    assert torch.equal(whole(model)["head.weight"], new.full_tensor())
+    optimizer.zero_grad()
+    step(model, optimizer, 1, rank)
+    optimizer.close()
+    model = sharded()
+    old, new = model.head.weight, nn.Parameter(model.head.weight.detach() * 2)
+    model.head.weight = new
+    refused("replaced after fully_shard, which still uses the old one; put that back", model)
+    model.head.weight = old
+    old.data.copy_(new)
+    trains(model, rank)
+
+    model = DistributedDataParallel(net())
+    with wrapped(model) as optimizer:
+        step(model, optimizer, 0, rank)
+        loss_of(model, 1, rank).backward()
+        weight = model.module.embed.weight
+        dense = weight.grad.clone()
+        weight.grad = dense.to_sparse()
+        with pytest.raises(overspill.OffloadError, match="is sparse; use dense ones"):
+            optimizer.step()
+        weight.grad = dense
+        optimizer.step()
+
+    run = folder_of(folder / "not-finite")
+    model = sharded()
+    with wrapped(model, nvme=run, update="next_forward") as optimizer:
+        step(model, optimizer, 0, rank)
+        optimizer.commit()
+        if rank == 0:
+            with torch.no_grad():
+                model.head.weight.to_local().fill_(float("inf"))
+        with pytest.raises(overspill.OffloadError) as caught:
+            optimizer.commit()
+        assert "lower the learning rate in optimizer.param_groups" in str(caught.value), caught
+    model = sharded()
+    again, _ = overspill.resume(model, run, adamw(model), **OPTIONS)
+    with again:
+        again.param_groups[0]["lr"] = 1e-3
+        step(model, again, 1, rank)
+        again.commit()
+
+
+def of_stores(rank: int, size: int, folder: Path) -> None:
+    """A store that is resumed by a model that is spread in another way; one that is damaged."""
+    with torch.device("meta"):
+        mixed = net()
+    mixed.last = net().last
+    fully_shard(mixed)
+    file = folder / f"mixed-{rank}.safetensors"
+    save_file({name: t.contiguous() for name, t in net().state_dict().items()}, file)
+    refused("some parameters are on meta, and others have values; build all alike", mixed,
+            weights=file)  # fmt: skip
+    trains(sharded(), rank)
+    run = folder_of(folder / "run")
+    model = DistributedDataParallel(net())
+    with wrapped(model, nvme=run) as optimizer:
+        step(model, optimizer, 0, rank)
+    model = sharded()
+    with pytest.raises(overspill.OffloadError, match="spread in another way") as caught:
+        overspill.resume(model, run, adamw(model), **OPTIONS)
+    assert "pass nvme= with another folder to go on in" in str(caught.value)
+    other = folder_of(folder / "other")
+    again, _ = overspill.resume(model, run, adamw(model), nvme=other, **OPTIONS)
+    with again:
+        assert again.step_count == 1
+        step(model, again, 1, rank)
+
+
+def damaged(folder: Path) -> None:
+    """The remedy of what is said where the stores of a run are to be repaired at once."""
+    run = folder / "run"
+    store = min(run.glob("rank-*"))
+    with open(store / STORE_NAME, "r+b") as file:
+        data = file.read()
+        file.seek(0)
+        file.write(bytes(255 - byte for byte in data))
+    done = CliRunner().invoke(app, ["inspect", str(run), "--repair", "--yes"])
+    assert done.exit_code == 2 and "name the folder of the rank" in done.output
+    done = CliRunner().invoke(app, ["inspect", str(store), "--repair", "--yes"])
+    assert "repair mends one store" not in done.output and "nothing was changed" in done.output
+    rest = [each for each in run.glob("rank-*") if each != store]  # they are not touched
+    assert all(CliRunner().invoke(app, ["inspect", str(each)]).exit_code == 0 for each in rest)
+
+
 def all_of_it(rank: int, size: int, folder: Path) -> None:
-    for work in (of_sharding, of_building, of_state, of_ddp):
+    for work in (of_sharding, of_building, of_state, of_ddp, of_changes, of_stores):
         work(rank, size, folder)
 
 
 def test_remedies(tmp_path: Path) -> None:
     spawn(2, all_of_it, tmp_path)
+    damaged(tmp_path)

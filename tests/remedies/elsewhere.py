@@ -4,6 +4,71 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    (
+        "offload/cli/inspect.py",
+        "repair mends one store; name the folder of the rank that is damaged",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    (
+        "offload/ranks/bridge.py",
+        "old one back, and copy the new values into it (p.data.copy_(new))",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    (
+        "offload/ranks/fsdp_private.py",
+        "the old one; put that back, and copy the new values into it",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/ddp_bridge.py", "is sparse; use dense ones"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    (
+        "offload/ranks/filling.py",
+        "some parameters are on meta, and others have values; build all alike",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/optimizer.py", "path; load it with torch.distributed.checkpoint"): (
+        "tests/ranks/test_drop_in.py::test_on_two_ranks"
+    ),
+    (
+        "offload/ranks/optimizer.py",
+        "there; end the run, resume it, and lower the learning rate in",
+    ): ("tests/ranks/test_remedies.py::test_remedies"),
+    ("offload/ranks/resuming.py", "modules); pass nvme= with another folder to go on"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    (
+        "offload/ranks/stores.py",
+        "), remove its files if it is of no use any more, or choose another",
+    ): ("tests/ranks/test_failures.py::test_failures"),
+    (
+        "offload/ranks/voting.py",
+        "); where all of them have it, resume finds it, else the one before",
+    ): ("tests/ranks/test_resume.py::test_a_commit_that_one_rank_lacks_is_none"),
+    (
+        "offload/movement/commit_writer.py",
+        "them; change them between step() and the next forward, or inside",
+    ): ("tests/parity/test_readers.py::test_a_commit_of_weights_that_change_under_it_is_not_made"),
+    ("offload/movement/accelerators/ordering.py", ": wait for its event first"): (
+        "tests/conformance/test_accelerator_sim.py::test_a_copy_in_over_memory_in_use_raises"
+    ),
+    (
+        "offload/integrations/accelerate.py",
+        "wrapped: wrap every model and optimizer before accelerator.prepare,",
+    ): ("tests/integrations/test_accelerate.py::test_what_is_not_wrapped_is_left_to_accelerate"),
+    (
+        "offload/integrations/axolotl.py",
+        "; use TRL's trainer in a script, by overspill.integrations.transformer",
+    ): ("tests/integrations/test_trl.py::test_the_losses_are_those_of_the_trainer_alone"),
+    (
+        "offload/integrations/experts.py",
+        "copy; split the model before peft has it, or leave them",
+    ): ("tests/integrations/test_experts.py::test_frozen_experts_are_packed_section_by_section"),
+    ("offload/state/distributed_checkpoint.py", "); load its weights alone, with weights="): (
+        "tests/durable/test_distributed.py::test_another_model_is_refused"
+    ),
+    ("offload/state/taken.py", "now: build the model again"): (
+        "tests/robust/test_wrap_undone.py::test_values_that_are_not_exact_are_not_given_back"
+    ),
+    ("offload/train/outputs.py", "to; give this user permission, or name another"): (
+        "tests/unit/test_train_outputs.py::test_out_that_cannot_be_written_is_refused"
+    ),
     ("offload/durable/resume.py", "set it in optimizer.param_groups after resume"): (
         "tests/durable/test_resume.py::"
         "test_hyper_parameters_that_give_way_to_those_of_the_commit_are_named"
@@ -236,75 +301,3 @@ NO_ADVICE: set[tuple[str, str]] = {
     ("offload/wrapping.py", "until then what has no room stays"),
     ("offload/wrapping.py", "wrap could not be undone completely"),
 }
-
-_UNTRIED: dict[str, list[str]] = {
-    "offload/checks.py": [
-        "supported; wrap the plain model, on one device",
-    ],
-    "offload/cli/inspect.py": [
-        "repair mends one store; name the folder of the rank that is damaged",
-    ],
-    "offload/integrations/accelerate.py": [
-        "wrapped: wrap every model and optimizer before accelerator.prepare,",
-    ],
-    "offload/integrations/axolotl.py": [
-        "; use TRL's trainer in a script, by overspill.integrations.transformer",
-    ],
-    "offload/integrations/experts.py": [
-        "copy; split the model before peft has it, or leave them",
-    ],
-    "offload/movement/accelerators/ordering.py": [
-        ": wait for its event first",
-    ],
-    "offload/movement/commit_writer.py": [
-        "them; change them between step() and the next forward, or inside",
-    ],
-    "offload/movement/refusals.py": [
-        "_memory, or use fewer tokens",
-    ],
-    "offload/ranks/bridge.py": [
-        "wrapped; overspill.unwrap(model) first, change it, and wrap it with a",
-    ],
-    "offload/ranks/ddp_bridge.py": [
-        "is sparse; use dense ones",
-    ],
-    "offload/ranks/filling.py": [
-        "some parameters are on meta, and others have values; build all alike",
-    ],
-    "offload/ranks/optimizer.py": [
-        "path; load it with torch.distributed.checkpoint",
-        "there; end the run and resume it, with a lower learning",
-    ],
-    "offload/ranks/resuming.py": [
-        "modules); pass nvme= with another folder to go on",
-    ],
-    "offload/ranks/stores.py": [
-        "), remove its files if it is of no use any more, or choose another",
-    ],
-    "offload/ranks/voting.py": [
-        "); where all of them have it, resume finds it, else the one before",
-    ],
-    "offload/schedule/describe.py": [
-        "; use the optimizer, moments= and master= of the store",
-    ],
-    "offload/state/distributed_checkpoint.py": [
-        "); load its weights alone, with weights=",
-    ],
-    "offload/state/taken.py": [
-        "now: build the model again",
-    ],
-    "offload/state/weight_door.py": [
-        "lost; change weights between step() and the next",
-    ],
-    "offload/train/outputs.py": [
-        "to; give this user permission, or name another",
-    ],
-    "offload/training/gradients.py": [
-        "(update='backward'); use update='next_forward' where hooks need",
-    ],
-    "offload/training/residences.py": [
-        "extension, say), so its result is NaN; call the module that holds the",
-    ],
-}
-# Remedies that no test executes yet: nothing is to be added here.
-UNTRIED = {(file, part) for file, parts in _UNTRIED.items() for part in parts}

@@ -414,6 +414,15 @@ def test_resume(tmp_path: Path) -> None:
     resumed(place, 4, nvme=other)
 
 
+@tries("offload/schedule/describe.py", "; use the optimizer, moments= and master= of the store")
+def test_resume_with_other_state(tmp_path: Path) -> None:
+    run(tmp_path, 2)[1].close()
+    other = net(depth=6)
+    with says("use the optimizer, moments= and master= of the store"):
+        overspill.resume(other, tmp_path, adamw(other, amsgrad=True), device=CPU, **SMALL)
+    resumed(tmp_path, 4)
+
+
 @tries("offload/durable/resume.py", "build that optimizer and pass it to resume")
 def test_resume_of_a_rule_that_torch_lacks(tmp_path: Path) -> None:
     model = net()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.remedies.elsewhere import ELSEWHERE, NO_ADVICE, NOT_HERE, UNTRIED
+from tests.remedies.elsewhere import ELSEWHERE, NO_ADVICE, NOT_HERE
 from tests.remedies.messages import ROOT, Message, advises, messages, texts
 from tests.remedies.table import TRIED
 
@@ -19,7 +19,7 @@ for file in sorted(Path(__file__).parent.glob("test_*.py")):
     if file.stem != Path(__file__).stem:
         importlib.import_module(f"tests.remedies.{file.stem}")
 
-TABLES = (ELSEWHERE, NOT_HERE, NO_ADVICE, UNTRIED)
+TABLES = (ELSEWHERE, NOT_HERE, NO_ADVICE)
 
 
 def entries() -> list[tuple[str, str]]:

@@ -28,6 +28,20 @@ from tests.remedies.table import (
 ARGUMENTS, CHECKS, CONFIG = "offload/arguments.py", "offload/checks.py", "offload/config.py"
 
 
+@tries(CHECKS, "supported; wrap the plain model, on one device")
+def test_parameters_that_are_no_plain_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = net()
+    plain = model[0][0].weight.detach().clone()
+    model[0][0].weight = nn.Parameter(TwoTensor(plain, plain.clone()))
+    with says("'0.0.weight' is no plain tensor"):
+        wrapped(model)
+    model[0][0].weight = nn.Parameter(plain)
+    with wrapped(model) as optimizer:
+        trains(model, optimizer)
+
+
 class Net(nn.Sequential):
     """A model whose class can be called without arguments."""
 
@@ -366,7 +380,7 @@ def test_activations_that_are_known_not_to_fit(
 
 
 @about_sim
-@tries("offload/movement/refusals.py", "memory, use fewer tokens, or pass activations='auto'")
+@tries("offload/movement/refusals.py", "_memory, use fewer tokens, or pass activations=")
 @pytest.mark.parametrize("remedy", [
     {"host_memory": "80MiB"}, {"rows": 1}, {"activations": "auto"}, {"activations": "recompute"},
 ])  # fmt: skip

@@ -179,6 +179,11 @@ def test_values_that_are_not_exact_are_not_given_back(
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         model(batch(0)[0] % 50)
     assert "the weights of 2 parameters could not be given back" in caplog.text
+    assert "build the model again" in caplog.text
+    monkeypatch.undo()
+    model, optimizer = made()
+    with overspill.wrap(model, optimizer, device=CPU, precision="bf16", nvme=tmp_path):
+        assert not any(p.is_meta for p in model.parameters())
 
 
 def test_weights_of_files_are_not_given_back(

@@ -128,6 +128,10 @@ def test_out_that_cannot_be_written_is_refused(
     with pytest.raises(ValueError, match=f"out: {tmp_path} cannot be written to"):
         run(job, Quiet())
     assert not stored(job) and not (tmp_path / "out").exists()
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, *_: Path(path).name == "mine")
+    run(replace(job, steps=1, out=tmp_path / "mine"), Quiet())
+    assert (tmp_path / "mine" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("compare", [False, True])
