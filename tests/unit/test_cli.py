@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,19 @@ print(psutil.Process().memory_info().rss - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    """``| head`` closes the pipe: nothing is said of it."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "overspill", "plan", "gpt2-1m", "--device", "sim", "--json",
+         "--device-memory", "64MiB", "--host-memory", "64MiB"],
+        stdout=write, stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 1 and "error" not in done.stderr, done.stderr
+
+
 def test_freed_memory_goes_back_to_the_system() -> None:
     code = [sys.executable, "-c", KEPT_AFTER_FREEING]
     done = subprocess.run(code, capture_output=True, text=True, check=True)
