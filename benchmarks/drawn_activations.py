@@ -120,7 +120,7 @@ def _seen(drawn: Drawn, model: Stack, optimizer: Any) -> dict[str, Any]:
     adapted = engine.adapted()
     if adapted is not None:
         units, costs = adapted
-        blueprint = engine.machinery.blueprint
+        blueprint = engine.runtime.blueprint
         layout = coarsen(with_recompute(blueprint.layout, units))
         seen["recomputed"], seen["saved_bytes"] = len(units), sum(costs.saved_bytes)
         seen["simulated_s"] = run_steps(layout, costs, blueprint.needs).step_s

@@ -156,7 +156,7 @@ def _moved(spans: Iterable[Span], steps: int) -> dict[str, float]:
 def _seen(
     machine: SimMachine, model: Gpt, optimizer: Any, rates: overspill.Rates, steps: int
 ) -> Measured:
-    plan, trace = optimizer.plan, model.__dict__["_overspill_engine"].machinery.trace
+    plan, trace = optimizer.plan, model.__dict__["_overspill_engine"].runtime.trace
     tokens, marks = machine.shape.tokens_per_step, trace.steps[-steps:]
     bound = step_bound(
         plan.detail.layout, plan.link_bytes, rates, update=machine.update, tokens=tokens

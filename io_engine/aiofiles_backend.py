@@ -104,7 +104,7 @@ class AiofilesBackend:
         self._block_bytes = tuning.block_bytes
         self._read, self._write, self._sum = wrap(os.preadv), wrap(os.pwritev), wrap(zlib.crc32)
         self._pool = DaemonPool(len(fds) * tuning.queue_depth, "overspill-aiofiles")
-        self._requests: dict[int, _Request] = {}
+        self._engine_port: dict[int, _Request] = {}
         self._ended: deque[Completion] = deque()
         self._ready = threading.Condition()
         self._woken = self._stopping = False
@@ -197,13 +197,13 @@ class AiofilesBackend:
         return blocks
 
     def _queue(self, request: _Request, blocks: list[tuple[int, _Block]]) -> None:
-        self._requests[request.id] = request
+        self._engine_port[request.id] = request
         for lane, block in blocks:
             self._lanes[lane].queue_of(request).append(block)
             self._lanes[lane].work.set()
 
     async def _cancel(self, id: int) -> bool:
-        request = self._requests.get(id)
+        request = self._engine_port.get(id)
         if request is None or request.started_ns:
             return False
         for lane in self._lanes:
@@ -216,7 +216,7 @@ class AiofilesBackend:
         return True
 
     def _promote(self, id: int) -> None:
-        request = self._requests.get(id)
+        request = self._engine_port.get(id)
         if request is None or request.urgent:
             return
         for lane in self._lanes:
@@ -324,7 +324,7 @@ class AiofilesBackend:
         return Completion(request.id, outcome, code, lane, offset, nbytes, expected, found, 0, 0)
 
     def _end_request(self, request: _Request) -> None:
-        del self._requests[request.id]
+        del self._engine_port[request.id]
         ended = request.failure or self._failure(request, Outcome.DONE, 0)
         ended = ended._replace(started_ns=request.started_ns, finished_ns=time.perf_counter_ns())
         with self._ready:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from .backend import Backend, Completion, Outcome, Segment
 from .buffers import TransferMemory
+from .completion_errors import cancelled, error_of
 from .contents import ExtentContents, Fill
 from .errors import IoError, OffloadError
 from .types import Extent, Ticket
-from .verdict import cancelled, error_of
 
 log = logging.getLogger("overspill.io_engine")
 
@@ -77,7 +77,7 @@ class Dispatcher:
         self._callback_errors: list[BaseException] = []
         self._next_id = 1
         self._ending = 0  # tickets taken out of flight whose on_done has not returned
-        self.requests = self.failures = 0
+        self.engine_port = self.failures = 0
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="overspill-io", daemon=True)
         self._thread.start()
@@ -95,7 +95,7 @@ class Dispatcher:
                 raise OffloadError("the I/O engine is closed; open a new one")
             flight.id = self._next_id
             self._next_id += 1
-            self.requests += 1
+            self.engine_port += 1
             self._flights[flight.id] = flight
             line = self._lines.setdefault(flight.ticket.extent, _Line())
             if line.waiting or not line.admits(flight):

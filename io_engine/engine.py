@@ -19,7 +19,6 @@ from .backend import BackendFactory
 from .buffers import Lease, allocate_host
 from .committed import OwnedStore
 from .dispatch import Dispatcher, Flight
-from .ending import forget_memory, shut_down
 from .errors import OffloadError
 from .extent_table import ExtentTable
 from .manifest import Generation, Manifest, StoredItem, StoreLayout
@@ -27,6 +26,7 @@ from .native import crc32
 from .opening import open_backend
 from .probe import measured_rates
 from .settings import choose_tuning, directory_list
+from .shutdown import forget_memory, shut_down
 from .space import Space, file_shares
 from .store import StoreFile, create_files, reopen_files
 from .transfer import Buffer, cut, plan_transfer, runs_of
@@ -401,7 +401,7 @@ class IoEngine:
         return IoStats(
             bytes_read=sum(lane.bytes_read for lane in lanes),
             bytes_written=sum(lane.bytes_written for lane in lanes),
-            requests=self._dispatcher.requests,
+            engine_port=self._dispatcher.engine_port,
             failures=self._dispatcher.failures,
             retries=sum(lane.retries for lane in lanes),
             busy_s=sum(lane.busy_s for lane in lanes),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from .buffers import Lease, allocate_host
 from .errors import CorruptionError, IoError, OffloadError, refused
 from .native import crc32
-from .once import Once
+from .one_shot_event import OneShotEvent
 from .types import SECTOR_BYTES
 
 log = logging.getLogger("overspill.io_engine")
@@ -129,7 +129,7 @@ class RangesRead:
         self.error: OffloadError | None = None
         self.started_ns = self.finished_ns = 0
         self.blocks, self.next, self.left = blocks, 0, len(blocks)
-        self._on_done, self._ended = on_done, Once()
+        self._on_done, self._ended = on_done, OneShotEvent()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import OffloadError
-from .once import Once
+from .one_shot_event import OneShotEvent
 
 SECTOR_BYTES = 4096
 
@@ -71,7 +71,7 @@ class IoStats:
 
     bytes_read: int
     bytes_written: int
-    requests: int
+    engine_port: int
     failures: int
     retries: int
     busy_s: float
@@ -102,7 +102,7 @@ class Ticket:
         self.extent, self.kind, self.nbytes = extent, kind, extent.nbytes
         self.error: OffloadError | None = None
         self.started_ns = self.finished_ns = 0
-        self._ended = Once()
+        self._ended = OneShotEvent()
         self._on_own_thread, self._cancel, self._hurry = on_own_thread, cancel, hurry
         self._on_done = on_done
         self.has_listener = on_done is not None

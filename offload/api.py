@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .arguments import require_model, require_optimizer
+from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.meta import decode_facts
 from .durable.resume import optimizer_for, warn_of_kept_options, with_formats
@@ -23,7 +24,6 @@ from .facts.machine import Machine
 from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
-from .lifetime import end_unused
 from .open_engines import engines_in, open_engines, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .paths import as_path, as_paths

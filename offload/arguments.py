@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .observed import Observed
+from .engine_handle import EngineHandle
 
 
 def require_model(model: object) -> None:
@@ -37,10 +37,10 @@ def require_optimizer(optimizer: object) -> None:
     Raises:
         TypeError: it is no optimizer of torch's, or one that ``wrap`` has returned.
     """
-    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, Observed):
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, EngineHandle):
         return
     hint = "build one over model.parameters()"
-    if isinstance(optimizer, Observed):
+    if isinstance(optimizer, EngineHandle):
         hint = (
             "wrap returned it, so it is wrapped already; build a new torch optimizer over the "
             "parameters of this model"

@@ -13,7 +13,7 @@ from .errors import OffloadError
 from .movement.accelerators.choose import Accelerator
 from .optim.optimizer import moments_of
 from .training import torch_private
-from .training.managed import managed
+from .training.param_handle import managed
 
 
 def check_model(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .closeable import Closeable
 from .config import OffloadConfig
 from .durable.commits import Commits
 from .durable.meta import random_states
@@ -19,11 +20,10 @@ from .errors import OffloadError, clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
-from .lifetime import Living
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
-from .movement.machinery import Machinery
+from .movement.runtime import Runtime
 from .planning.bounds import move_seconds
 from .planning.budgets import Untaken
 from .planning.costs import Costs
@@ -31,119 +31,121 @@ from .planning.plan import Plan
 from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
 from .state.edits import Edits
-from .state.homes import Homes
+from .state.engine_resources import EngineResources
 from .state.importing import Others, open_weights
 from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
+from .state.param_access import ParamAccess
 from .state.torch_state import Make, OptimizerState
 from .state.unmanaged import renamed_parameters, unmanaged_tensors
-from .state.weight_door import WeightDoor
 from .state.weight_files import match_files, read_float
 from .training import torch_private
-from .training.adapting import Adapting
+from .training.activation_tuner import ActivationTuner
 from .training.backward import Backward
-from .training.choices import Choices
+from .training.backward_update_policy import BackwardUpdatePolicy, Declared
 from .training.conversions import Conversions, in_engine
-from .training.driven import Driven
-from .training.early import Declared, Early
+from .training.expert_routing import Choices
+from .training.external_forward import ExternalForwardAdapter
+from .training.forward_stack import ForwardStack
 from .training.forwards import Forwards
-from .training.frames import Frames
 from .training.gradient_door import GradientDoor, gradients_by
 from .training.gradients import GradientCollector
 from .training.handles import Removable
 from .training.held_gradients import HeldGradients
 from .training.hooks import ModuleHooks
-from .training.landing import Landing
 from .training.modelled_compute import ModelledCompute
+from .training.onloaded_units import OnloadedUnits
 from .training.pickling import Pickling, copied, reduced, spawning
-from .training.residences import Residences
+from .training.resident_param_guard import ResidentParamGuard
 from .training.saved import SavedTensors
-from .training.showing import Showing
 from .training.stepping import Stepping
+from .training.update_waiter import UpdateWaiter
 
 log = logging.getLogger("overspill")
 ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"
 _MARKS = (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__")
 
 
-class Engine(Living):
+class Engine(Closeable):
     """One wrapped model.  Never copied or pickled: the weights are not all in the model."""
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[dict[str, Any]], homes: Homes,
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], resources: EngineResources,
         calibration: Calibration | None, hooks: list[Removable],
     ) -> None:  # fmt: skip
         """``hooks``: gets what is installed, as soon as it is."""
-        machinery, contents, trainer = homes.machinery, homes.contents, homes.trainer
-        config, blueprint, parts = machinery.config, machinery.blueprint, machinery.parts
-        executor, updater, ledger = machinery.executor, machinery.updater, machinery.ledger
-        accelerator, writer = machinery.accelerator, machinery.store.writer
+        runtime, contents, trainer = resources.runtime, resources.contents, resources.trainer
+        config, blueprint, parts = runtime.config, runtime.blueprint, runtime.parts
+        executor, updater, ledger = runtime.executor, runtime.updater, runtime.ledger
+        accelerator, writer = runtime.accelerator, runtime.store.writer
         # What a part asks of another it gets when it is made; so they follow from below.
-        residences = Residences(
-            parts, executor, accelerator, homes.held_slots, homes.stubs, ledger.changing
+        units = OnloadedUnits(
+            parts, executor, accelerator, resources.held_slots, resources.stubs, ledger.changing
         )
-        machinery.when_still(residences.close)
-        backward = Backward(residences, machinery.trace)
-        adapting = Adapting(machinery, model, backward)
-        saved = SavedTensors(residences, ledger.versions, backward, adapting.stash)
-        frames = Frames(residences, saved, backward, trainer)
-        showing = Showing(residences, executor, ledger)
-        landing = Landing(config, executor, ledger)
+        runtime.when_still(units.close)
+        backward = Backward(units, runtime.trace)
+        tuner = ActivationTuner(runtime, model, backward)
+        saved = SavedTensors(units, ledger.versions, backward, tuner.saved_offloader)
+        stack = ForwardStack(units, saved, backward, trainer)
+        guard = ResidentParamGuard(units, executor, ledger)
+        waiter = UpdateWaiter(config, executor, ledger)
         commits = None
         if writer is not None:
-            commits = Commits(model, groups, machinery, writer, showing, landing, contents)
-        edits = Edits(executor, frames, showing, landing, machinery.direct, commits)
-        weights = WeightDoor(residences, showing, contents, ledger, frames, trainer, edits)
-        residences.install(weights)
-        showing.hide_all()
-        early = Early(
-            config, blueprint.update, groups, ledger, updater, residences, saved, showing, landing,
-            commits,
+            commits = Commits(model, groups, runtime, writer, guard, waiter, contents)
+        edits = Edits(executor, stack, guard, waiter, runtime.direct, commits)
+        weights = ParamAccess(units, guard, contents, ledger, stack, trainer, edits)
+        units.install(weights)
+        guard.hide_all()
+        policy = BackwardUpdatePolicy(
+            config, blueprint.update, groups, ledger, updater, units, saved, guard, waiter, commits,
         )  # fmt: skip
-        weights.require_gradients_unused = early.require_unused
+        weights.require_gradients_unused = policy.require_unused
         door = GradientDoor()
         collector = GradientCollector(
-            ledger, updater, residences, backward, early,
+            ledger, updater, units, backward, policy,
             blueprint.update == "backward" and config.accumulate == 1,
             gradients_by(door, parts, config.accumulate),
         )  # fmt: skip
         while_open: list[Removable] = [collector]
         hooks.append(collector)
         held = HeldGradients(
-            config, parts, ledger, accelerator, machinery.direct, machinery.memory.arenas, updater,
-            collector, early,
+            config, parts, ledger, accelerator, runtime.direct, runtime.memory.arenas, updater,
+            collector, policy,
         )  # fmt: skip
         door.open(held)
         stepping = Stepping(
-            blueprint, groups, ledger, updater, residences, backward, showing, landing, early,
-            collector, commits, weights.renew, lambda: random_states(accelerator.device),
+            blueprint, groups, ledger, updater, units, backward, guard, waiter, policy, collector,
+            commits, weights.renew, lambda: random_states(accelerator.device),
         )  # fmt: skip
-        materializing = Materializing(machinery, residences, showing, weights)
-        averages = Averages(machinery, contents, weights, residences, showing, edits)
+        materializing = Materializing(runtime, units, guard, weights)
+        averages = Averages(runtime, contents, weights, units, guard, edits)
         loop = Loop(
-            model, groups, machinery, trainer, frames, residences, showing, landing, weights,
-            materializing, averages, early, collector, held, stepping, commits, adapting,
+            model, groups, runtime, trainer, stack, units, guard, waiter, weights, materializing,
+            averages, policy, collector, held, stepping, commits, tuner,
         )  # fmt: skip
         backward.when_begun(loop.backward_begins)
         backward.when_over(loop.backward_over)
         backward.when_left(collector.left)
         seen = ModuleHooks(
-            model, residences, backward, frames, machinery.trace, loop, adapting.stash,
-            adapting.recompute,
+            model, units, backward, stack, runtime.trace, loop, tuner.saved_offloader,
+            tuner.recompute,
         )  # fmt: skip
         hooks.append(seen)
-        hooks.append(Choices(model, residences))
-        self.driven = Driven(ledger, seen, loop, residences, collector, weights, while_open)
+        hooks.append(Choices(model, units))
+        self.external_forward = ExternalForwardAdapter(
+            ledger, seen, loop, units, collector, weights, while_open
+        )
         if (flops_s := accelerator.limits.device_flops_s) is not None:
             while_open.append(ModelledCompute(model, parts, flops_s, executor.compute))
             hooks.append(while_open[-1])
-        hooks.append(StateHooks(model, machinery, weights, showing, trainer, commits))
-        self._figures = _figures_of(machinery, calibration)
+        hooks.append(StateHooks(model, runtime, weights, guard, trainer, commits))
+        self._figures = _figures_of(runtime, calibration)
         self.state = loop.watch(OptimizerState(
-            model, groups, machinery, contents, weights, showing, edits, averages, loop.quiesce
+            model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce
         ))  # fmt: skip
-        self.model, self.machinery, self._loop, self._weights = model, machinery, loop, weights
-        self._contents, self._residences, self._materializing = contents, residences, materializing
+        self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
+        self._contents, self._onloaded_units = contents, units
+        self._materializing = materializing
         # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there is something to end
@@ -153,19 +155,19 @@ class Engine(Living):
         cls,
         model: nn.Module,
         groups: Sequence[dict[str, Any]],
-        homes: Homes,
+        resources: EngineResources,
         calibration: Calibration | None = None,
     ) -> Engine:
-        """Hooks up a model whose weights and state are in their homes.  After an error no hooks are
-        left; the homes are the caller's to close."""
+        """Hook up a model whose weights and state are in ``resources``. After an error no hooks
+        are left, and the caller closes the resources."""
         hooks: list[Removable] = []
         try:
-            engine = cls(model, groups, homes, calibration, hooks)
-            machinery = homes.machinery
+            engine = cls(model, groups, resources, calibration, hooks)
+            runtime = resources.runtime
             hooks.append(Pickling(model))
-            hooks.append(Conversions(model, in_engine, lambda: machinery.closed))
+            hooks.append(Conversions(model, in_engine, lambda: runtime.closed))
             if not groups:
-                protocol = machinery.executor.protocol
+                protocol = runtime.executor.protocol
                 hooks.append(Forwards(model, protocol, engine.forwarded))
             engine.may_close()
             # Found on the instance, these refuse copies and pickles of the model before they begin.
@@ -199,12 +201,12 @@ class Engine(Living):
     @property
     def store_directories(self) -> tuple[Path, ...]:
         """The directories that no other store may be in while this engine is open."""
-        io = self.machinery.store.io
+        io = self.runtime.store.io
         return () if io is None else io.owned_directories
 
     def untaken(self) -> Untaken:
         """What the engine may still take of this machine within its budgets."""
-        return self.machinery.untaken()
+        return self.runtime.untaken()
 
     def let_go(self) -> None:
         """Takes hooks and marks from the model."""
@@ -218,7 +220,7 @@ class Engine(Living):
     @property
     def plan(self) -> Plan:
         """The plan that the run follows, with ``pageable_bytes`` as measured."""
-        plan, pageable = self.machinery.blueprint.plan, self.machinery.memory.pageable_bytes
+        plan, pageable = self.runtime.blueprint.plan, self.runtime.memory.pageable_bytes
         if not pageable:
             return plan
         return replace(plan, detail=replace(plan.detail, pageable_bytes=pageable))
@@ -226,7 +228,7 @@ class Engine(Living):
     @property
     def config(self) -> OffloadConfig:
         """What was asked for."""
-        return self.machinery.config
+        return self.runtime.config
 
     @property
     def stats(self) -> Stats:
@@ -236,12 +238,12 @@ class Engine(Living):
     @property
     def memory(self) -> Mapping[Tier, MemoryStats]:
         """Budget, held and peak bytes of every tier."""
-        return self.machinery.memory.stats()
+        return self.runtime.memory.stats()
 
     @property
     def trace(self) -> Trace:
         """The recorded steps."""
-        return self.machinery.trace
+        return self.runtime.trace
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
         """What was chosen once activations were known: the units that are computed again, and what
@@ -262,7 +264,7 @@ class Engine(Living):
     @property
     def step_count(self) -> int:
         """Steps taken."""
-        return self.machinery.ledger.count
+        return self.runtime.ledger.count
 
     def require_gradients_unused(self) -> None:
         """Raise if gradients cannot be dropped now, as a step that has begun has applied them."""
@@ -309,7 +311,7 @@ class Engine(Living):
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those that the engine has, in the order of their indices."""
-        return self.machinery.parts.parameters
+        return self.runtime.parts.parameters
 
     def has(self, module: nn.Module) -> bool:
         """Return whether the engine's model is or contains ``module``."""
@@ -318,7 +320,7 @@ class Engine(Living):
     @property
     def trained(self) -> list[ParamSpec]:
         """The parameters that are trained, in the order in which ``masters`` gives them."""
-        chunks = (chunk for unit in self.machinery.parts.units for chunk in unit.chunks)
+        chunks = (chunk for unit in self.runtime.parts.units for chunk in unit.chunks)
         return [spec for chunk in chunks if chunk.group is not None for spec in chunk.params]
 
     def read(self, index: int) -> torch.Tensor:
@@ -332,7 +334,7 @@ class Engine(Living):
     def _by_name(self, read: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters that the model has now: those of the engine, unit by unit, as
         ``read`` gives them by index, then the others."""
-        parts = self.machinery.parts
+        parts = self.runtime.parts
         renamed = renamed_parameters(self.model, parts.names, parts.parameters)
         for unit in parts.units:
             for _, spec in unit.params:
@@ -357,7 +359,7 @@ class Engine(Living):
         """
         model = self.model if part is None else part
         files = open_weights(path, model if hub else None)
-        names = match_files(files, model, self.machinery.parts)
+        names = match_files(files, model, self.runtime.parts)
         others = Others(files, model, set(names.values()), set(map(id, self.parameters)))
         self._loop.require_usable()
         self._weights.load_all({index: partial(read_float, files, n) for index, n in names.items()})
@@ -366,7 +368,7 @@ class Engine(Living):
     def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
         """The exact fp32 value of every trained parameter, unit by unit."""
         self.quiesce()
-        for unit in self.machinery.parts.units:
+        for unit in self.runtime.parts.units:
             yield from self._contents.masters(unit.index)
 
     def materialized(self, *, writeback: bool) -> Materialized:
@@ -404,7 +406,7 @@ class Engine(Living):
         with torch_private.without_overrides():
             for p in self.parameters:
                 p.grad = None
-        self._residences.give_away(values)
+        self._onloaded_units.give_away(values)
         self.let_go()
 
     # -- the end --------------------------------------------------------------------------------
@@ -435,16 +437,16 @@ class Engine(Living):
         self._door.close()
         for each in self._while_open:
             each.remove()
-        self.machinery.close()
+        self.runtime.close()
 
     @property
     def finished(self) -> bool:
         """Whether its machinery has ended."""
-        return self.machinery.closed
+        return self.runtime.closed
 
     def forked(self) -> None:
         """This is a forked child: nothing of the engine works here, its memory least of all."""
-        self._residences.close()
+        self._onloaded_units.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         if self._materializing.active:
@@ -466,9 +468,9 @@ class Engine(Living):
         )
 
 
-def _figures_of(machinery: Machinery, calibration: Calibration | None) -> StepFigures:
-    needed_s = move_seconds(machinery.blueprint.plan.link_bytes, machinery.config.rates)
-    return StepFigures(machinery.trace, needed_s, calibration)
+def _figures_of(runtime: Runtime, calibration: Calibration | None) -> StepFigures:
+    needed_s = move_seconds(runtime.blueprint.plan.link_bytes, runtime.config.rates)
+    return StepFigures(runtime.trace, needed_s, calibration)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

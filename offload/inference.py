@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .engine import Engine
-from .observed import Observed
+from .engine_handle import EngineHandle
 
 
-class OffloadedInference(Observed):
+class OffloadedInference(EngineHandle):
     """A model whose weights live on several tiers, to compute with; what ``wrap`` gives without an
     optimizer.
 

@@ -12,26 +12,26 @@ from torch import nn
 
 from .durable.commits import Commits
 from .errors import OffloadError
-from .movement.machinery import Machinery
+from .movement.runtime import Runtime
 from .planning.costs import Costs
 from .schedule.messages import Until
 from .state.averages import Averages
 from .state.materializing import Materializing
+from .state.param_access import ParamAccess
 from .state.torch_state import OptimizerState
-from .state.weight_door import WeightDoor
-from .training.adapting import Adapting
-from .training.callers import wait_for_others
-from .training.early import Declared, Early
-from .training.frames import Frames
+from .training.activation_tuner import ActivationTuner
+from .training.backward_update_policy import BackwardUpdatePolicy, Declared
+from .training.forward_stack import ForwardStack
 from .training.gradients import GradientCollector
 from .training.held_gradients import HeldGradients
-from .training.landing import Landing
-from .training.residences import Residences
-from .training.roster import Roster
-from .training.showing import Showing
+from .training.onloaded_units import OnloadedUnits
+from .training.param_group_check import ParamGroupCheck
+from .training.reentrancy import wait_for_others
+from .training.resident_param_guard import ResidentParamGuard
 from .training.stepping import Stepping
 from .training.torch_private import in_backward
 from .training.trainer import Trainer
+from .training.update_waiter import UpdateWaiter
 
 log = logging.getLogger("overspill")
 
@@ -43,32 +43,32 @@ class Loop:
         self,
         model: nn.Module,
         groups: Sequence[Mapping[str, Any]],
-        machinery: Machinery,
+        runtime: Runtime,
         trainer: Trainer,
-        frames: Frames,
-        residences: Residences,
-        showing: Showing,
-        landing: Landing,
-        weights: WeightDoor,
+        forward_stack: ForwardStack,
+        onloaded_units: OnloadedUnits,
+        resident_guard: ResidentParamGuard,
+        update_waiter: UpdateWaiter,
+        weights: ParamAccess,
         materializing: Materializing,
         averages: Averages,
-        early: Early,
+        backward_updates: BackwardUpdatePolicy,
         collector: GradientCollector,
         held: HeldGradients,
         stepping: Stepping,
         commits: Commits | None,
-        adapting: Adapting,
+        tuner: ActivationTuner,
     ) -> None:
-        self._machinery, self._trainer = machinery, trainer
-        self._roster = Roster(model, groups, durable=commits is not None)
+        self._runtime, self._trainer = runtime, trainer
+        self._group_check = ParamGroupCheck(model, groups, durable=commits is not None)
         self._executor, self._direct, self._trace = (
-            machinery.executor, machinery.direct, machinery.trace
+            runtime.executor, runtime.direct, runtime.trace
         )  # fmt: skip
-        self._frames, self._residences = frames, residences
-        self._showing, self._landing = showing, landing
+        self._forward_stack, self._onloaded_units = forward_stack, onloaded_units
+        self._resident_guard, self._update_waiter = resident_guard, update_waiter
         self._weights, self._materializing, self._averages = weights, materializing, averages
-        self._early, self._collector, self._held = early, collector, held
-        self._stepping, self._commits, self._adapting = stepping, commits, adapting
+        self._backward_updates, self._collector, self._held = backward_updates, collector, held
+        self._stepping, self._commits, self._tuner = stepping, commits, tuner
 
     def require(self) -> None:
         """Raises after ``close`` and after a failure."""
@@ -104,11 +104,11 @@ class Loop:
     def quiesce(self) -> None:
         """Waits for all updates, and until nothing moves; caches are dropped."""
         self.require_usable()
-        self._frames.tidy()
+        self._forward_stack.tidy()
         self._state.write_back()
         self._weights.take_edits()
         self._weights.reconcile()
-        self._landing.land()
+        self._update_waiter.wait_for_updates()
         self._direct.quiesce()
 
     # -- forward --------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ class Loop:
         if torch.is_grad_enabled():
             self._executor.health.require_commits()
             self._averages.require_ended()
-            self._roster.check()
+            self._group_check.check()
         self.write_copies()
-        self._residences.refuse_edits()
+        self._onloaded_units.refuse_edits()
         if self._commits is not None:
             self._commits.require_whole()
             if torch.is_grad_enabled():
@@ -132,42 +132,42 @@ class Loop:
         """A module is about to run that reads weights of the unit."""
         self._trainer.claim()
         self._direct.finish()
-        self._weights.reconcile(self._residences.groups[unit])
+        self._weights.reconcile(self._onloaded_units.groups[unit])
         self._state.write_back()
         if torch.is_grad_enabled() and not in_backward():
             self._executor.health.require_commits()
             self._averages.require_ended()
             if self._commits is not None:
                 self._commits.seal()  # where parts of the model are called, and not the whole
-        if self._residences.may_change(unit):
+        if self._onloaded_units.may_change(unit):
             self._end_writes()
-        self._residences.will_run(unit)
-        self._showing.show(unit)
+        self._onloaded_units.will_run(unit)
+        self._resident_guard.show(unit)
 
     def _end_writes(self) -> None:
         """Wait for what is being written to disk from memory that compute uses: see Note [Changes
         in forward]."""
-        self._landing.land()
+        self._update_waiter.wait_for_updates()
         protocol = self._executor.protocol
         if self._commits is not None and not protocol.open:  # `cut` is false for the first commit
             protocol.wait(Until.DURABLE)
 
     def after_forward(self) -> None:
         """A forward of the whole model has ended."""
-        self._showing.hide_all()
+        self._resident_guard.hide_all()
 
     # -- backward and step ----------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """The first of the graph tasks of a backward runs."""
         self._weights.reconcile()
-        self._residences.let_go()  # what readers keep may be updated
+        self._onloaded_units.let_go()  # what readers keep may be updated
 
     def backward_over(self) -> None:
         """The last of them has ended."""
-        if self._executor.health.failed or self._machinery.closed:
+        if self._executor.health.failed or self._runtime.closed:
             return
-        self._showing.hide_all()  # what a checkpoint has shown again
+        self._resident_guard.hide_all()  # what a checkpoint has shown again
         self._collector.deliver_all()
         self._held.renew()
         if self._collector.appeared_any:  # else it was an autograd.grad of something else
@@ -179,12 +179,12 @@ class Loop:
         """Updates every parameter that has a gradient."""
         self._trainer.claim()
         self.require_usable()
-        if not self._machinery.ledger.early:  # a step whose updates have begun must be completed
+        if not self._runtime.ledger.early:  # a step whose updates have begun must be completed
             self._executor.health.require_commits()
-        self._frames.tidy()
+        self._forward_stack.tidy()
         self._direct.finish()
-        self._roster.check()
-        self._residences.check_shown(self._showing.hidden)
+        self._group_check.check()
+        self._onloaded_units.check_shown(self._resident_guard.hidden)
         self._weights.write_copies()
         self._weights.refuse_joined()
         self._state.write_copies()
@@ -195,17 +195,17 @@ class Loop:
         self._stepping.step()
         self._weights.reconcile()  # whoever has a tensor over a weight sees what it is now
         self._state.renew()
-        self._adapting.stepped()
+        self._tuner.stepped()
 
     def declared(self, final: bool) -> Declared:
         """Inside, every backward is (or is not) the last one of the step."""
-        return self._early.declared(final)
+        return self._backward_updates.declared(final)
 
     # -- commits --------------------------------------------------------------------------------
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """See ``Adapting``."""
-        return self._adapting.adapted()
+        """See ``ActivationTuner``."""
+        return self._tuner.adapted()
 
     def commit(self, what: str) -> None:
         """Makes the present state durable; ``what`` the user has called."""
@@ -225,7 +225,7 @@ class Loop:
     def _require_commits(self, what: str) -> Commits:
         self.require_usable()
         self._executor.health.require_commits()
-        self._frames.tidy()
+        self._forward_stack.tidy()
         if self._commits is None:
             raise OffloadError(
                 f"{what}() needs a durable store; pass nvme= (a directory) to wrap, and leave "
@@ -240,7 +240,7 @@ class Loop:
 
     def leave(self) -> None:
         """Takes the hooks of a forward that an exception has ended from the calling thread."""
-        self._frames.forget()
+        self._forward_stack.forget()
 
     def end(self, state: OptimizerState) -> None:
         """The calling thread ends all, whoever trains: the last step is committed, if it can be.
@@ -264,9 +264,9 @@ class Loop:
             )
             return
         # What the training thread has on its way is on a stream that this one may not know.
-        self._machinery.accelerator.synchronize()
+        self._runtime.accelerator.synchronize()
         # A forward that was interrupted has its unit open: pending updates may need the room.
-        self._residences.reset()
+        self._onloaded_units.reset()
         self._averages.end()
         self._weights.take_edits()
         self._weights.write_copies()

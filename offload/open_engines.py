@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from .closeable import living
 from .config import OffloadConfig, parse_size
 from .engine import Engine
 from .errors import IoError, format_bytes
 from .facts.tier import Tier
 from .holders import holder_of
-from .lifetime import living
 from .planning.budgets import Untaken, total_host_bytes
 
 log = logging.getLogger("overspill")

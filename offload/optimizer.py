@@ -15,8 +15,8 @@ from torch import nn
 from .durable.export import export_model, export_store
 from .durable.hub import as_on_hub, config_of
 from .engine import OPTIMIZER, Engine
+from .engine_handle import EngineHandle
 from .errors import OffloadError
-from .observed import Observed
 from .optim.averaged import DECAY, check_decay
 from .optim.formats import round_to_upper
 from .paths import as_path
@@ -24,13 +24,13 @@ from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
 from .training import optimizer_private, torch_private
-from .training.callers import refuse_reentry
-from .training.early import Declared
+from .training.backward_update_policy import Declared
+from .training.reentrancy import refuse_reentry
 
 Given = TypeVar("Given", bound=torch.optim.Optimizer)
 
 
-class OffloadedOptimizer(Observed, torch.optim.Optimizer):
+class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose parameters and state live on several tiers.
 
     ``param_groups`` are the very objects of the wrapped optimizer, read at every step, so

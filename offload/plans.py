@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from .checks import check_devices, check_model, check_moments, check_packed
+from .closeable import end_unused
 from .config import OffloadConfig
 from .facts.machine import Machine
 from .facts.tier import Tier
 from .io_engine.ranges import held_bytes, threads_for
-from .lifetime import end_unused
 from .measure.calibration import Calibration, Task, calibrate
 from .measure.rates import measure_file
 from .movement.accelerators.choose import Accelerator, make_accelerator

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.commits import Unmanaged, adopt
 from .durable.meta import decode_facts
@@ -19,10 +20,9 @@ from .engine import Engine, engine_of
 from .errors import BudgetError
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore
-from .lifetime import end_unused
 from .measure.calibration import Calibration
 from .movement.accelerators.choose import make_accelerator
-from .movement.machinery import Machinery
+from .movement.runtime import Runtime
 from .open_engines import refuse_folders_in_use, warn_of_open_engines
 from .optim.untrained import NoOptimizer
 from .optimizer import OffloadedOptimizer
@@ -30,9 +30,9 @@ from .planning.blueprint import Blueprint
 from .planning.budgets import beyond_this_machine
 from .planning.plan import Plan
 from .plans import calibrated, make_blueprint
-from .state.homes import Homes
+from .state.engine_resources import EngineResources
 from .state.loading import load
-from .state.taken import Taken
+from .state.original_weights import OriginalWeights
 from .state.unmanaged import warn_of_large
 from .training import optimizer_private, torch_private
 
@@ -75,21 +75,21 @@ def opened(
     make: Callable[[Engine], Made],
 ) -> Made:  # fmt: skip
     """Gives a model its engine, and what ``make`` gives for it; after an error all is as it was."""
-    begun = Begun(model, optimizer, config)
+    transaction = WrapTransaction(model, optimizer, config)
     try:
-        config, calibration = calibrated(model, optimizer, config, begun.accelerator)
-        blueprint = make_blueprint(model, optimizer, config, begun.accelerator)
+        config, calibration = calibrated(model, optimizer, config, transaction.accelerator)
+        blueprint = make_blueprint(model, optimizer, config, transaction.accelerator)
         raise_shortfall(blueprint.plan)
-        homes, taken = begun.open(blueprint)
-        load(model, optimizer, homes, taken)
-        engine = Engine.open(model, optimizer.param_groups, homes, calibration)
+        resources, original = transaction.open(blueprint)
+        load(model, optimizer, resources, original)
+        engine = Engine.open(model, optimizer.param_groups, resources, calibration)
         _tell(optimizer, engine)
         made = make(engine)
         engine.model_holds(made)
         optimizer.state.clear()
         return made
     except BaseException:
-        begun.undo()
+        transaction.undo()
         raise
 
 
@@ -105,16 +105,16 @@ def reopened(
     make: Callable[[Engine], Made],
 ) -> tuple[Made, Any]:  # fmt: skip
     """As ``opened``, with what the last commit of a store holds; also gives its ``extra``."""
-    begun = Begun(model, optimizer, config)
+    transaction = WrapTransaction(model, optimizer, config)
     try:
         Unmanaged(model, decode_facts(store.last().meta))  # raises if it does not fit
-        homes, taken, calibration = _homes_over(store, begun, config)
-        taken.note()
-        taken.move_unmanaged()
-        for unit in homes.machinery.parts.units:
-            taken.free(unit, theirs=False)
-        adopt(model, optimizer.param_groups, homes.machinery, homes.contents)
-        engine = Engine.open(model, optimizer.param_groups, homes, calibration)
+        resources, original, calibration = _homes_over(store, transaction, config)
+        original.note()
+        original.move_unmanaged()
+        for unit in resources.runtime.parts.units:
+            original.free(unit, theirs=False)
+        adopt(model, optimizer.param_groups, resources.runtime, resources.contents)
+        engine = Engine.open(model, optimizer.param_groups, resources, calibration)
         _tell(optimizer, engine)
         made = make(engine)
         engine.model_holds(made)
@@ -122,15 +122,19 @@ def reopened(
         optimizer.state.clear()
         return made, extra
     except BaseException:
-        begun.undo()
+        transaction.undo()
         raise
 
 
 def _homes_over(
-    store: OwnedStore, begun: Begun, config: OffloadConfig
-) -> tuple[Homes, Taken, Calibration | None]:
+    store: OwnedStore, transaction: WrapTransaction, config: OffloadConfig
+) -> tuple[EngineResources, OriginalWeights, Calibration | None]:
     """Homes over the store, or over a copy of it where ``config`` names other directories."""
-    model, optimizer, accelerator = begun.model, begun.optimizer, begun.accelerator
+    model, optimizer, accelerator = (
+        transaction.model,
+        transaction.optimizer,
+        transaction.accelerator,
+    )
     config, calibration = calibrated(model, optimizer, config, accelerator)
     moves = set(config.nvme or ()) != set(store.directories)
     numel = None if moves else largest(store.layout.description)
@@ -141,7 +145,7 @@ def _homes_over(
     check_fits(store, blueprint.layout, blueprint.rules[0].name, cuts=not moves)
     raise_shortfall(blueprint.plan)
     if not moves:
-        return *begun.open(blueprint, store), calibration
+        return *transaction.open(blueprint, store), calibration
     assert config.nvme is not None
     with move_store(
         store,
@@ -150,10 +154,10 @@ def _homes_over(
         blueprint.layout,
         blueprint.plan.disk_bytes,
     ) as copy:
-        return *begun.open(blueprint, copy), calibration
+        return *transaction.open(blueprint, copy), calibration
 
 
-class Begun:
+class WrapTransaction:
     """A wrap that is under way.  ``undo`` gives all back: the model is as it was.
 
     An exception may come between any two lines: whatever starts threads or takes memory is in here
@@ -165,36 +169,40 @@ class Begun:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._state: dict[Any, Any] = {}
-        self._machinery: list[Machinery] = []
-        self._taken: Taken | None = None
+        self._runtime: list[Runtime] = []
+        self._original: OriginalWeights | None = None
         end_unused()
         if config.durable:
             refuse_folders_in_use(config.nvme or ())
         warn_of_open_engines(config)
         self.accelerator = make_accelerator(config.device, config.rates)
 
-    def open(self, blueprint: Blueprint, found: OwnedStore | None = None) -> tuple[Homes, Taken]:
-        """Takes memory and disk; see ``Homes.open``."""
+    def open(
+        self, blueprint: Blueprint, found: OwnedStore | None = None
+    ) -> tuple[EngineResources, OriginalWeights]:
+        """Takes memory and disk; see ``EngineResources.open``."""
         self._state = dict(self.optimizer.state)
-        homes = Homes.open(blueprint, self.accelerator, self._machinery, found)
-        self._taken = taken = Taken(self.model, self.optimizer.param_groups, homes)
-        return homes, taken
+        resources = EngineResources.open(blueprint, self.accelerator, self._runtime, found)
+        self._original = original = OriginalWeights(
+            self.model, self.optimizer.param_groups, resources
+        )
+        return resources, original
 
     def undo(self) -> None:
         """Give the model and its optimizer back as they were, and free everything else.
 
         The caller raises the error that made this necessary: what goes wrong here is only logged.
         """
-        engine = None if self._taken is None else engine_of(self.model)
+        engine = None if self._original is None else engine_of(self.model)
         steps: list[Callable[[], object]] = []
-        if self._taken is not None:
-            steps.append(self._taken.read)
+        if self._original is not None:
+            steps.append(self._original.read)
         if engine is not None:
             steps.append(engine.let_go)
-        steps += [machinery.close for machinery in self._machinery]
+        steps += [runtime.close for runtime in self._runtime]
         steps.append(self.accelerator.close)
-        if self._taken is not None:
-            steps.append(self._taken.give_back)
+        if self._original is not None:
+            steps.append(self._original.give_back)
         if self._state:
             steps.append(partial(self.optimizer.state.update, self._state))
         for step in steps:

@@ -111,12 +111,14 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 def _ancestors(group: PurePosixPath, mounts: list[_Mount]) -> Iterator[Path]:
     """The directories of ``group`` and its ancestors, as far as one of the mounts shows them."""
-    showing = [m for m in mounts if group.is_relative_to(m.group) and ".." not in group.parts]
-    if not showing:
+    resident_guard = [
+        m for m in mounts if group.is_relative_to(m.group) and ".." not in group.parts
+    ]
+    if not resident_guard:
         # Another control group namespace: the mount point is the best that is known.
         yield mounts[0].directory
         return
-    widest = min(showing, key=lambda mount: len(mount.group.parts))
+    widest = min(resident_guard, key=lambda mount: len(mount.group.parts))
     inside = group.relative_to(widest.group)
     for each in (inside, *inside.parents):
         directory = widest.directory / each

@@ -20,17 +20,17 @@ from torch import nn
 from ..errors import OffloadError
 from ..io_engine.pins import Identity
 from ..movement.commit_writer import CommitWriter
-from ..movement.machinery import Machinery
+from ..movement.runtime import Runtime
 from ..schedule.describe import item_of
 from ..schedule.ledger import Ledger, Prepared
-from ..schedule.messages import Adopt, Judged, Key, Kind, Until
+from ..schedule.messages import Adopt, FiniteCheck, Key, Kind, Until
 from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
 from ..state.module_states import ModuleStates, states_of
 from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
 from ..training import torch_private
-from ..training.landing import Landing
-from ..training.showing import Showing
+from ..training.resident_param_guard import ResidentParamGuard
+from ..training.update_waiter import UpdateWaiter
 from .meta import (
     check_readable,
     decode_facts,
@@ -60,22 +60,26 @@ class Commits:
         self,
         model: nn.Module,
         groups: Sequence[Mapping[str, Any]],
-        machinery: Machinery,
+        runtime: Runtime,
         writer: CommitWriter,
-        showing: Showing,
-        landing: Landing,
+        resident_guard: ResidentParamGuard,
+        update_waiter: UpdateWaiter,
         contents: Contents,
     ) -> None:
-        self._model, self._groups, self._config = model, groups, machinery.config
-        self._device, self._ledger = machinery.accelerator.device, machinery.ledger
-        self._executor, self._direct = machinery.executor, machinery.direct
-        self._writer, self._protocol = writer, machinery.executor.protocol
-        self._showing, self._landing, self._contents = showing, landing, contents
-        self._units, self._digests = machinery.parts.units, machinery.store.digests
+        self._model, self._groups, self._config = model, groups, runtime.config
+        self._device, self._ledger = runtime.accelerator.device, runtime.ledger
+        self._executor, self._direct = runtime.executor, runtime.direct
+        self._writer, self._protocol = writer, runtime.executor.protocol
+        self._resident_guard, self._update_waiter, self._contents = (
+            resident_guard,
+            update_waiter,
+            contents,
+        )
+        self._units, self._digests = runtime.parts.units, runtime.store.digests
         self._members = member_names(model, groups)
-        self._parameters = machinery.parts.parameters
+        self._parameters = runtime.parts.parameters
         self._managed = frozenset(map(id, self._parameters))
-        self._names = machinery.parts.names
+        self._names = runtime.parts.names
         self._known = frozenset(unmanaged_tensors(model, self._managed))
         self._left_out: set[str] = set()  # states of modules that no commit can hold
         self._facts: bytes | None = None  # of the present state, once they are known
@@ -187,7 +191,7 @@ class Commits:
             OffloadError: a backward has already updated a part of the model, weights are not
                 finite, or an edit of them was interrupted.
         """
-        self._landing.land()
+        self._update_waiter.wait_for_updates()
         if (reason := self._unfit()) is not None:
             raise OffloadError(reason)
         self._random = random_states(self._device)
@@ -209,7 +213,7 @@ class Commits:
         if self._half:
             return _HALF
         if self._ledger.spoiled:
-            names = ", ".join(map(self._showing.name_of, sorted(self._ledger.spoiled)))
+            names = ", ".join(map(self._resident_guard.name_of, sorted(self._ledger.spoiled)))
             return f"values are not finite in {names}; rollback(), or load weights and state"
         return None
 
@@ -219,7 +223,7 @@ class Commits:
         if self._writer.last is None and self._ledger.count == 0:
             return  # nothing was trained
         self._writer.ends()
-        self._protocol.land()
+        self._protocol.finish_updates()
         if (reason := self._unfit()) is not None:
             log.warning("overspill: closed; the store keeps the last commit: %s", reason)
             return
@@ -281,11 +285,11 @@ class Commits:
         sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
         for unit in sorted(doubtful | given):  # told last: the machine then moves
             if unit in sound:
-                self._executor.requests.tell(Judged(unit, finite=True))
+                self._executor.engine_port.tell(FiniteCheck(unit, finite=True))
             else:
                 spoil(self._executor, self._units[unit])
         if sound:
-            self._executor.requests.catch_up()
+            self._executor.engine_port.catch_up()
         self.end_edit(parts)
 
     def rollback(self, give_up: Callable[[], None]) -> Any:
@@ -320,7 +324,7 @@ class Commits:
         for item in items:
             self._direct.reload(item)
             if item.kind is Kind.WEIGHTS:
-                self._showing.changed(item.number, range(len(self._ledger.steps)))
+                self._resident_guard.changed(item.number, range(len(self._ledger.steps)))
         facts = decode_facts(self._writer.last)
         self._restore(facts)
         return self._writer.seal(facts["step"], self._writer.last, kept=facts["step"] > 0)
@@ -330,24 +334,24 @@ class Commits:
 
 
 def adopt(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]], machinery: Machinery,
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], runtime: Runtime,
     contents: Contents,
 ) -> None:  # fmt: skip
     """Takes weights and state over as the last commit of the store that was opened again has
     them."""
-    found, writer = machinery.found, machinery.store.writer
+    found, writer = runtime.found, runtime.store.writer
     assert found is not None and writer is not None
     generation = found.last()
     for item, role in zip(found.layout.items, generation.roles, strict=True):
         key = item_of(item.key)
-        machinery.executor.requests.tell(Adopt(key, role))
-        machinery.direct.reload(key)
+        runtime.executor.engine_port.tell(Adopt(key, role))
+        runtime.direct.reload(key)
     facts = decode_facts(generation.meta)
-    machinery.store.expect(facts.get("digests", {}))
-    for unit in sorted(machinery.layout.in_place):
+    runtime.store.expect(facts.get("digests", {}))
+    for unit in sorted(runtime.layout.in_place):
         contents.show_in_place(unit)
-    machinery.executor.protocol.open, writer.last = False, generation.meta
-    _restore(model, groups, machinery.ledger, facts)
+    runtime.executor.protocol.open, writer.last = False, generation.meta
+    _restore(model, groups, runtime.ledger, facts)
 
 
 def _restore(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..errors import IoError, OffloadError
 from ..io_engine.committed import FoundStore, find_store, own_store
 from ..io_engine.manifest import Generation
-from ..io_engine.mending import repair
+from ..io_engine.manifest_repair import repair
 from ..io_engine.pins import MOST_READS, CommitPin
 from ..io_engine.reading import StoreReader
 from ..io_engine.store import STORE_NAME

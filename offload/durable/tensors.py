@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..io_engine.errors import refused
 from ..io_engine.native import crc32
-from ..io_engine.once import Once
+from ..io_engine.one_shot_event import OneShotEvent
 from ..io_engine.store import reserve
 from ..io_engine.types import SECTOR_BYTES
 from ..planning.sections import joined
@@ -158,7 +158,7 @@ class FileWriter:
         self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
         self._crc = self._nbytes = 0
-        self._ended = Once()
+        self._ended = OneShotEvent()
         thread = threading.Thread(target=self._run, name="overspill-export", daemon=True)
         try:
             thread.start()

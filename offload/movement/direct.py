@@ -14,7 +14,7 @@ from .disk import Disks
 from .executor import Executor
 from .extents import Extents
 from .packing import unpack_unit
-from .unsignalled import Unsignalled
+from .uninterruptible_thread import UninterruptibleThread
 
 
 class DirectAccess:
@@ -30,7 +30,7 @@ class DirectAccess:
     ) -> None:  # fmt: skip
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
         self._disks = disks
-        self._transfers = Unsignalled("overspill-direct")
+        self._transfers = UninterruptibleThread("overspill-direct")
 
     def quiesce(self) -> None:
         """Waits until nothing moves, and drops all cached copies."""
@@ -48,7 +48,7 @@ class DirectAccess:
 
     def _locate(self, item: Key) -> tuple[Place, int, int]:
         """The item's place, the extent to read, and the one to write."""
-        grant = self._executor.requests.ask(lambda ticket: Locate(item, ticket))
+        grant = self._executor.engine_port.ask(lambda ticket: Locate(item, ticket))
         assert grant.roles is not None
         return (grant.places[0], *grant.roles)
 
@@ -101,7 +101,7 @@ class DirectAccess:
             place = self.place(item)
             if place.tier is Tier.DEVICE:
                 self._executor.compute.mark(place)
-        self._executor.requests.tell(Edited(item, role))
+        self._executor.engine_port.tell(Edited(item, role))
         if item.kind is Kind.WEIGHTS:
             self._refresh_device(item.number, place)
 

@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..facts.trace import Trace
-from ..io_engine.once import Once
+from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.invariants import validate
 from ..schedule.layout import Layout
 from ..schedule.ledger import Ledger
 from ..schedule.messages import (
     Accumulate,
-    AtHome,
     Clear,
     Commit,
     Done,
     Failed,
-    Forget,
+    FiniteCheck,
     Freed,
+    FreeDeviceCopy,
+    FreeItem,
+    GradientStored,
     Grant,
     Instruction,
-    Judged,
-    LetGo,
     NotCommitted,
     Refuse,
     Signal,
@@ -43,17 +43,17 @@ from ..schedule.residency import Residency
 from .accelerators.base import Accelerator
 from .commit_writer import CommitWriter
 from .compute_use import ComputeUse
+from .device_updates import DeviceUpdates, RecordParts
 from .disk import Disk
+from .engine_port import EnginePort
 from .events import RangeEvents
 from .extents import Extents
 from .health import Health
 from .moves import Mover, Transfer
 from .pools import Arenas
 from .refusals import refusal
-from .requests import Requests
 from .saved import End, SavedStore
 from .update_lane import UpdateLane, UpdateWork, is_on_device
-from .visits import RecordParts, Visits
 from .waiters import Waiter
 
 
@@ -71,7 +71,7 @@ class Executor:
         visit: where the parts of an update live that go to the device for it, and where they are
             there.
         ledger: told of every signal, on the pump's thread, before anything is decided about it.
-        before_asking: see ``Requests``.
+        before_asking: see ``EnginePort``.
         commits: makes cuts durable.
         saved_changed: told how many bytes of what autograd saved compute has, and disks.
     """
@@ -100,25 +100,25 @@ class Executor:
         events = RangeEvents()
         self.health = Health(lambda: None if commits is None else commits.folder)
         self.compute = ComputeUse(events, accelerator, trace)
-        self.requests = Requests(layout, self.health, self.compute, trace, before_asking)
-        self._put = self.requests.queue.put
-        self.protocol = Protocol(layout, self.requests.ask, self.requests.tell, ledger.landed)
+        self.engine_port = EnginePort(layout, self.health, self.compute, trace, before_asking)
+        self._put = self.engine_port.queue.put
+        self.protocol = Protocol(layout, self.engine_port.ask, self.engine_port.tell, ledger.landed)
         self._started = 0  # and not finished; the pump's
         # The machine, or what carries out its word, has failed: it is asked no more.
         self._drains = False
-        self._drained: Once | None = None  # of ``close``: nothing is under way any more
-        self.saved = SavedStore(self._put, self.requests.ask, saved_changed)
+        self._drained: OneShotEvent | None = None  # of ``close``: nothing is under way any more
+        self.saved = SavedStore(self._put, self.engine_port.ask, saved_changed)
         self._mover = Mover(
             layout, arenas, accelerator, disk, extents, events, trace, self.saved, self._moved
         )
         make_lane = partial(
             UpdateLane, layout, arenas, accelerator, events, trace, work_on,
-            lambda unit: self._put(Judged(unit, finite=False)), self._worked,
+            lambda unit: self._put(FiniteCheck(unit, finite=False)), self._worked,
         )  # fmt: skip
         self._here = self._there = make_lane("update")
         if accelerator.device.type != "cpu" or accelerator.limits.device_update_params_s:
             self._there = make_lane("update-there")  # not one after the other
-        self._visits = Visits(
+        self._device_updates = DeviceUpdates(
             arenas, accelerator, events, trace, visit,
             lambda update: layout.units[update.unit].name, self._there.put, self._finished,
         )  # fmt: skip
@@ -128,19 +128,19 @@ class Executor:
     # -- the pump -------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        while (told := self.requests.queue.get()) is not None:
-            if isinstance(told, Once):  # somebody waits for all that was put before
+        while (told := self.engine_port.queue.get()) is not None:
+            if isinstance(told, OneShotEvent):  # somebody waits for all that was put before
                 told.set()
             else:
                 heard = self.saved.has_ended(told) if isinstance(told, End) else told
                 if heard is not None:
-                    with self.requests.lock:
+                    with self.engine_port.lock:
                         self._hear(heard)
-            if self._drained is not None and not self._started and self.requests.queue.empty():
+            if self._drained is not None and not self._started and self.engine_port.queue.empty():
                 self._drained.set()
 
     def _hear(self, told: Signal | Waiter) -> None:
-        signal = self.requests.heard(told)
+        signal = self.engine_port.heard(told)
         self._started -= isinstance(signal, (Done, Failed, NotCommitted))
         try:
             self._take(signal)
@@ -148,13 +148,13 @@ class Executor:
             self.health.fail(error)
             self._drains = True
         if self.health.failed:
-            self.requests.wake_all()
+            self.engine_port.wake_all()
 
     def _take(self, signal: Signal) -> None:
         if not self.health.failed:
             self._ledger.told(signal)
             self.protocol.told(signal)
-        self.requests.count(signal)
+        self.engine_port.count(signal)
         if self._drains:
             return
         instructions = self._machine.handle(signal)
@@ -168,14 +168,14 @@ class Executor:
 
     def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Grant):
-            self.requests.answer(instruction.ticket, instruction, None)
+            self.engine_port.answer(instruction.ticket, instruction, None)
         elif isinstance(instruction, Refuse):
-            self.requests.answer(instruction.ticket, None, refusal(self.layout, instruction))
-        elif isinstance(instruction, AtHome):
-            self.requests.at_home(instruction)
-        elif isinstance(instruction, LetGo):
+            self.engine_port.answer(instruction.ticket, None, refusal(self.layout, instruction))
+        elif isinstance(instruction, GradientStored):
+            self.engine_port.at_home(instruction)
+        elif isinstance(instruction, FreeDeviceCopy):
             self.saved.let_go(instruction.item.number)
-        elif isinstance(instruction, Forget):
+        elif isinstance(instruction, FreeItem):
             self._mover.forget(instruction.item)
         else:
             self._started += 1
@@ -186,7 +186,7 @@ class Executor:
 
     def _start(self, work: Work) -> None:
         if isinstance(work, Update) and work.visit is not None:
-            self._visits.start(work)
+            self._device_updates.start(work)
         elif isinstance(work, (Clear, Accumulate, Update)):
             (self._there if is_on_device(work) else self._here).put(work)
         elif isinstance(work, Commit):
@@ -201,7 +201,7 @@ class Executor:
         """An update lane is through with a task."""
         try:
             if error is None and isinstance(task, Update) and task.visit is not None:
-                self._visits.back(task)
+                self._device_updates.back(task)
                 return
         except BaseException as raised:
             error = raised
@@ -243,12 +243,12 @@ class Executor:
         """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
         if self.health.closed or self.health.forked:
             return
-        self._drained = drained = Once()
-        self._put(Once())  # so that the pump looks, if nothing else comes
+        self._drained = drained = OneShotEvent()
+        self._put(OneShotEvent())  # so that the pump looks, if nothing else comes
         drained.wait(timeout=60)
         self.health.closed = True
         for lane in {self._here, self._there}:
             lane.close()
         self._put(None)
         self._thread.join(timeout=60)
-        self.requests.close()
+        self.engine_port.close()

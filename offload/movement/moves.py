@@ -15,7 +15,7 @@ from .events import RangeEvents
 from .extents import Extents
 from .packing import unpack_unit
 from .pools import Arenas
-from .saved import SavedStorage, SavedStore
+from .saved import OffloadedStorage, SavedStore
 
 Transfer = Read | Write | CopyIn | CopyOut
 
@@ -150,7 +150,7 @@ class Mover:
             if saved.filled == saved.nbytes:  # copies run in order, so the last event covers all
                 saved.bring(event)
 
-    def _span(self, item: Key, saved: SavedStorage) -> tuple[int, int]:
+    def _span(self, item: Key, saved: OffloadedStorage) -> tuple[int, int]:
         """Where the part lies in its storage: (first byte, bytes)."""
         each = self._layout.saved.part_bytes(saved.nbytes)
         start = item.part * each

@@ -9,11 +9,11 @@ from weakref import ref
 
 import torch
 
-from ..schedule.messages import Fetch, Grant, Saved, SavedBytes, Signal, Turn, Used
+from ..schedule.messages import BackwardPhase, Fetch, Grant, Saved, SavedBytes, SavedDropped, Signal
 from .accelerators.base import Event
 
 
-class SavedStorage:
+class OffloadedStorage:
     """The bytes of one storage.
 
     Attributes:
@@ -101,7 +101,7 @@ class SavedStore:
             changed: told how many bytes compute has, and disks.
         """
         self._put, self._ask, self._changed = put, ask, changed
-        self._known: dict[int, ref[SavedStorage]] = {}  # until their end has come
+        self._known: dict[int, ref[OffloadedStorage]] = {}  # until their end has come
         self._ends: dict[int, End] = {}
         self.here_bytes = self.away_bytes = self.most_here_bytes = 0
         self.ended: deque[int] = deque()
@@ -109,7 +109,7 @@ class SavedStore:
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, number: int) -> SavedStorage | None:
+    def get(self, number: int) -> OffloadedStorage | None:
         """The storage of that number, if a graph has it."""
         known = self._known.get(number)
         return None if known is None else known()
@@ -127,19 +127,19 @@ class SavedStore:
             self.most_here_bytes = max(self.most_here_bytes, here)
             self._changed(here, disk)
 
-    def has_ended(self, end: End) -> Used | None:
+    def has_ended(self, end: End) -> SavedDropped | None:
         """Nothing needs a storage any more: what to tell the machine, if it knows of it."""
         self._ends.pop(end.number, None)
         self._known.pop(end.number, None)
         self.ended.append(end.counted)
-        return Used((end.number,)) if end.told else None
+        return SavedDropped((end.number,)) if end.told else None
 
     # -- for the graphs -------------------------------------------------------------------------
 
     def save(
         self,
         items: tuple[SavedBytes, ...],
-        new: Iterable[SavedStorage],
+        new: Iterable[OffloadedStorage],
         *,
         unit: int | None = None,
         wait: bool = False,
@@ -165,7 +165,7 @@ class SavedStore:
     def turn(self, backward: bool, room: int, beside: int = 0) -> None:
         """A backward begins, or has ended; from now on ``room`` bytes may stay with compute, beside
         so many that nobody tells of."""
-        self._put(Turn(backward, room, beside))
+        self._put(BackwardPhase(backward, room, beside))
 
     def watch(self, holder: object, number: int, beside: object) -> End:
         """With ``holder`` the storage of that number comes to its end, and ``beside``."""

@@ -25,8 +25,8 @@ from ..schedule.ledger import Ledger
 from ..schedule.messages import Accumulate, Clear, Update
 from ..schedule.units import Chunk, Subgroup, Unit, align
 from ..schedule.visits import visit_in
+from .device_updates import RecordParts
 from .pools import Arenas
-from .visits import RecordParts
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..io_engine.once import Once
+from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.messages import (
     Accumulate,
     Clear,
@@ -34,7 +34,7 @@ class Waiter:
         """``lane``: of a wait that no work has ended."""
         self.ticket, self.signal = ticket, signal
         self.asker = threading.get_ident()
-        self.event = Once()
+        self.event = OneShotEvent()
         self.grant: Grant | None = None
         self.error: BaseException | None = None
         self.abandoned = False

@@ -167,11 +167,13 @@ def _best_needs(
         for share in DEVICE_SHARES:
             try_out(replace(best, prefer=replace(best.prefer, device=share)))
         paying = device_update_worth(rates) or 0.0
-        visits = [share * paying for share in VISITING_SHARES if share * paying > LEAST_VISITING]
-        if visits:
+        device_updates = [
+            share * paying for share in VISITING_SHARES if share * paying > LEAST_VISITING
+        ]
+        if device_updates:
             compute_s *= VISITS_COMPUTE
             best_s = balanced_s(make_layout(parts, budgets, best)[0], best, rates, compute_s)
-        for visiting in visits:
+        for visiting in device_updates:
             worth = WORTH if best.prefer.visiting else VISITS_WORTH
             try_out(replace(best, prefer=replace(best.prefer, visiting=visiting)), worth)
     return best

@@ -10,7 +10,7 @@ from ..facts.rates import Rates
 from ..facts.trace import Trace
 from ..schedule.layout import Layout
 from .bounds import least_seconds
-from .bursts import EVENLY, Burst
+from .save_timing import EVENLY, Burst
 
 REST = ""  # what runs in no unit: its seconds and bytes are kept under this name
 

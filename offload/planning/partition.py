@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, ParamSpec, Unit, align
-from .found import FoundUnit, find_units, unit_parameters
 from .products import (
     activation_bytes,
     backward_flops,
@@ -25,6 +24,7 @@ from .products import (
     logits_bytes,
 )
 from .reached_modules import reached_modules
+from .unit_discovery import FoundUnit, find_units, unit_parameters
 
 FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
 

@@ -9,8 +9,8 @@ from ..schedule.units import Unit, align
 from ..schedule.visits import SLOTS as VISIT_SLOTS
 from .partition import Partition
 from .plan import Budgets, Needs, Shortfall, host_grad_bytes
-from .spread import spread
 from .subgroups import LARGEST_IN_MEMORY, bytes_per_element, choose_numel, cut_subgroups
+from .van_der_corput import spread
 
 STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
 VISITS_SHARE = 0.125  # of the device's budget, at most, to the slots of visits

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .found import FoundUnit
 from .sections import Section
+from .unit_discovery import FoundUnit
 
 
 class _Product(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..schedule.layout import Layout
 from .costs import Costs
-from .spread import spread
+from .van_der_corput import spread
 
 FINEST = 4  # the least difference of what is tried: a quarter of the units that may
 WORTH = 0.99  # another choice must save this much: the simulator is no better than that

@@ -21,35 +21,35 @@ from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
     Accumulate,
-    AtHome,
+    BackwardPhase,
     Clear,
     Commit,
     CopyIn,
     CopyOut,
     Done,
     Fetch,
-    Forget,
+    FreeDeviceCopy,
+    FreeItem,
+    GradientStored,
     Grant,
     Kind,
-    LetGo,
     Read,
     Refuse,
     Release,
     Saved,
     SavedBytes,
+    SavedDropped,
     Signal,
-    Turn,
     Update,
-    Used,
     Work,
     Write,
 )
 from ..schedule.protocol import Protocol
 from ..schedule.residency import Residency
 from ..schedule.visits import visit_in
-from .bursts import INPUTS
 from .costs import Costs
 from .lanes import LEGS, Compute, ComputePart, Lane, Leg
+from .save_timing import INPUTS
 
 LANE_OF: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out", Commit: "write",
@@ -85,7 +85,7 @@ class Simulation:
         self._lane = "update"  # whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
         self._params = [s.count for s in subgroups]
-        self._visits = [visit_in(layout, s) for s in subgroups]
+        self._device_updates = [visit_in(layout, s) for s in subgroups]
         names = [unit.name for unit in layout.units]
         self._names = {
             Kind.WEIGHTS: [f"weights {name}" for name in names],
@@ -139,13 +139,13 @@ class Simulation:
                     raise AssertionError(f"refused: {self.layout.name(instruction.item)}")
                 self._grants[instruction.ticket] = Grant(instruction.ticket)
                 self.overflows = True  # it stays
-            elif isinstance(instruction, LetGo):
+            elif isinstance(instruction, FreeDeviceCopy):
                 self._away[instruction.item.number] = []
-            elif isinstance(instruction, Forget):
+            elif isinstance(instruction, FreeItem):
                 self._away.pop(instruction.item.number, None)
             elif isinstance(instruction, Update) and instruction.visit is not None:
                 self._queue(Leg(instruction, "copy_in"), "copy_in")
-            elif not isinstance(instruction, AtHome):
+            elif not isinstance(instruction, GradientStored):
                 if isinstance(instruction, CopyIn):
                     self._arriving.add(instruction.place)
                     if instruction.item.kind is Kind.SAVED:
@@ -222,7 +222,7 @@ class Simulation:
 
     def _nbytes(self, work: Work | Leg) -> int:
         if isinstance(work, Leg):
-            visit = self._visits[work.update.subgroup]
+            visit = self._device_updates[work.update.subgroup]
             moved = {"copy_in": visit.in_bytes, "update": visit.state, "copy_out": visit.out_bytes}
             return moved[work.lane]
         if isinstance(work, (Read, Write)):
@@ -329,7 +329,7 @@ class Simulation:
                 self._recall(needed)
             self._run(unit, seconds)
             if needed is not None:
-                self._send(Used((needed.number,)))
+                self._send(SavedDropped((needed.number,)))
             if saved is not None:
                 self._save(saved)
         if streamed:
@@ -418,7 +418,7 @@ class Simulation:
             self._compute(index, [*parts, ComputePart((1 - done) * seconds)])
 
     def _backward(self, *, merge: bool, update: bool) -> None:
-        self._send(Turn(backward=True))
+        self._send(BackwardPhase(backward=True))
         for index in reversed(self._running):
             pieces, self._saved[index] = self._saved[index], []
             # What an operation saved it needs for what it computed after that.
@@ -429,19 +429,19 @@ class Simulation:
             self._compute(index, [*parts, ComputePart(left * seconds)])
             if self.layout.units[index].trainable:
                 if update:
-                    self._protocol.land()
+                    self._protocol.finish_updates()
                 self._deliver(index, merge=merge, update=update)
-        self._send(Turn(backward=False))
+        self._send(BackwardPhase(backward=False))
 
     def _finish_step(self, update: str, commit: bool) -> None:
         """What ``optimizer.step()`` does."""
         if update != "backward":
             self._protocol.await_gradients()
-        self._protocol.land()
+        self._protocol.finish_updates()
         trained = tuple(u.index for u in self.layout.units if u.trainable)
         self._protocol.step(trained, background=update != "step", commit=commit)
         if update == "step":
-            self._protocol.land()
+            self._protocol.finish_updates()
             self._arrive(home.device_place for home in self.layout.homes)
 
 

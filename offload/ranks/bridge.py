@@ -18,10 +18,10 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..training import torch_private
-from ..training.driven import Driven
+from ..training.external_forward import ExternalForwardAdapter
 from ..training.gradient_tensor import OffloadedGradient
 from ..training.handles import remove_all
-from ..training.roster import Roster
+from ..training.param_group_check import ParamGroupCheck
 from .digest import digest
 from .fsdp_private import Shard, ShardedModule
 from .shards import Shards
@@ -31,14 +31,18 @@ class Bridge:
     """Hooks on a sharded model, from ``attach`` on; ``give_back`` takes them away."""
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards, driven: Driven,
-        roster: Roster,
+        self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards,
+        external_forward: ExternalForwardAdapter, group_check: ParamGroupCheck,
     ) -> None:  # fmt: skip
-        """``roster``: of the whole model."""
-        self._driven, self._modules, self._roster = driven, modules, roster
+        """``group_check``: of the whole model."""
+        self._external_forward, self._modules, self._group_check = (
+            external_forward,
+            modules,
+            group_check,
+        )
         self._shards = [shard for shard in shards.shards if isinstance(shard, Shard)]
         self._local = shards.local
-        parts = driven.parts
+        parts = external_forward.parts
         self._index = {id(p): index for index, p in enumerate(parts.parameters)}
         self._by_param = {id(shard.param): number for number, shard in enumerate(self._shards)}
         self._units: dict[int, tuple[int, ...]] = {}  # by module
@@ -69,7 +73,7 @@ class Bridge:
             self._hook(me, each)
         self._handles.append(self._model.register_forward_pre_hook(_root(me), prepend=True))
         self._handles.append(self._model.register_forward_hook(_root_over(me), always_call=True))
-        self._driven.look_outside(weakref.WeakMethod(self.take_edits))
+        self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
 
     def begin(self) -> None:
         """There is one on every rank: nothing goes back to what was before."""
@@ -82,7 +86,7 @@ class Bridge:
         number = self._by_param[id(shard.param)]
         assert self._before is not None
         self._before[number] = shard.kept()
-        shard.move_to(self._driven.weight(self._index[id(p)]))
+        shard.move_to(self._external_forward.weight(self._index[id(p)]))
         self._versions[number] = shard.version
         shard.managed(_Watcher(me, number))
         if p.requires_grad:
@@ -91,7 +95,7 @@ class Bridge:
 
     def _unit_of(self, number: int) -> int:
         index = self._index[id(self._local[number])]
-        return self._driven.parts.unit_of[index]
+        return self._external_forward.parts.unit_of[index]
 
     def _renew(self, number: int) -> None:
         """A shard that could not be moved is a copy of what the engine has, where that has changed
@@ -99,10 +103,10 @@ class Bridge:
         shard = self._shards[number]
         if shard.even or self._versions[number] != shard.version:
             return
-        made = self._driven.version(self._unit_of(number))
+        made = self._external_forward.version(self._unit_of(number))
         if self._copied.get(number) != made:
             index = self._index[id(self._local[number])]
-            shard.move_to(self._driven.weight(index))
+            shard.move_to(self._external_forward.weight(index))
             self._versions[number], self._copied[number] = shard.version, made
 
     @torch_private.without_grad
@@ -110,11 +114,11 @@ class Bridge:
         """A shard is handed out: its update is over first.  ``looked_at``: by someone who may
         change it so that no version tells of it."""
         unit = self._unit_of(number)
-        self._driven.catch_up(unit)
+        self._external_forward.catch_up(unit)
         self._renew(number)
         if not looked_at:
             return
-        made = self._driven.version(unit)
+        made = self._external_forward.version(unit)
         if self._lent.get(number, (-1, 0))[0] != made:
             self._lent[number] = made, digest(self._shards[number].local)
 
@@ -123,7 +127,7 @@ class Bridge:
         shard, lent = self._shards[number], self._lent.pop(number, None)
         if shard.version != self._versions[number]:
             return True
-        same = lent is not None and lent[0] == self._driven.version(self._unit_of(number))
+        same = lent is not None and lent[0] == self._external_forward.version(self._unit_of(number))
         return same and lent is not None and lent[1] != digest(shard.local)
 
     def _hook(self, me: weakref.ref[Bridge], each: ShardedModule) -> None:
@@ -139,21 +143,21 @@ class Bridge:
         """A forward of the whole model begins."""
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
-                self._roster.check()
+                self._group_check.check()
             self.take_edits()
-        self._driven.before_forward()
+        self._external_forward.before_forward()
 
     def after_forward(self, output: Any) -> None:
         """It has ended; ``None``: it has raised."""
-        self._driven.after_forward(output)
+        self._external_forward.after_forward(output)
 
     def before_gathering(self, each: ShardedModule) -> None:
         """The weights of a module, and of those that come with it, are about to be gathered."""
-        device = self._driven.device
+        device = self._external_forward.device
         with each.gathering(device):
             for module in (each.module, *each.brings):
                 for unit in self._units.get(id(module), ()):
-                    self._driven.catch_up(unit)
+                    self._external_forward.catch_up(unit)
                 for number in self._members.get(id(module), ()):
                     self._renew(number)
 
@@ -178,7 +182,7 @@ class Bridge:
                 edited[index] = shard.local.detach().clone()
         if edited:
             self._accept()
-            self._driven.replace(edited)
+            self._external_forward.replace(edited)
 
     def _accept(self) -> None:
         """What shards are now is known."""
@@ -191,7 +195,7 @@ class Bridge:
         """The reduced gradient of a shard has come, or was added."""
         self._mirror(number)
         shard, p = self._shards[number], self._local[number]
-        self._driven.appeared(self._index[id(p)])
+        self._external_forward.appeared(self._index[id(p)])
         if p.grad is not None:
             shard.hold(p.grad)
 
@@ -205,7 +209,7 @@ class Bridge:
 
     def before_step(self) -> None:
         """Gradients are about to be applied."""
-        self._roster.check()
+        self._group_check.check()
         self.take_edits()
         for number, p in enumerate(self._local):
             if p.requires_grad:
@@ -218,7 +222,7 @@ class Bridge:
                 self._shards[number].hold(p.grad)
             elif p.grad is None:  # the engine has gone back, and dropped them all
                 self._shards[number].param.grad = None
-        if self._driven.at_once:
+        if self._external_forward.at_once:
             self._renew_copies()
 
     def _renew_copies(self) -> None:
@@ -229,7 +233,7 @@ class Bridge:
             for number in numbers:
                 self._renew(number)
 
-        self._driven.copied(set(map(self._unit_of, numbers)), renew)
+        self._external_forward.copied(set(map(self._unit_of, numbers)), renew)
 
     def before_rollback(self) -> None:
         """Gradients and edits are about to be dropped."""

@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config import OffloadConfig
 from ..errors import OffloadError
-from ..planning.found import ROOT, find_units, unit_parameters
+from ..planning.unit_discovery import ROOT, find_units, unit_parameters
 from ..training import torch_private
 from .parts import rows_in, rows_of_rank
 
 
 class Replica:
-    """One parameter, whole on every rank; see ``OwnRows``.
+    """One parameter, whole on every rank; see ``LocalShard``.
 
     Attributes:
         whole: its memory, which it keeps.
@@ -65,7 +65,7 @@ class ReplicatedModule:
 
 
 class Replicated:
-    """See ``Way``: inside of ``DistributedDataParallel``."""
+    """See ``ParallelStrategy``: inside of ``DistributedDataParallel``."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """

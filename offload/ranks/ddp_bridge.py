@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import OffloadError
 from ..training import module_private, torch_private
-from ..training.driven import Driven
+from ..training.external_forward import ExternalForwardAdapter
 from ..training.handles import remove_all
-from ..training.managed import Managed
-from ..training.roster import Roster
-from .awaited import manage_replica
+from ..training.param_group_check import ParamGroupCheck
+from ..training.param_handle import ParamHandle
 from .ddp import ReplicatedModule
 from .gathering import GatheredUnit, Gatherer, Round
+from .pending_param import manage_replica
 from .shards import Shards
 
 
@@ -33,10 +33,15 @@ class ReplicaBridge:
 
     def __init__(
         self, ddp: DistributedDataParallel, modules: Sequence[ReplicatedModule], shards: Shards,
-        driven: Driven, gatherer: Gatherer, roster: Roster,
+        external_forward: ExternalForwardAdapter, gatherer: Gatherer, group_check: ParamGroupCheck,
     ) -> None:  # fmt: skip
-        """``roster``: of the whole model."""
-        self._ddp, self._driven, self._gatherer, self._roster = ddp, driven, gatherer, roster
+        """``group_check``: of the whole model."""
+        self._ddp, self._external_forward, self._gatherer, self._group_check = (
+            ddp,
+            external_forward,
+            gatherer,
+            group_check,
+        )
         self._local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
         self.replicas = [replica for each in modules for replica in each.shards]
         self._unit_of = [unit for unit, each in enumerate(modules) for _ in each.shards]
@@ -50,13 +55,13 @@ class ReplicaBridge:
         self._round: Round | None = None  # the last that was
         self._versions: list[int] = []
         self._handles: list[Any] = []
-        self._managed: list[Managed] = []
+        self._managed: list[ParamHandle] = []
         self._over = False
         self._modules, self._at_root = modules, module_private.has_compiled(ddp)
 
     def attach(self) -> None:
         """Parameters may be awaited from now on.  After an exception ``give_back`` undoes it."""
-        self._driven.until_closed(self._gatherer)
+        self._external_forward.until_closed(self._gatherer)
         self._gatherer.start()
         me, ddp = weakref.ref(self), self._ddp
         for number, replica in enumerate(self.replicas):
@@ -68,19 +73,19 @@ class ReplicaBridge:
             for unit, each in enumerate(self._modules):
                 hook = each.module.register_forward_pre_hook(_reader(me, unit), prepend=True)
                 self._handles.append(hook)
-        self._driven.look_outside(weakref.WeakMethod(self.take_edits))
+        self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
 
     def _gathered(self, part: ReplicatedModule, shards: Shards, *, trained: bool) -> GatheredUnit:
         """What of a unit changes in a step (``trained``), or all of it."""
-        index = {id(p): number for number, p in enumerate(self._driven.parts.parameters)}
+        index = {id(p): number for number, p in enumerate(self._external_forward.parts.parameters)}
         replicas = [r for r in part.shards if r.param.requires_grad or not trained]
         rows: list[torch.Tensor | None] = []
         units = set[int]()
         for replica in replicas:
             p = self._local.get(id(replica.param))
-            rows.append(None if p is None else self._driven.weight(index[id(p)]))
+            rows.append(None if p is None else self._external_forward.weight(index[id(p)]))
             if p is not None:
-                units.add(self._driven.parts.unit_of[index[id(p)]])
+                units.add(self._external_forward.parts.unit_of[index[id(p)]])
         return GatheredUnit(sorted(units), replicas, rows)
 
     # -- weights --------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ class ReplicaBridge:
         every rank has changed it in the same way, as that model asks."""
         if self._over:
             return
-        index = {id(p): number for number, p in enumerate(self._driven.parts.parameters)}
+        index = {id(p): number for number, p in enumerate(self._external_forward.parts.parameters)}
         edited: dict[int, torch.Tensor] = {}
         numbers = []
         for number, replica in enumerate(self.replicas):
@@ -165,7 +170,7 @@ class ReplicaBridge:
                 if p is not None:
                     edited[index[id(p)]] = replica.local.clone()
         if edited:
-            self._driven.replace(edited)
+            self._external_forward.replace(edited)
         self._note_versions(numbers)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -176,13 +181,13 @@ class ReplicaBridge:
             self.arrive_all()
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
-                self._roster.check()
+                self._group_check.check()
             self.take_edits()
-        self._driven.before_forward()
+        self._external_forward.before_forward()
 
     def after_forward(self, output: Any) -> None:
         """It has ended; ``None``: it has raised."""
-        self._driven.after_forward(output)
+        self._external_forward.after_forward(output)
 
     def before_step(self) -> None:
         """Gradients are about to be applied: this rank's rows of them are the engine's."""
@@ -191,7 +196,7 @@ class ReplicaBridge:
                 "ddp.join() lets ranks take different numbers of steps, but each step needs all of "
                 "them: give every rank as many batches"
             )
-        self._roster.check()
+        self._group_check.check()
         self.arrive_all()
         self.take_edits()
         for replica in self.replicas:
@@ -207,7 +212,7 @@ class ReplicaBridge:
         for p in self._local.values():
             p.grad = None
         self.begin()
-        if self._driven.at_once:
+        if self._external_forward.at_once:
             self.arrive_all()
 
     def went_back(self) -> None:

@@ -14,7 +14,7 @@ from .fsdp_private import ShardedModule, sharded_modules
 
 
 class FullySharded:
-    """See ``Way``: after ``fully_shard``."""
+    """See ``ParallelStrategy``: after ``fully_shard``."""
 
     def __init__(
         self, model: nn.Module, *, device: torch.device | str | None, filled: bool

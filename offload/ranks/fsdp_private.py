@@ -170,7 +170,7 @@ class Shard:
         grad._local_tensor = gradient
 
     def part_of(self, value: Any) -> Any:
-        """See ``OwnRows``."""
+        """See ``LocalShard``."""
         return value.to_local() if isinstance(value, DTensor) else value
 
     def like_whole(self, part: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,10 @@ from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
 from ..state.lazy_state import LazyState
 from ..training import optimizer_private, torch_private
-from ..training.callers import refuse_reentry
+from ..training.reentrancy import refuse_reentry
 from .exporting import export_run
 from .fsdp_private import Shard
-from .parts import OwnRows
+from .parts import LocalShard
 from .shards import Shards
 from .stores import find_run
 from .world import World
@@ -118,7 +118,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         super().__init__(engine, inner)
         self._steps, self._holder = steps, holder
         whole = [p for group in inner.param_groups for p in group["params"]]
-        by_id: dict[int, OwnRows] = {id(s.param): s for s in shards.shards}
+        by_id: dict[int, LocalShard] = {id(s.param): s for s in shards.shards}
         # By number in the whole model's state dict: those that this rank has rows of, and the
         # number in that of the shards.
         self._piece_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
@@ -131,14 +131,14 @@ class SpreadOptimizer(OffloadedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._steps.before_step()
-        driven = self._engine.driven
-        returns = driven.returns
+        external_forward = self._engine.external_forward
+        returns = external_forward.returns
         try:
             self._take_step()
         finally:  # every rank went back, and waits for the others
-            if driven.returns != returns:
+            if external_forward.returns != returns:
                 self._steps.went_back()
-        if driven.returns == returns:
+        if external_forward.returns == returns:
             self._steps.after_step()
         return loss
 
@@ -199,8 +199,8 @@ class SpreadOptimizer(OffloadedOptimizer):
 
     def rollback(self) -> Any:
         """See ``OffloadedOptimizer.rollback``; every rank calls it."""
-        machinery = self._engine.machinery
-        if machinery.store.writer is None:
+        runtime = self._engine.runtime
+        if runtime.store.writer is None:
             return super().rollback()  # which says so
         self._require_finite("rollback")
         self._steps.before_rollback()
@@ -213,9 +213,9 @@ class SpreadOptimizer(OffloadedOptimizer):
         Raises:
             OffloadError: values are not finite on some rank, whose last step is no commit.
         """
-        driven = self._engine.driven
-        driven.landed()
-        everyone = self._holder.world.gathered(driven.spoiled)
+        external_forward = self._engine.external_forward
+        external_forward.landed()
+        everyone = self._holder.world.gathered(external_forward.spoiled)
         spoiled = [rank for rank, is_so in enumerate(everyone) if is_so]
         if spoiled:
             raise OffloadError(

@@ -13,7 +13,7 @@ from ..config import OffloadConfig
 from ..errors import OffloadError
 
 
-class OwnRows(Protocol):
+class LocalShard(Protocol):
     """One parameter, of which this rank has rows: those that are one after the other in its first
     dimension, as many as on the other ranks, but for the last ones."""
 
@@ -55,12 +55,12 @@ class SpreadModule(Protocol):
         ...
 
     @property
-    def shards(self) -> Sequence[OwnRows]:
+    def shards(self) -> Sequence[LocalShard]:
         """Its parameters, each in one part of the model alone."""
         ...
 
 
-class Way(Protocol):
+class ParallelStrategy(Protocol):
     """How a model is spread.
 
     Attributes:

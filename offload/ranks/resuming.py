@@ -23,7 +23,7 @@ from ..durable.resume import (
 from ..engine import Engine
 from ..errors import OffloadError
 from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
-from ..io_engine.mending import go_back
+from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
 from ..state.unmanaged import UnmanagedState
@@ -285,8 +285,8 @@ def _from_step(step: int, make: Callable[[Engine], Made]) -> Callable[[Engine], 
     """``make``, for an engine that has taken so many steps."""
 
     def made(engine: Engine) -> Made:
-        machinery = engine.machinery
-        ledger = machinery.ledger
+        runtime = engine.runtime
+        ledger = runtime.ledger
         ledger.restore(step, list(ledger.steps))
         return make(engine)
 

@@ -22,7 +22,7 @@ from ..optim.averaged import DECAY
 from ..plans import calibrated
 from ..state.module_states import warn_not_committed
 from ..training.conversions import Conversions
-from ..training.roster import Roster
+from ..training.param_group_check import ParamGroupCheck
 from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge
@@ -154,10 +154,10 @@ class Sharding:
         other weights than the model."""
 
         def make(engine: Engine) -> SpreadOptimizer:
-            machinery, driven = engine.machinery, engine.driven
-            driven.spread(self.world.norm)
-            if machinery.store.writer is not None:
-                machinery.store.writer.agree_by(self.world.votes)
+            runtime, external_forward = engine.runtime, engine.external_forward
+            external_forward.spread(self.world.norm)
+            if runtime.store.writer is not None:
+                runtime.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
             self.world.gathered(None)  # from here on there is one on every rank
             for bridge in self._bridges:
@@ -170,7 +170,7 @@ class Sharding:
                 module.__dict__.update(marks)
             ids = set(map(id, self.model.parameters()))
             self._conversions = Conversions(
-                self.model, lambda p: id(p) in ids, lambda: machinery.closed
+                self.model, lambda p: id(p) in ids, lambda: runtime.closed
             )
             return made
 
@@ -179,16 +179,20 @@ class Sharding:
     def _made(
         self, engine: Engine, optimizer: torch.optim.Optimizer, *, resumed: bool
     ) -> SpreadOptimizer:
-        driven, shards, way = engine.driven, self.shards, self._way
+        external_forward, shards, way = engine.external_forward, self.shards, self._way
         if isinstance(way, FullySharded):
-            roster = Roster(way.model, optimizer.param_groups, in_place=False)
-            sharded = Bridge(way.model, way.parts, shards, driven, roster)
+            group_check = ParamGroupCheck(way.model, optimizer.param_groups, in_place=False)
+            sharded = Bridge(way.model, way.parts, shards, external_forward, group_check)
             self._bridges.append(sharded)
             sharded.attach()
             return ShardedOptimizer(engine, optimizer, sharded, shards, self)
-        gatherer = Gatherer(driven.copied, driven.accelerator, self.world.weights())
-        roster = Roster(way.model, optimizer.param_groups)
-        replicated = ReplicaBridge(way.ddp, way.parts, shards, driven, gatherer, roster)
+        gatherer = Gatherer(
+            external_forward.copied, external_forward.accelerator, self.world.weights()
+        )
+        group_check = ParamGroupCheck(way.model, optimizer.param_groups)
+        replicated = ReplicaBridge(
+            way.ddp, way.parts, shards, external_forward, gatherer, group_check
+        )
         self._bridges.append(replicated)
         replicated.attach()
         if resumed:

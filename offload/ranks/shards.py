@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..training import module_private
-from .parts import OwnRows, SpreadModule
+from .parts import LocalShard, SpreadModule
 
 _DOT = "/"  # in names of modules, which may have none of the others
 BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
@@ -24,12 +24,12 @@ class Shards(nn.Module):
     committed with the weights.
     """
 
-    stands_in = True  # see ``Taken``: what it has is the model's
+    stands_in = True  # see ``OriginalWeights``: what it has is the model's
 
     def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
         super().__init__()
-        self.shards: list[OwnRows] = []
-        self.empty: list[OwnRows] = []  # of which this rank has no rows
+        self.shards: list[LocalShard] = []
+        self.empty: list[LocalShard] = []  # of which this rank has no rows
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
         for each in parts:

@@ -15,18 +15,18 @@ from ..facts.tier import Tier
 from .items import Item, Items, Move
 from .layout import Layout
 from .messages import (
+    BackwardPhase,
     CopyOut,
     Fetch,
-    Forget,
+    FreeDeviceCopy,
+    FreeItem,
     Grant,
     Instruction,
     Kind,
-    LetGo,
     Read,
     Refuse,
     Saved,
-    Turn,
-    Used,
+    SavedDropped,
     Write,
 )
 from .saved_parts import PartedStorage, is_below, is_in_host_alone
@@ -126,7 +126,7 @@ class Activations:
         if storage.wanted and not storage.copying:
             self._stay(storage)
 
-    def used(self, signal: Used) -> None:
+    def used(self, signal: SavedDropped) -> None:
         """These are needed no more."""
         self._full = False
         for number in signal.numbers:
@@ -144,7 +144,7 @@ class Activations:
             else:
                 self._remove(storage)
 
-    def turn(self, signal: Turn) -> None:
+    def turn(self, signal: BackwardPhase) -> None:
         """A backward begins, or has ended."""
         self._returning, self.beside_bytes = signal.backward, signal.beside
         if signal.room is not None:
@@ -162,7 +162,7 @@ class Activations:
         del self._saved[storage.number]
         for part in storage.parts:
             self._items.remove(part)
-            self._emit(Forget(part.key))
+            self._emit(FreeItem(part.key))
 
     # -- the policy of the kind -----------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Activations:
         storage.here, storage.pending = False, list(storage.parts)
         self._absent[storage.number] = storage
         self._away_bytes += storage.nbytes
-        self._emit(LetGo(storage.parts[0].key))
+        self._emit(FreeDeviceCopy(storage.parts[0].key))
 
     def _excess(self) -> int:
         """Bytes that must leave compute's memory, or had better while there is time."""

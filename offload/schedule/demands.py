@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from ..facts.tier import Tier
 from .items import Items
 from .layout import Layout
-from .messages import CatchUp, Grant, Instruction, Key, Kind, Need, Work
+from .messages import AwaitUpdate, Grant, Instruction, Key, Kind, Need, Work
 from .order import Order, Use
 from .updates import DueUpdates
 from .weights import Weights
@@ -35,7 +35,7 @@ class Demands:
         self._weights, self._updates = weights, updates
         self._in_flight, self._emit = in_flight, emit
         self._needs: deque[Need] = deque()
-        self._catching_up: list[CatchUp] = []
+        self._catching_up: list[AwaitUpdate] = []
         self._resort = (-1, 0)  # the ticket that came to the last resort, and how often
 
     @property
@@ -53,7 +53,7 @@ class Demands:
             self._items.left_order()
         self._needs.append(signal)
 
-    def catch_up(self, signal: CatchUp) -> None:
+    def catch_up(self, signal: AwaitUpdate) -> None:
         """Somebody wants a unit's update over."""
         # What never moves is used in an order too: that in which updates are wanted.  A unit that
         # others come with is seen when they are needed.
@@ -101,7 +101,7 @@ class Demands:
         self._emit(Grant(need.ticket, places))
         return True
 
-    def _caught_up(self, signal: CatchUp) -> bool:
+    def _caught_up(self, signal: AwaitUpdate) -> bool:
         """Grants, unless the unit is to be updated yet."""
         if not self._weights.usable(signal.unit):
             return False

@@ -12,8 +12,8 @@ from .items import Copy, Item, Items, Move
 from .layout import Layout
 from .messages import (
     Accumulate,
-    AtHome,
     CopyOut,
+    GradientStored,
     GradReady,
     GradRoom,
     Grant,
@@ -109,7 +109,7 @@ class Gradients:
     def tell_home(self, unit: int) -> None:
         """Says whether compute may gather where the unit's gradients are kept."""
         if self.layout.homes[unit].grads is self.layout.compute_tier:
-            self._emit(AtHome(unit, self._home(unit) is not None))
+            self._emit(GradientStored(unit, self._home(unit) is not None))
 
     def _slot(self, unit: int) -> Copy | None:
         item = self.units[unit]

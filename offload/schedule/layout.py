@@ -120,12 +120,15 @@ class Regions:
 
     def of(self, tier: Tier) -> dict[Kind, Region]:
         """The regions of a tier, by the kind that they are for, in the order in which they lie."""
-        state, visits = self.state_slot * self.state_slots, self.visit_slot * self.visit_slots
+        state, device_updates = (
+            self.state_slot * self.state_slots,
+            self.visit_slot * self.visit_slots,
+        )
         sizes: dict[Kind, tuple[int, int]] = (
             {
                 Kind.WEIGHTS: (self.device_weights, 0),
                 Kind.GATHERED: (self.device_grads, 0),
-                Kind.VISIT: (visits, self.visit_slot),
+                Kind.VISIT: (device_updates, self.visit_slot),
             }
             if tier is Tier.DEVICE
             else {

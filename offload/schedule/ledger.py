@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .messages import Judged, Rollback, Signal, Step
+from .messages import FiniteCheck, Rollback, Signal, Step
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Ledger:
         """The machine is about to take a signal; called on its thread."""
         if isinstance(signal, Step) and signal.counts:
             self._take()
-        elif isinstance(signal, Judged):
+        elif isinstance(signal, FiniteCheck):
             if signal.finite:
                 self.spoiled.discard(signal.unit)
             else:

@@ -147,7 +147,7 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class AtHome:
+class GradientStored:
     """Whether compute may now gather gradients of ``unit`` where they are kept, unasked."""
 
     unit: int
@@ -155,21 +155,21 @@ class AtHome:
 
 
 @dataclass(frozen=True)
-class LetGo:
+class FreeDeviceCopy:
     """Compute's copy of ``item``, which autograd saved, is of no more use: its memory is freed."""
 
     item: Key
 
 
 @dataclass(frozen=True)
-class Forget:
+class FreeItem:
     """Nothing needs ``item``, which autograd saved, any more: nothing of it is kept."""
 
     item: Key
 
 
 Work = Read | Clear | Write | CopyIn | CopyOut | Accumulate | Update | Commit
-Instruction = Work | Grant | Refuse | AtHome | LetGo | Forget
+Instruction = Work | Grant | Refuse | GradientStored | FreeDeviceCopy | FreeItem
 
 
 # -- signals: compute ---------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class CatchUp:
+class AwaitUpdate:
     """Compute is about to use those weights of ``unit`` that stay where they are: grant ``ticket``
     when no update of them is queued or runs."""
 
@@ -199,7 +199,7 @@ class Repeat:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ExpertsRouted:
     """When compute comes to the units ``among``, in this order, it uses the ``likely`` ones alone.
     ``now``: that is what it does next, and the others are left out for sure."""
 
@@ -305,14 +305,14 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Used:
+class SavedDropped:
     """Nothing needs what autograd saved under ``numbers`` any more."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Turn:
+class BackwardPhase:
     """From now on a backward runs, which needs first what was saved last; or none does.
     ``room``: bytes that may stay with compute from now on; ``None``: as before.  ``beside``: that
     stay there, and that nobody tells of."""
@@ -364,7 +364,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Judged:
+class FiniteCheck:
     """Whether the values of ``unit`` are finite.  While those of one are not, nothing is committed,
     until they are replaced or all is rolled back."""
 
@@ -373,7 +373,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class TakeBack:
+class AbortCommit:
     """The last step's cut is not made: what it holds is about to be edited, and will be in another.
     Its facts are not known, and all has landed."""
 
@@ -445,7 +445,7 @@ class NotCommitted:
 
 
 Signal = (
-    Need | CatchUp | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal | Cut
-    | Judged | TakeBack | Rollback | Restored | Locate | Edited | Adopt | Done | Failed
-    | Saved | Fetch | Used | Turn | Repeat | Chosen | NotCommitted
+    Need | AwaitUpdate | Release | Freed | GradRoom | GradReady | GradLost | Step | Await | Seal
+    | Cut | FiniteCheck | AbortCommit | Rollback | Restored | Locate | Edited | Adopt | Done
+    | Failed | Saved | Fetch | SavedDropped | BackwardPhase | Repeat | ExpertsRouted | NotCommitted
 )  # fmt: skip

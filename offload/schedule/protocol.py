@@ -12,10 +12,11 @@ from functools import partial
 from .arena import Place
 from .layout import Layout
 from .messages import (
+    AbortCommit,
     Await,
-    CatchUp,
-    Chosen,
+    AwaitUpdate,
     Cut,
+    ExpertsRouted,
     GradReady,
     GradRoom,
     Grant,
@@ -27,7 +28,6 @@ from .messages import (
     Seal,
     Signal,
     Step,
-    TakeBack,
     Until,
 )
 
@@ -62,7 +62,7 @@ class Protocol:
         self._groups = layout.together
         self._resident = [home.resident for home in layout.homes]
         self._behind: set[int] = set()  # units with an update that nobody has waited for
-        self.landing = self.cut = False
+        self.updates_pending = self.cut = False
         self._arriving = False  # gradients that nobody has waited for may be on their way
         self.open = layout.durable
 
@@ -81,7 +81,7 @@ class Protocol:
         """Compute is about to use a unit: waits for updates of what stays where it is."""
         for member in self._groups[unit]:
             if self._resident[member] and member in self._behind:
-                self._ask(partial(CatchUp, member), self._names[member])
+                self._ask(partial(AwaitUpdate, member), self._names[member])
                 self._behind.discard(member)
 
     def need(self, unit: int) -> tuple[Place, ...]:
@@ -89,8 +89,8 @@ class Protocol:
         return self._ask(partial(Need, unit), self._names[unit]).places
 
     def chosen(self, among: Sequence[int], likely: Collection[int], *, now: bool) -> None:
-        """Which of some units compute will use; see ``Chosen``."""
-        self._tell(Chosen(tuple(among), frozenset(likely), now))
+        """Which of some units compute will use; see ``ExpertsRouted``."""
+        self._tell(ExpertsRouted(tuple(among), frozenset(likely), now))
 
     def room(self, unit: int, *, merge: bool) -> Place:
         """Where to gather the gradients of a unit; see ``GradRoom``."""
@@ -112,19 +112,19 @@ class Protocol:
             self.wait(Until.ARRIVED)
             self._arriving = False
 
-    def land(self) -> None:
+    def finish_updates(self) -> None:
         """Waits until the last step's updates are over.  Before the first update of the next: a
         backward updates no unit while the step before has not landed."""
-        if self.landing:
+        if self.updates_pending:
             self.wait(Until.LANDED)
-            self.landing = False
+            self.updates_pending = False
             self._behind.clear()
             self._landed()
 
     def step(self, units: Sequence[int], *, background: bool, commit: bool) -> None:
         """Takes a step; returns when all of it is over, or at once in the background."""
         # From here on it may be taken, whatever is raised: only the machine can tell.
-        self.landing = True
+        self.updates_pending = True
         self._behind.update(units)
         self._ask(lambda ticket: Step(tuple(units), ticket, background, commit))
 
@@ -132,8 +132,8 @@ class Protocol:
         """Ends a step that is not to be taken; ``begun``: a backward has updated units."""
         if begun:
             self._ask(lambda ticket: Step((), ticket, counts=False))
-        self.landing = True
-        self.land()
+        self.updates_pending = True
+        self.finish_updates()
 
     def forward_again(self) -> None:
         """Where nothing is trained: all units are about to be used in the order of the last time,
@@ -156,7 +156,7 @@ class Protocol:
         it is waited for.  From then on nothing moves."""
         self.wait(Until.QUIET)
         if self.open and self.cut:
-            self._tell(TakeBack())
+            self._tell(AbortCommit())
             self.cut = False
         elif not self.open:
             self.wait(Until.DURABLE)

@@ -13,18 +13,17 @@ from typing import Any
 
 from ..facts.tier import Tier
 from .activations import Activations
-from .cuts import Cuts
 from .demands import Demands
 from .gradients import Gradients
 from .items import Items
 from .layout import Layout
 from .messages import (
+    AbortCommit,
     Accumulate,
     Adopt,
-    AtHome,
     Await,
-    CatchUp,
-    Chosen,
+    AwaitUpdate,
+    BackwardPhase,
     Clear,
     Commit,
     CopyIn,
@@ -32,19 +31,21 @@ from .messages import (
     Cut,
     Done,
     Edited,
+    ExpertsRouted,
     Failed,
     Fetch,
-    Forget,
+    FiniteCheck,
     Freed,
+    FreeDeviceCopy,
+    FreeItem,
+    GradientStored,
     GradLost,
     GradReady,
     GradRoom,
     Grant,
     Instruction,
-    Judged,
     Key,
     Kind,
-    LetGo,
     Locate,
     Need,
     NotCommitted,
@@ -55,17 +56,16 @@ from .messages import (
     Restored,
     Rollback,
     Saved,
+    SavedDropped,
     Seal,
     Signal,
     Step,
-    TakeBack,
-    Turn,
     Until,
-    Used,
     Work,
     Write,
 )
 from .order import Order, Use
+from .snapshots import Snapshots
 from .updates import UNITS_AHEAD, DueUpdates
 from .weights import Weights
 
@@ -86,9 +86,15 @@ class Residency:
         self.weights = Weights(layout, self._order, self.items)
         self.gradients = Gradients(layout, self.weights.updating, self.items, self._emit)
         self.saved = Activations(layout, self.items, self._emit)
-        self.cuts = Cuts(layout, self.items, self._emit)
+        self.snapshots = Snapshots(layout, self.items, self._emit)
         self.updates = DueUpdates(
-            layout, self._order, self.items, self.weights, self.gradients, self.cuts, self._emit
+            layout,
+            self._order,
+            self.items,
+            self.weights,
+            self.gradients,
+            self.snapshots,
+            self._emit,
         )
         self._demands = Demands(
             layout, self._order, self.items, self.weights, self.updates, self.in_flight, self._emit
@@ -102,7 +108,7 @@ class Residency:
         self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
             Need: self._demands.need,
-            CatchUp: self._demands.catch_up,
+            AwaitUpdate: self._demands.catch_up,
             Release: self._release,
             Freed: lambda s: self.weights.freed(s.held),
             GradRoom: self.gradients.room_wanted.append,
@@ -110,28 +116,28 @@ class Residency:
             GradLost: lambda s: self.gradients.lost(s.unit),
             Step: self._begin_step,
             Repeat: lambda _: self._order.end_step(),
-            Chosen: self._chosen,
+            ExpertsRouted: self._chosen,
             Saved: self.saved.saved,
             Fetch: self.saved.fetch,
-            Used: self.saved.used,
-            Turn: self.saved.turn,
+            SavedDropped: self.saved.used,
+            BackwardPhase: self.saved.turn,
             Await: lambda s: self._waiting[s.until].append(s.ticket),
             Seal: self._seal,
             Cut: self._wish_cut,
-            Judged: self._judge,
-            TakeBack: lambda _: self.cuts.take_back(),
+            FiniteCheck: self._judge,
+            AbortCommit: lambda _: self.snapshots.take_back(),
             Rollback: self._roll_back,
-            Restored: lambda _: self.cuts.rolled_back(),
+            Restored: lambda _: self.snapshots.rolled_back(),
             Locate: self._locate,
             Edited: self._edited,
-            Adopt: lambda s: self.cuts.adopt(s.item, s.role),
+            Adopt: lambda s: self.snapshots.adopt(s.item, s.role),
             Done: lambda s: self._finish(s.work),
             Failed: self._fail,
             NotCommitted: self._not_committed,
         }
 
     def _emit(self, instruction: Instruction) -> None:
-        if not isinstance(instruction, (Grant, Refuse, AtHome, LetGo, Forget)):
+        if not isinstance(instruction, (Grant, Refuse, GradientStored, FreeDeviceCopy, FreeItem)):
             self.in_flight[instruction] = self.in_flight.get(instruction, 0) + 1
         self._out.append(instruction)
 
@@ -173,7 +179,7 @@ class Residency:
         for held in signal.held:
             self.weights.keep(held)
 
-    def _chosen(self, signal: Chosen) -> None:
+    def _chosen(self, signal: ExpertsRouted) -> None:
         self._order.expect(signal.among, signal.likely)
         if signal.now:
             self._order.come_to(signal.among)
@@ -200,8 +206,8 @@ class Residency:
         if step is not None:
             self.updates.end_step()
             self.weights.drains = False
-            if step.commit and not self.cuts.spoiled:
-                self.cuts.begin(self._sealed)
+            if step.commit and not self.snapshots.spoiled:
+                self.snapshots.begin(self._sealed)
                 self._sealed = None
             if not step.background:
                 self._emit(Grant(step.ticket))
@@ -210,24 +216,24 @@ class Residency:
     # -- commits and edits ----------------------------------------------------------------------
 
     def _seal(self, signal: Seal) -> None:
-        if self.cuts.pending and self.cuts.sealed is None:
-            self.cuts.sealed = signal.number
+        if self.snapshots.pending and self.snapshots.sealed is None:
+            self.snapshots.sealed = signal.number
         else:
             self._sealed = signal.number
 
     def _wish_cut(self, signal: Cut) -> None:
-        if signal.always or self._step is not None or self.cuts.newer():
+        if signal.always or self._step is not None or self.snapshots.newer():
             self._cut = signal
 
-    def _judge(self, signal: Judged) -> None:
+    def _judge(self, signal: FiniteCheck) -> None:
         if signal.finite:
-            self.cuts.spoiled.discard(signal.unit)
+            self.snapshots.spoiled.discard(signal.unit)
         else:
-            self.cuts.spoiled.add(signal.unit)
+            self.snapshots.spoiled.add(signal.unit)
 
     def _roll_back(self, signal: Rollback) -> None:
         self._drop_caches()
-        self._emit(Grant(signal.ticket, items=tuple(self.cuts.rollback())))
+        self._emit(Grant(signal.ticket, items=tuple(self.snapshots.rollback())))
 
     def _locate(self, signal: Locate) -> None:
         key, roles = signal.item, self.items.of(signal.item).roles
@@ -242,7 +248,7 @@ class Residency:
     def _edited(self, signal: Edited) -> None:
         if signal.role is not None:
             self.items.of(signal.item).roles.newest = signal.role
-        self.cuts.change(signal.item)
+        self.snapshots.change(signal.item)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -261,20 +267,20 @@ class Residency:
             self.items.ended(work)
             if isinstance(work, Write):
                 if work.saves:
-                    self.cuts.saved(work.item)
+                    self.snapshots.saved(work.item)
                 elif work.item.kind in (Kind.WEIGHTS, Kind.STATE):
                     self.updates.written()
         elif isinstance(work, Accumulate):
             self.gradients.accumulated(work.unit)
         elif isinstance(work, Commit):
-            self.cuts.committed()
+            self.snapshots.committed()
         else:
             self.updates.update_done(work)
 
     def _not_committed(self, signal: NotCommitted) -> None:
         self._ended(signal.work)
         if not self._failed:
-            self.cuts.refused()
+            self.snapshots.refused()
 
     def _fail(self, signal: Failed) -> None:
         """From now on the machine only drains: whoever waits is told by whoever drives it."""
@@ -286,7 +292,7 @@ class Residency:
     # -- progress -------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        self.cuts.advance()  # an update may wait for it
+        self.snapshots.advance()  # an update may wait for it
         self._demands.serve()
         self.gradients.advance()
         self.updates.advance()
@@ -321,16 +327,16 @@ class Residency:
 
     def _may_land(self) -> bool:
         """One commit at a time: the next cut is made when the one before is durable."""
-        return self._step is None or not (self._step.commit and self.cuts.pending)
+        return self._step is None or not (self._step.commit and self.snapshots.pending)
 
     def _commit(self) -> None:
-        free = self._step is None and not self.updates.busy and not self.cuts.pending
+        free = self._step is None and not self.updates.busy and not self.snapshots.pending
         if self._cut is not None and free:
-            if not self.cuts.spoiled:
-                self.cuts.begin(self._cut.number)
+            if not self.snapshots.spoiled:
+                self.snapshots.begin(self._cut.number)
             self._cut = None
-        self.cuts.advance()
-        if self._waiting[Until.DURABLE] and self._cut is None and not self.cuts.pending:
+        self.snapshots.advance()
+        if self._waiting[Until.DURABLE] and self._cut is None and not self.snapshots.pending:
             self._grant(Until.DURABLE)
 
     def _quieten(self) -> None:
@@ -416,11 +422,11 @@ def _new_order(layout: Layout) -> Order:
     return Order(64 * max(1, len(layout.units)), moving)
 
 
-_GOES_ON = (Need, CatchUp, GradRoom, GradReady, Step)  # what compute says when it does
+_GOES_ON = (Need, AwaitUpdate, GradRoom, GradReady, Step)  # what compute says when it does
 
 
 def _about_saved(signal: Signal) -> bool:
     if isinstance(signal, Done):
         work = signal.work
         return isinstance(work, (Read, Write, CopyIn, CopyOut)) and work.item.kind is Kind.SAVED
-    return isinstance(signal, (Saved, Fetch, Used, Turn))
+    return isinstance(signal, (Saved, Fetch, SavedDropped, BackwardPhase))

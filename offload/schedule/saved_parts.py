@@ -17,7 +17,8 @@ from .messages import Key, Kind
 # A storage leaves in one of two ways.  If it may stay in host memory and fits there, all its parts
 # get their slots before the first one is copied.  Otherwise it *streams*: each part is copied out,
 # written to disk and dropped, and its slot serves another part.  It reserves its disk space before
-# it begins.  In both ways compute's copy is freed (``LetGo``) once all parts are copied out.
+# it begins.  In both ways compute's copy is freed (``FreeDeviceCopy``) once all parts are copied
+# out.
 #
 # On the way back, room at compute is taken for the whole storage.  Parts are read as slots become
 # free, and copied in in any order; a slot is free again once its part has arrived.  An urgent

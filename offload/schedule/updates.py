@@ -8,13 +8,13 @@ from itertools import islice
 
 from ..facts.tier import Tier
 from .arena import Place
-from .cuts import Cuts
 from .gradients import Gradients
 from .items import Item, Items, Move
 from .layout import Layout
 from .messages import Instruction, Key, Kind, Update
 from .order import NEVER, Order, Use
 from .records import Records
+from .snapshots import Snapshots
 from .units import Subgroup
 from .visits import visitors
 from .weights import Weights
@@ -90,13 +90,13 @@ class DueUpdates:
         items: Items,
         weights: Weights,
         gradients: Gradients,
-        commits: Cuts,
+        commits: Snapshots,
         emit: Callable[[Instruction], None],
     ) -> None:
         self.layout, self.order, self._emit = layout, order, emit
         self.weights, self.gradients, self._cuts = weights, gradients, commits
         self.records = Records(layout, items)
-        self._visits = _Visits(layout, items)
+        self._device_updates = _Visits(layout, items)
         self.queue: deque[_Task] = deque()
         self.updated: set[int] = set()  # units updated since the last end of a step
         self._writing = 0
@@ -215,8 +215,8 @@ class DueUpdates:
             if self._cuts.blocks(record) or place is None:
                 return False
             visit = None
-            if self._visits.goes(number):
-                visit = self._visits.begin(number)
+            if self._device_updates.goes(number):
+                visit = self._device_updates.begin(number)
                 if visit is None:
                     return False
             self._cuts.change(record)
@@ -231,7 +231,7 @@ class DueUpdates:
         """A record and its weights have new values."""
         task = next(task for task in self.queue if task.unit == work.unit)
         if work.visit is not None:
-            self._visits.end(work.subgroup)
+            self._device_updates.end(work.subgroup)
         self._writing += self.records.updated(work.subgroup)
         task.done += 1
         if task.done == len(task.subgroups):

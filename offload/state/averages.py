@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError, clean_up
-from ..movement.machinery import Machinery
+from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE
-from ..training.callers import callers
-from ..training.residences import Residences
-from ..training.showing import Showing
+from ..training.onloaded_units import OnloadedUnits
+from ..training.reentrancy import callers
+from ..training.resident_param_guard import ResidentParamGuard
 from .contents import Contents, Values
 from .edits import Edits
-from .weight_door import WeightDoor
+from .param_access import ParamAccess
 
 
 class Averages:
@@ -28,18 +28,18 @@ class Averages:
     """
 
     def __init__(
-        self, machinery: Machinery, contents: Contents, weights: WeightDoor,
-        residences: Residences, showing: Showing, edits: Edits,
+        self, runtime: Runtime, contents: Contents, weights: ParamAccess,
+        onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard, edits: Edits,
     ) -> None:  # fmt: skip
-        self._parts, self._steps = machinery.parts, machinery.ledger.steps
-        self._machinery, self._contents = machinery, contents
-        self._weights, self._showing, self._edits = weights, showing, edits
-        self._residences = residences
+        self._parts, self._steps = runtime.parts, runtime.ledger.steps
+        self._runtime, self._contents = runtime, contents
+        self._weights, self._resident_guard, self._edits = weights, resident_guard, edits
+        self._onloaded_units = onloaded_units
         self._chunks = [
             (unit.index, number)
             for unit in self._parts.units
             for number, chunk in enumerate(unit.chunks)
-            if chunk.group is not None and AVERAGE in machinery.blueprint.rules[chunk.group].moments
+            if chunk.group is not None and AVERAGE in runtime.blueprint.rules[chunk.group].moments
         ]
         self._chunk_of = {
             spec.index: (unit, number)
@@ -83,7 +83,7 @@ class Averages:
         chunk = self._chunk_of.get(index)
         if chunk is None:
             return None
-        state = (*chunk, self._machinery.ledger.versions[chunk[0]])
+        state = (*chunk, self._runtime.ledger.versions[chunk[0]])
         if self._last[0] != state:
             self._last = state, {}
             self._last = state, self._of(*chunk)
@@ -114,14 +114,14 @@ class Averages:
         if not self.active:
             return
         self.abandon()
-        if not (self._machinery.closed or self._machinery.executor.health.failed):
+        if not (self._runtime.closed or self._runtime.executor.health.failed):
             self._exchange(to_averages=False)
-        self.active, self._residences.returning = False, None
+        self.active, self._onloaded_units.returning = False, None
 
     def abandon(self) -> None:
         """The block is over: whoever looks at weights next ends it, if nobody has."""
         if self.active:
-            self._residences.returning = self._end_late
+            self._onloaded_units.returning = self._end_late
 
     def _end_late(self) -> None:
         if not any(frame.f_code is Averages._exchange.__code__ for frame in callers()):
@@ -158,7 +158,7 @@ class Averages:
         if values:
             with torch.no_grad():
                 self._contents.load(unit, lambda spec: values.get(spec.index), first=False)
-            self._showing.changed(unit, values)
+            self._resident_guard.changed(unit, values)
         (self._swapped.add if to_averages else self._swapped.discard)(unit)
         self._amid = None
 

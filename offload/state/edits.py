@@ -9,11 +9,11 @@ from typing import Protocol
 
 from ..movement.direct import DirectAccess
 from ..movement.executor import Executor
-from ..schedule.messages import Judged, Key, Kind
+from ..schedule.messages import FiniteCheck, Key, Kind
 from ..schedule.units import Unit
-from ..training.frames import Frames
-from ..training.landing import Landing
-from ..training.showing import Showing
+from ..training.forward_stack import ForwardStack
+from ..training.resident_param_guard import ResidentParamGuard
+from ..training.update_waiter import UpdateWaiter
 from .contents import EditedParts
 
 log = logging.getLogger("overspill")
@@ -21,8 +21,8 @@ log = logging.getLogger("overspill")
 
 def spoil(executor: Executor, unit: Unit) -> None:
     """A unit was given values that are not finite."""
-    executor.requests.tell(Judged(unit.index, finite=False))
-    executor.requests.catch_up()
+    executor.engine_port.tell(FiniteCheck(unit.index, finite=False))
+    executor.engine_port.catch_up()
     log.warning(
         "overspill: %r was given values that are not finite; nothing is committed until they are, "
         "or until rollback()", unit.name,
@@ -41,14 +41,18 @@ class Edits:
     def __init__(
         self,
         executor: Executor,
-        frames: Frames,
-        showing: Showing,
-        landing: Landing,
+        forward_stack: ForwardStack,
+        resident_guard: ResidentParamGuard,
+        update_waiter: UpdateWaiter,
         direct: DirectAccess,
         commits: Spoils | None,
     ) -> None:
-        self._executor, self._frames, self._showing = executor, frames, showing
-        self._landing, self._direct, self._commits = landing, direct, commits
+        self._executor, self._forward_stack, self._resident_guard = (
+            executor,
+            forward_stack,
+            resident_guard,
+        )
+        self._update_waiter, self._direct, self._commits = update_waiter, direct, commits
         self._units = executor.layout.units
 
     def restore(self, units: Iterable[int]) -> None:
@@ -64,10 +68,10 @@ class Edits:
 
     def _stop_moves(self, units: Iterable[int]) -> None:
         self._executor.health.check()
-        self._frames.tidy()
+        self._forward_stack.tidy()
         for unit in units:
-            self._showing.refuse_edit(unit)
-        self._landing.land()
+            self._resident_guard.refuse_edit(unit)
+        self._update_waiter.wait_for_updates()
         self._direct.quiesce()
 
     @contextmanager

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..planning.found import FoundUnit
 from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
+from ..planning.unit_discovery import FoundUnit
 from ..schedule.units import ParamSpec
 from ..training import module_private, torch_private
 

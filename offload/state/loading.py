@@ -1,4 +1,4 @@
-"""Loads a model's weights and state into their homes, unit by unit, and frees the originals."""
+"""Loads a model's weights and state into their resources, unit by unit, and frees the originals."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from ..schedule.units import ParamSpec, Unit
 from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
-from .homes import Homes
+from .engine_resources import EngineResources
 from .importing import Others, open_weights
 from .initial import default_init, initialise, on_whole_stacks
-from .taken import Taken
+from .original_weights import OriginalWeights
 from .unmanaged import require_values
 from .weight_files import match_files, read_float
 
 LARGEST_SHARE = 0.9  # of what a dtype can hold: a scale that is rounded may be larger
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken: Taken) -> None:
-    """Loads all homes, one unit at a time, from the model or from ``weights=`` files."""
-    machinery = homes.machinery
-    begin_adapters(model, trains=machinery.layout.trains)
-    parts, config, blueprint = machinery.parts, machinery.config, machinery.blueprint
+def load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    resources: EngineResources,
+    taken: OriginalWeights,
+) -> None:
+    """Loads all resources, one unit at a time, from the model or from ``weights=`` files."""
+    runtime = resources.runtime
+    begin_adapters(model, trains=runtime.layout.trains)
+    parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
     names = {} if files is None else match_files(files, model, parts)
     managed = frozenset(map(id, parts.parameters))
@@ -44,12 +49,12 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
     for index, p in enumerate(parts.parameters):
         rule = blueprint.rule_of(index)
         if rule is not None:
-            machinery.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
+            runtime.ledger.steps[index] = rule.steps_taken(optimizer.state.get(p, {}))
     _require_finite(parts, names)
 
     def load_unit(unit: Unit) -> None:
-        if unit.index in machinery.layout.in_place:
-            homes.contents.show_in_place(unit.index)
+        if unit.index in runtime.layout.in_place:
+            resources.contents.show_in_place(unit.index)
             taken.free(unit, theirs=False)
             return
         specs = {spec.index: spec for _, spec in unit.params}
@@ -64,9 +69,9 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, homes: Homes, taken
             return made.get(index, parts.parameters[index].data)
 
         values = values_of_unit(blueprint.rules, parts, optimizer, weight_of)
-        finite = homes.contents.load(unit.index, values, first=True)
-        if not finite and machinery.store.writer is not None:
-            spoil(machinery.executor, unit)
+        finite = resources.contents.load(unit.index, values, first=True)
+        if not finite and runtime.store.writer is not None:
+            spoil(runtime.executor, unit)
         taken.free(unit, theirs=files is None and not unit.packed)
 
     with LongWork("loading weights", sum(u.weight_bytes for u in parts.units)) as done:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError, clean_up
-from ..movement.machinery import Machinery
-from ..training.residences import Residences
-from ..training.showing import Showing
-from .weight_door import WeightDoor
+from ..movement.runtime import Runtime
+from ..training.onloaded_units import OnloadedUnits
+from ..training.resident_param_guard import ResidentParamGuard
+from .param_access import ParamAccess
 
 log = logging.getLogger("overspill")
 
@@ -22,10 +22,14 @@ class Materializing:
     """See ``overspill.materialized``.  The engine makes one; each block is a ``Materialized``."""
 
     def __init__(
-        self, machinery: Machinery, residences: Residences, showing: Showing, weights: WeightDoor
+        self,
+        runtime: Runtime,
+        onloaded_units: OnloadedUnits,
+        resident_guard: ResidentParamGuard,
+        weights: ParamAccess,
     ) -> None:
-        self._machinery, self._residences = machinery, residences
-        self._showing, self._weights = showing, weights
+        self._runtime, self._onloaded_units = runtime, onloaded_units
+        self._resident_guard, self._weights = resident_guard, weights
         self.active = False
 
     def require_ended(self) -> None:
@@ -39,44 +43,44 @@ class Materializing:
 
     def end_if_over(self) -> None:
         """Parameters show again what they did before the block, if an exception came in between."""
-        if self._residences.returning is not None:
-            self._residences.returning()
+        if self._onloaded_units.returning is not None:
+            self._onloaded_units.returning()
 
     def begin(self) -> None:
         """Every parameter has its weights."""
         full = self._weights.read_all()
         try:
             self.active = True
-            self._residences.give_away(full)
+            self._onloaded_units.give_away(full)
         except BaseException:
-            self._residences.returning = self._return
+            self._onloaded_units.returning = self._return
             self._return()
             raise
 
     def end(self) -> Mapping[int, torch.Tensor]:
         """The block is over, for good or not; what the parameters had."""
-        self._residences.returning = self._return
-        params = self._machinery.parts.parameters
+        self._onloaded_units.returning = self._return
+        params = self._runtime.parts.parameters
         found = {index: p.data for index, p in enumerate(params)}
         self._return()
         return found
 
     def _return(self) -> None:
         """Where an exception cuts this off, the next use does it again."""
-        if not self._machinery.closed:
-            self._residences.take_back(self._weights)
-        self.active, self._residences.returning = False, None
+        if not self._runtime.closed:
+            self._onloaded_units.take_back(self._weights)
+        self.active, self._onloaded_units.returning = False, None
 
     def abandon(self) -> None:
         """An exception came before the block could end: the next use ends it, and drops edits."""
-        if self.active and self._residences.returning is None:
+        if self.active and self._onloaded_units.returning is None:
             log.warning("overspill: materialized was interrupted at its end; edits are dropped")
-            self._residences.returning = self._return
+            self._onloaded_units.returning = self._return
 
     def write_back(self, found: Mapping[int, torch.Tensor]) -> None:
         """What was edited is written to the weights, and nothing else: a bf16 weight written back
         would round its master."""
-        if not self._machinery.closed:
+        if not self._runtime.closed:
             changed = {
                 index: value
                 for index, value in found.items()

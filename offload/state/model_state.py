@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..movement.machinery import Machinery
+from ..movement.runtime import Runtime
 from ..planning.sections import has_sections, split_in
-from ..training.callers import callers
 from ..training.handles import all_or_none, remove_all
-from ..training.showing import Showing
+from ..training.reentrancy import callers
+from ..training.resident_param_guard import ResidentParamGuard
 from ..training.trainer import Trainer
 from .contents import EditedParts
-from .weight_door import WeightDoor
+from .param_access import ParamAccess
 
 
 class HalfEdits(Protocol):
@@ -37,14 +37,14 @@ class StateHooks:
     def __init__(
         self,
         model: nn.Module,
-        machinery: Machinery,
-        weights: WeightDoor,
-        showing: Showing,
+        runtime: Runtime,
+        weights: ParamAccess,
+        resident_guard: ResidentParamGuard,
         trainer: Trainer,
         commits: HalfEdits | None,
     ) -> None:
-        self._machinery, self._parts = machinery, machinery.parts
-        self._weights, self._showing = weights, showing
+        self._runtime, self._parts = runtime, runtime.parts
+        self._weights, self._resident_guard = weights, resident_guard
         self._trainer, self._commits = trainer, commits
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
         self._memo: dict[int, tuple[int, torch.Tensor]] = {}  # (version of the unit, weight)
@@ -85,7 +85,7 @@ class StateHooks:
         remove_all(self._handles)
 
     def _require_open(self) -> None:
-        if self._machinery.closed:
+        if self._runtime.closed:
             raise OffloadError("the engine is closed, so the model's weights are gone; call "
                                "overspill.unwrap(model) before close()")  # fmt: skip
 
@@ -125,7 +125,7 @@ class StateHooks:
             found = state.get(prefix + name)
             if found is None or isinstance(found, nn.Parameter):  # keep_vars: as it is
                 continue
-            version = self._machinery.ledger.versions[self._parts.unit_of[index]]
+            version = self._runtime.ledger.versions[self._parts.unit_of[index]]
             if self._memo.get(index, (-1,))[0] != version:
                 copy = self._weights.copied(index, found)
                 self._memo[index] = (version, copy)
@@ -173,7 +173,7 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any,
     ) -> None:  # fmt: skip
         self._require_open()
-        self._showing.hide_all()  # torch then copies to no weight that shows
+        self._resident_guard.hide_all()  # torch then copies to no weight that shows
         if not _runs(nn.Module.load_state_dict.__code__):
             return  # the dict is the loader's own: torch copies each value to a hidden parameter
         for name, index in self._owned(module):

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..movement.machinery import Machinery
+from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE, check_kept
 from ..schedule.units import ParamSpec, Unit
-from ..training.showing import Showing
+from ..training.resident_param_guard import ResidentParamGuard
 from .averages import Averages
 from .contents import STATE, Contents
 from .edits import Edits
 from .lent_copies import LentCopies
+from .param_access import ParamAccess, overwrite
 from .state_matching import NAMES, Given, matched
-from .weight_door import WeightDoor, overwrite
 
 Groups = Sequence[dict[str, Any]]
 Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
@@ -33,21 +33,21 @@ class OptimizerState:
         self,
         model: nn.Module,
         groups: Groups,
-        machinery: Machinery,
+        runtime: Runtime,
         contents: Contents,
-        weights: WeightDoor,
-        showing: Showing,
+        weights: ParamAccess,
+        resident_guard: ResidentParamGuard,
         edits: Edits,
         averages: Averages,
         quiesce: Callable[[], None],
     ) -> None:
         """``quiesce`` waits for all updates, and until nothing moves."""
         self._model, self._groups, self._contents = model, groups, contents
-        self._parts, self._steps = machinery.parts, machinery.ledger.steps
-        self._blueprint = machinery.blueprint
-        self._weights, self._showing, self._edits = weights, showing, edits
+        self._parts, self._steps = runtime.parts, runtime.ledger.steps
+        self._blueprint = runtime.blueprint
+        self._weights, self._resident_guard, self._edits = weights, resident_guard, edits
         self.averages, self._quiesce = averages, quiesce
-        self._ledger = machinery.ledger
+        self._ledger = runtime.ledger
         self._edited = [0] * len(self._parts.units)  # how often a unit's state was edited
         self._held: LentCopies[tuple[int, str]] = LentCopies()
         self._in_dicts: LentCopies[tuple[int, str]] = LentCopies()
@@ -236,7 +236,7 @@ class OptimizerState:
                 if not self._contents.load(unit, value_of, first=False):
                     spoil(unit)
                 if len(edited) > 1:
-                    self._showing.changed(unit, edited)
+                    self._resident_guard.changed(unit, edited)
                 self._edited[unit] += 1
             for index, given in values.items():
                 if "step" in given:
@@ -346,7 +346,7 @@ class OptimizerState:
                 if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
-                    self._showing.changed(unit.index, parts[unit.index])
+                    self._resident_guard.changed(unit.index, parts[unit.index])
             for index in range(len(self._parts.parameters)):
                 own = self._blueprint.rule_of(index)
                 taken = 0 if own is None else own.steps_taken(self._given(given, index))

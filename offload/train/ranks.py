@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ..planning.found import FoundUnit, find_units
 from ..planning.partition import partition
+from ..planning.unit_discovery import FoundUnit, find_units
 from ..ranks.filling import give_memory, memory_of
 from ..ranks.parts import rows_of_rank
 from ..state.importing import Others, open_weights

@@ -20,13 +20,13 @@ from torch import nn
 from ..errors import BudgetError, format_bytes
 from ..movement.accelerators.base import Accelerator, Event
 from ..movement.executor import Executor
-from ..movement.saved import SavedStorage, SavedStore
-from ..planning.bursts import UnitForward
+from ..movement.saved import OffloadedStorage, SavedStore
+from ..planning.save_timing import UnitForward
 from ..schedule.activations import LEAST_BYTES, room_beside
 from ..schedule.messages import SavedBytes
 from . import torch_private
 from .backward import Backward
-from .resting import Rest, Resting
+from .untracked_activations import UntrackedActivations, UntrackedStep
 
 log = logging.getLogger("overspill")
 
@@ -44,7 +44,7 @@ class SharedStorage:
         "__weakref__", "counted_by", "covered", "end", "saved", "unit", "version"
     )  # fmt: skip
 
-    def __init__(self, store: SavedStore, saved: SavedStorage, t: torch.Tensor) -> None:
+    def __init__(self, store: SavedStore, saved: OffloadedStorage, t: torch.Tensor) -> None:
         self.unit, self.saved = NOWHERE - 1, saved
         self.covered = 0  # bytes of what was saved of it
         self.version = torch_private.version_of(t)
@@ -92,7 +92,7 @@ class SavedHandle:
         self.shape, self.stride = t.shape, t.stride()
 
 
-class Stash:
+class SavedTensorOffloader:
     """Takes what autograd saves; one engine's."""
 
     def __init__(
@@ -129,9 +129,9 @@ class Stash:
         # Memory that came back, and that compute is yet to pass: by event, and since the last one.
         self._behind: deque[tuple[Event, int]] = deque()
         self._since_bytes = 0
-        self.resting = Resting()
+        self.resting = UntrackedActivations()
 
-    def rest_for(self, t: torch.Tensor) -> Rest | None:
+    def rest_for(self, t: torch.Tensor) -> UntrackedStep | None:
         """What to hold with ``t``, which stays as it is; ``None``: it is to be looked at."""
         if self.resting.rest is None:
             return None
@@ -160,7 +160,7 @@ class Stash:
             shared = None if known is None else known()
             if shared is None or not shared.has(t):
                 flat = torch_private.bytes_of(storage)
-                shared = SharedStorage(self._store, SavedStorage(next(self._numbers), flat), t)
+                shared = SharedStorage(self._store, OffloadedStorage(next(self._numbers), flat), t)
                 self._known[key] = weakref.ref(shared)
             left = shared.leaves
             shared.covered += t.nbytes
@@ -381,7 +381,7 @@ class Stash:
             event.synchronize()
             behind -= nbytes
 
-    def _tries(self, saved: SavedStorage) -> Iterator[torch.Tensor | None]:
+    def _tries(self, saved: OffloadedStorage) -> Iterator[torch.Tensor | None]:
         # Between the grant and this look it may have left again.
         while True:
             yield saved.memory
@@ -389,11 +389,13 @@ class Stash:
 
 def make_stash(
     executor: Executor, accelerator: Accelerator, model: nn.Module, backward: Backward
-) -> Stash | None:
+) -> SavedTensorOffloader | None:
     """One for a model, told of its backwards; ``None``: what is saved stays as it is."""
     if executor.layout.saved.policy == "keep":
         return None
-    stash = Stash(executor, accelerator, [*model.parameters(), *model.buffers()])
-    backward.when_begun(lambda: stash.turn(backward=True))
-    backward.when_over(lambda: stash.turn(backward=False))
-    return stash
+    saved_offloader = SavedTensorOffloader(
+        executor, accelerator, [*model.parameters(), *model.buffers()]
+    )
+    backward.when_begun(lambda: saved_offloader.turn(backward=True))
+    backward.when_over(lambda: saved_offloader.turn(backward=False))
+    return saved_offloader

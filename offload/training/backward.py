@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..facts.trace import Trace
 from . import torch_private
-from .residences import Residences
+from .onloaded_units import OnloadedUnits
 
 
 class Backward:
@@ -15,8 +15,8 @@ class Backward:
     With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
     """
 
-    def __init__(self, residences: Residences, trace: Trace) -> None:
-        self._residences, self._trace = residences, trace
+    def __init__(self, onloaded_units: OnloadedUnits, trace: Trace) -> None:
+        self._onloaded_units, self._trace = onloaded_units, trace
         self._units: list[int] = []
         self._tasks: set[int] = set()
         self._begun: list[Callable[[], None]] = []
@@ -56,10 +56,10 @@ class Backward:
         """Backward has come to ``unit``; the ones before it are let go, but not one that this one
         comes with."""
         self.opened()
-        if any(unit in self._residences.groups[each] for each in self._units):
+        if any(unit in self._onloaded_units.groups[each] for each in self._units):
             return
         self._let_go()
-        self._residences.enter(unit, visible=False)  # see Note [Visible parameters]
+        self._onloaded_units.enter(unit, visible=False)  # see Note [Visible parameters]
         self._units.append(unit)
 
     def recomputes(self, unit: int) -> None:
@@ -71,7 +71,7 @@ class Backward:
         """All gradients of ``unit`` are there: its weights are of no more use."""
         if unit in self._units:
             self._units.remove(unit)
-            self._residences.leave(unit, visible=False)
+            self._onloaded_units.leave(unit, visible=False)
 
     def _let_go(self, but: int | None = None) -> None:
         for unit in [each for each in self._units if each != but]:
@@ -81,7 +81,7 @@ class Backward:
 
     def _finish(self) -> None:
         while self._units:
-            self._residences.leave(self._units.pop(), visible=False)
+            self._onloaded_units.leave(self._units.pop(), visible=False)
         _tell(self._over)
 
     def abandon(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from . import module_private, torch_private
-from .managed import managed
+from .param_handle import managed
 
 log = logging.getLogger("overspill")
 

@@ -5,7 +5,7 @@
 # (`self.coefs.weight.data.clamp_(-c, c)`).  The slot that compute uses may be one of several copies
 # of the weight, and the master is elsewhere.  So the changed weight is copied when the parameter
 # gets its placeholder back.  The copy is written to the engine like an edit from outside (see
-# `WeightDoor`) before the next module runs, or, if backward uses the unit, after it has ended.  If
+# `ParamAccess`) before the next module runs, or, if backward uses the unit, after it has ended.  If
 # the unit is onloaded before that, the copy is written over its weights in the slot.
 #
 # A parameter that was changed once is also copied each time its unit is onloaded.  Most clamps

@@ -24,10 +24,10 @@ from ..schedule.messages import GradLost
 from ..schedule.units import PARAM_ALIGN
 from . import torch_private
 from .backward import Backward
-from .early import Early
+from .backward_update_policy import BackwardUpdatePolicy
 from .gradient_tensor import OffloadedGradient
 from .handles import all_or_none, remove_all
-from .residences import Residences
+from .onloaded_units import OnloadedUnits
 
 
 class _Pending:
@@ -53,16 +53,16 @@ class GradientCollector:
         self,
         ledger: Ledger,
         updater: Updater,
-        residences: Residences,
+        onloaded_units: OnloadedUnits,
         backward: Backward,
-        early: Early,
+        backward_updates: BackwardUpdatePolicy,
         transient: bool,
         make_grad: Callable[[int], OffloadedGradient],
     ) -> None:
-        self.parts = parts = residences.parts
-        self.executor, self.accelerator = residences.executor, residences.accelerator
-        self._ledger, self._updater, self._residences = ledger, updater, residences
-        self._backward, self._early = backward, early
+        self.parts = parts = onloaded_units.parts
+        self.executor, self.accelerator = onloaded_units.executor, onloaded_units.accelerator
+        self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
+        self._backward, self._backward_updates = backward, backward_updates
         self._transient, self._make_grad = transient, make_grad
         self.pending: dict[int, _Pending] = {}
         self._wrappers: dict[int, OffloadedGradient] = {}
@@ -74,7 +74,8 @@ class GradientCollector:
         self._partly_frozen = {
             unit.index
             for unit in parts.units
-            if residences.streamed[unit.index] and any(not parts.units[i].runs for i in unit.shares)
+            if onloaded_units.streamed[unit.index]
+            and any(not parts.units[i].runs for i in unit.shares)
         }
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()
@@ -145,7 +146,7 @@ class GradientCollector:
                 "dense gradients only (for an embedding: sparse=False)"
             )
         unit = self.parts.unit_of[index]
-        self._early.refuse_updated(unit)
+        self._backward_updates.refuse_updated(unit)
         pending = self._pending_of(unit)
         pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
         pending.fresh[index] = grad.detach().resolve_conj()
@@ -171,7 +172,7 @@ class GradientCollector:
         """A parameter's earlier gradient is of no more account."""
         self._ledger.renew(index)
         self.zeroed.discard(index)
-        self._early.renew(index)
+        self._backward_updates.renew(index)
         self.torn.discard(index)
 
     def zero(self, index: int) -> None:
@@ -186,7 +187,7 @@ class GradientCollector:
     def replace(self, index: int, value: torch.Tensor) -> None:
         """Another gradient takes the place of a parameter's zeroes."""
         unit = self.parts.unit_of[index]
-        self._early.refuse_updated(unit)
+        self._backward_updates.refuse_updated(unit)
         self._renew(index)
         self._pending_of(unit).fresh[index] = value.detach().clone()
 
@@ -203,7 +204,7 @@ class GradientCollector:
             self.replace(index, grad)
             return
         unit = self.parts.unit_of[index]
-        self._early.refuse_updated(unit)
+        self._backward_updates.refuse_updated(unit)
         pending = self._pending_of(unit)
         if index in pending.fresh:
             pending.fresh[index] = pending.fresh[index] + grad
@@ -264,12 +265,12 @@ class GradientCollector:
             if i not in pending.fresh and i not in pending.added and self.live(i)
         ]
         merge = bool(others or pending.added)
-        update = not others and self._early.may_update(unit, over)
+        update = not others and self._backward_updates.may_update(unit, over)
         if not update and self._transient:
             return
         try:
             if update:
-                self._early.begin_early(unit, (*pending.fresh, *pending.added))
+                self._backward_updates.begin_early(unit, (*pending.fresh, *pending.added))
             del self.pending[unit]
             on_slot, in_place = self._hand_over(unit, pending, merge)
             if not on_slot and (merge or self.executor.layout.converts[unit]):
@@ -281,7 +282,7 @@ class GradientCollector:
             self.torn.update(self.trained[unit])
             self.pending.pop(unit, None)
             if not self.executor.health.failed:
-                self.executor.requests.tell(GradLost(unit))
+                self.executor.engine_port.tell(GradLost(unit))
             raise
 
     def _still_wanted(self, unit: int) -> _Pending | None:
@@ -303,7 +304,7 @@ class GradientCollector:
         Returns:
             Whether that is where they are kept, and whether nothing is left to be done there.
         """
-        place = self.executor.requests.gradient_home(unit, self._told[unit])
+        place = self.executor.engine_port.gradient_home(unit, self._told[unit])
         if place is None:
             place = self.executor.protocol.room(unit, merge=merge)
         on_slot = self._in_host_layout(unit)
@@ -318,7 +319,7 @@ class GradientCollector:
             self._updater.measure(unit, place)
         if self.accelerator.has_device_memory:
             self.executor.compute.mark(place)
-        self._residences.compute_over(unit)
+        self._onloaded_units.compute_over(unit)
         return on_slot, in_place
 
     def refuse_torn(self, params: Collection[int]) -> None:
@@ -409,7 +410,7 @@ class GradientCollector:
                     self.parts.parameters[index].grad = None
         self.pending.clear()
         self.zeroed.clear()
-        self._early.drop()
+        self._backward_updates.drop()
         self.torn.clear()
 
     def present(self, unit: int) -> frozenset[int]:

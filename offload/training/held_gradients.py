@@ -20,7 +20,7 @@ from ..schedule.ledger import Ledger
 from ..schedule.messages import Key, Kind
 from ..schedule.units import ParamSpec
 from . import torch_private
-from .early import Early
+from .backward_update_policy import BackwardUpdatePolicy
 from .gradients import GradientCollector
 
 log = logging.getLogger("overspill")
@@ -51,18 +51,18 @@ class HeldGradients:
         arenas: Arenas,
         updater: Updater,
         collector: GradientCollector,
-        early: Early,
+        backward_updates: BackwardUpdatePolicy,
     ) -> None:
         self._config, self._parts, self._ledger = config, parts, ledger
         self._accelerator = accelerator
         self._direct, self._arenas, self._updater = direct, arenas, updater
-        self._collector, self._early = collector, early
+        self._collector, self._backward_updates = collector, backward_updates
         self._warned = False
         self._loans: dict[int, _Loan] = {}
 
     def _refuse_lost(self, numbers: Sequence[int]) -> None:
         """Raises when one of the gradients is not there any more, or not whole."""
-        self._early.refuse_consumed(numbers)
+        self._backward_updates.refuse_consumed(numbers)
         self._collector.refuse_torn(numbers)
 
     # -- one gradient ---------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class HeldGradients:
 
     def zero(self, number: int) -> None:
         """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
-        self._early.require_unused()
+        self._backward_updates.require_unused()
         self._collector.zero(number)
         if (loan := self._loans.get(number)) is not None:
             loan.tensor.zero_()
@@ -187,7 +187,7 @@ class HeldGradients:
         self._ledger.ask_norms()
         self._collector.deliver_now()
         self._collector.executor.protocol.await_gradients()
-        if self._early.consumed([n for n in numbers if n not in self._ledger.squares]):
+        if self._backward_updates.consumed([n for n in numbers if n not in self._ledger.squares]):
             raise OffloadError(
                 "update='backward' has applied these gradients, and nobody had asked for norms in "
                 "the first step; they are taken from now on: ask after the next backward()"
@@ -207,7 +207,7 @@ class HeldGradients:
         """Multiplies gradients by ``factor`` when the update reads them."""
         self.reconcile()
         if factor != 1.0:  # clipping to a norm that is larger changes nothing
-            self._early.refuse_consumed(numbers)
+            self._backward_updates.refuse_consumed(numbers)
         self._collector.refuse_torn(numbers)
         self._collector.deliver_now()
         for number in numbers:

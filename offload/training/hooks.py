@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ..facts.trace import Trace
-from ..planning.found import direct_parameters, read_ahead
+from ..planning.unit_discovery import direct_parameters, read_ahead
 from . import torch_private
-from .activations import NOWHERE, Stash
+from .activations import NOWHERE, SavedTensorOffloader
 from .backward import Backward
-from .frames import Frames
+from .forward_stack import ForwardStack
 from .handles import all_or_none, remove_all
+from .onloaded_units import OnloadedUnits
 from .recompute import Recompute
-from .residences import Residences
 
 Hook = Callable[[nn.Module, Any], None]
 
@@ -49,17 +49,21 @@ class ModuleHooks:
     def __init__(
         self,
         model: nn.Module,
-        residences: Residences,
+        onloaded_units: OnloadedUnits,
         backward: Backward,
-        frames: Frames,
+        forward_stack: ForwardStack,
         trace: Trace,
         loop: Occasions,
-        stash: Stash | None,
+        saved_offloader: SavedTensorOffloader | None,
         recompute: Recompute,
     ) -> None:
         """Installs the hooks."""
-        self._stash, self._recompute = stash, recompute
-        self._residences, self._backward, self._frames = residences, backward, frames
+        self._saved_offloader, self._recompute = saved_offloader, recompute
+        self._onloaded_units, self._backward, self._forward_stack = (
+            onloaded_units,
+            backward,
+            forward_stack,
+        )
         self._trace, self._loop = trace, loop
         self.catch_up = loop.catch_up
         self._handles: list[Any] = []
@@ -68,15 +72,15 @@ class ModuleHooks:
 
     def _hook(self, model: nn.Module) -> None:
         me = weakref.ref(self)
-        for unit, found in self._residences.parts.running:
-            whole = not found.direct_only and self._stash is not None
-            if self._residences.streamed[unit] or unit in self._recompute.able or whole:
+        for unit, found in self._onloaded_units.parts.running:
+            whole = not found.direct_only and self._saved_offloader is not None
+            if self._onloaded_units.streamed[unit] or unit in self._recompute.able or whole:
                 self._hook_unit(me, unit, found.module)
-            elif self._stash is not None:
+            elif self._saved_offloader is not None:
                 self._hook_border(me, unit, found.module)
         self._hook_readers(me, model)
         self._hook_read_ahead(me, model)
-        if self._residences.accelerator.stream() is not None:
+        if self._onloaded_units.accelerator.stream() is not None:
             self._hook_streams(me, model)
         self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
         self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
@@ -115,12 +119,12 @@ class ModuleHooks:
         """Whoever calls a module that may read weights of a resident unit waits for their update:
         the unit's own module, and all that hold a parameter of it, wherever they are in the
         model."""
-        parts = self._residences.parts
+        parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         readers: dict[nn.Module, set[int]] = {}
         for unit, found in parts.running:
             if not found.direct_only:
-                readers.setdefault(found.module, set()).update(self._residences.groups[unit])
+                readers.setdefault(found.module, set()).update(self._onloaded_units.groups[unit])
         for module in model.modules():
             mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
                     if id(p) in index_of}  # fmt: skip
@@ -130,7 +134,7 @@ class ModuleHooks:
             for found in parts.found
         ]
         for module, units in readers.items():
-            resident = tuple(sorted(u for u in units if self._residences.fixed[u]))
+            resident = tuple(sorted(u for u in units if self._onloaded_units.fixed[u]))
             if resident:
                 hook = _reader(me, id(module), resident)
                 inner = all(module in inside[unit] for unit in resident)
@@ -143,7 +147,7 @@ class ModuleHooks:
         An offloaded parameter has a class of its own, which such a module takes for a reason to
         choose another algorithm, so the child's units are onloaded first.
         """
-        parts = self._residences.parts
+        parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         for module in model.modules():
             if (child := read_ahead(module)) is None:
@@ -159,13 +163,13 @@ class ModuleHooks:
     def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
         """Modules inside of a unit may run on streams of their own: whoever reads weights there is
         seen, also where autograd saves none."""
-        parts = self._residences.parts
+        parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         roots = {id(found.module) for found in parts.found}
         for module in model.modules():
             mine = {parts.unit_of[index_of[id(p)]] for p in direct_parameters(module)
                     if id(p) in index_of}  # fmt: skip
-            moving = tuple(sorted(u for u in mine if self._residences.streamed[u]))
+            moving = tuple(sorted(u for u in mine if self._onloaded_units.streamed[u]))
             if moving and id(module) not in roots:
                 hook = _uncompiled(_stream_reader(me, id(module), moving))
                 self._handles.append(module.register_forward_pre_hook(hook))
@@ -174,30 +178,30 @@ class ModuleHooks:
 
     def runs(self, unit: int) -> None:
         """What autograd saves from now on, it saves in this unit."""
-        if self._stash is not None:
-            self._stash.enter(unit)
+        if self._saved_offloader is not None:
+            self._saved_offloader.enter(unit)
 
     def before_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The unit's module is about to run."""
         self.runs(unit)
-        self._frames.make_room(module)
+        self._forward_stack.make_room(module)
         self._loop.catch_up(unit)
         if torch_private.in_backward():
             self._backward.recomputes(unit)
         around = self._recompute.begin(unit, module, args, kwargs)
         try:
-            self._frames.enter(unit)
+            self._forward_stack.enter(unit)
         except BaseException:
             if around is not None:
                 around.end(completed=False)
             raise
-        self._frames.push(unit, around)
-        if self._stash is not None:
-            self._stash.computes()
+        self._forward_stack.push(unit, around)
+        if self._saved_offloader is not None:
+            self._saved_offloader.computes()
 
     def after_forward(self, unit: int, output: Any) -> None:
         """The unit's module has run, or raised."""
-        began = self._frames.pop(unit, completed=output is not None)
+        began = self._forward_stack.pop(unit, completed=output is not None)
         if began is None or output is None:
             return
         if torch.is_grad_enabled():
@@ -205,34 +209,34 @@ class ModuleHooks:
             for t in differentiable(output):
                 if torch_private.made_since(t, began):  # and not handed through
                     t.register_hook(lambda _grad: backward.enter(unit))
-        self._residences.refuse_edits()  # not after an exception: torch might suppress this error
+        self._onloaded_units.refuse_edits()  # after an exception torch might suppress this error
 
     def open_ahead(self, units: Collection[int]) -> None:
         """Onload units whose parameters are about to be inspected, and then computed with."""
         if not torch_private.in_backward():
             for unit in units:
                 self._loop.catch_up(unit)
-                self._residences.open_ahead(unit)
+                self._onloaded_units.open_ahead(unit)
 
     # -- the root -------------------------------------------------------------------------------
 
     def before_root(self) -> None:
         """A forward of the whole model begins: clears what an interrupted one left behind."""
         self._loop.require()
-        self._frames.begin()
+        self._forward_stack.begin()
         if not torch_private.in_backward():
             self._loop.before_forward()
         self._trace.compute_resume("model")
-        self._frames.push_root()
+        self._forward_stack.push_root()
 
     def use_here(self, units: Sequence[int]) -> None:
         """A module is about to run that reads weights of units that are open."""
-        self._residences.use_here(units)
+        self._onloaded_units.use_here(units)
 
     def after_root(self, output: Any) -> None:
         """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
         raised."""
-        self._frames.pop_root()
+        self._forward_stack.pop_root()
         self.runs(NOWHERE)
         if output is not None and torch.is_grad_enabled():
             backward = self._backward
@@ -240,7 +244,7 @@ class ModuleHooks:
                 t.register_hook(lambda _grad: backward.opened())
         self._loop.after_forward()
         if output is not None:
-            self._residences.refuse_edits()
+            self._onloaded_units.refuse_edits()
 
     def remove(self) -> None:
         """Takes all hooks away."""

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import OffloadError
 from . import torch_private
-from .managed import Elsewhere, Managed, known
+from .param_handle import ParamHandle, PlaceholderParam, known
 
 # What says something about a tensor and touches no element of it.
 ABOUT = frozenset({
@@ -55,7 +55,7 @@ def sets_grad(func: Any) -> bool:
 def cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a cast gives that changes nothing (``type()`` its text); ``None`` if it does change."""
     p = args[0]
-    if not isinstance(p, Elsewhere):
+    if not isinstance(p, PlaceholderParam):
         return None
     with torch_private.without_overrides():
         probe = torch.empty((0,) * p.dim(), dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
@@ -71,13 +71,13 @@ def grad(
     """``torch.autograd.grad``.  It asks for overrides where a parameter is hidden, and without them
     what a checkpoint computes again would read placeholders; edges of the graph are none to ask."""
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    if any(isinstance(leaf, Elsewhere) for leaf in torch_private.tree_leaves(outputs)):
+    if any(isinstance(leaf, PlaceholderParam) for leaf in torch_private.tree_leaves(outputs)):
         with torch_private.without_overrides():  # of itself: there is nothing to compute
             more["materialize_grads"] = materialize_grads
             return torch.autograd.grad(outputs, inputs, *args, **more)
     edge: Any = torch.autograd.graph.get_gradient_edge
     with torch_private.without_overrides():
-        edges = [edge(p) if isinstance(p, Elsewhere) else p for p in wanted]
+        edges = [edge(p) if isinstance(p, PlaceholderParam) else p for p in wanted]
     if materialize_grads:  # refused for edges
         more["allow_unused"] = True
     found = torch.autograd.grad(outputs, edges, *args, **more)
@@ -120,7 +120,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not torch.is_grad_enabled() or changes or kwargs.get("out") is not None or is_view(func):
         return NotImplemented
     leaves = torch_private.tree_leaves((tuple(args), dict(kwargs)))
-    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Elsewhere)}
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, PlaceholderParam)}
     if name.startswith("embedding") and (len(args) > 3 or kwargs.get("max_norm") is not None):
         return NotImplemented  # it may scale rows in place
     if name not in _PURE and not all(p.requires_grad for p in found.values()):
@@ -149,7 +149,7 @@ class Operation:
     """One operation with hidden parameters among its arguments."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Any, Managed, torch.Tensor, int]] = {}
+        self._copies: dict[int, tuple[Any, ParamHandle, torch.Tensor, int]] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Its result, whatever it does."""
@@ -174,7 +174,7 @@ class Operation:
         return torch_private.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
 
     def _copy_of(self, value: Any) -> Any:
-        if not isinstance(value, Elsewhere):
+        if not isinstance(value, PlaceholderParam):
             return value
         if id(value) not in self._copies:
             mine = known(value)
@@ -183,14 +183,14 @@ class Operation:
         return self._copies[id(value)][2]
 
     @staticmethod
-    def _read(p: Any, mine: Managed) -> torch.Tensor:
+    def _read(p: Any, mine: ParamHandle) -> torch.Tensor:
         if torch.is_grad_enabled() and p.requires_grad:
             joined: torch.Tensor = _Joined.apply(p, lambda: mine.access.borrow(mine.index))
             return joined
         return mine.access.borrow(mine.index)
 
     @staticmethod
-    def _lend(mine: Managed, copy: torch.Tensor, result: Any) -> None:
+    def _lend(mine: ParamHandle, copy: torch.Tensor, result: Any) -> None:
         """A result over the copy's memory may be written to later, itself or by its ``.data``."""
         key = torch_private.storage_key(copy)
         for leaf in torch_private.tree_leaves(result):

@@ -3,9 +3,9 @@ are.
 
 While its weights are in place it is an ordinary parameter, but that its ``.data`` is watched: what
 is changed in place while compute may be using it would be lost, or half saved, and is found out.
-While they are elsewhere the class of the object is ``Hidden``: any operation on it, or on its
-``.data``, reads the current weights, and writes back what it changed.  With gradients on, what is
-read is joined to the parameter in the graph, so that its gradient arrives as always.
+While they are elsewhere the class of the object is ``OffloadedParam``: any operation on it, or on
+its ``.data``, reads the current weights, and writes back what it changed.  With gradients on, what
+is read is joined to the parameter in the graph, so that its gradient arrives as always.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 from ..errors import OffloadError
 from ..schedule.units import ParamSpec
 from . import torch_private
-from .managed import Elsewhere, Managed, WeightAccess, known, managed
 from .operations import (
     ABOUT,
     CASTS,
@@ -32,14 +31,15 @@ from .operations import (
     is_view,
     sets_grad,
 )
+from .param_handle import ParamHandle, PlaceholderParam, WeightAccess, known, managed
 from .pickling import on_meta, spawning
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def manage(p: nn.Parameter, spec: ParamSpec, access: WeightAccess) -> Managed:
+def manage(p: nn.Parameter, spec: ParamSpec, access: WeightAccess) -> ParamHandle:
     """Makes a parameter a managed one, if it is not; it may be shown or hidden."""
-    found = managed(p) or Managed(p, spec, access, Shown, Hidden)
+    found = managed(p) or ParamHandle(p, spec, access, OnloadedParam, OffloadedParam)
     found.given = False
     return found
 
@@ -57,7 +57,7 @@ class _Fixed:
     set_ = resize_ = resize_as_ = _refuse
 
 
-class Shown(_Fixed):
+class OnloadedParam(_Fixed):
     """Mixed into the class of a parameter whose weights are in place."""
 
     @property
@@ -82,7 +82,7 @@ class Shown(_Fixed):
         return _reduced(self, super().__reduce_ex__, protocol)
 
 
-class Hidden(Elsewhere, _Fixed):
+class OffloadedParam(PlaceholderParam, _Fixed):
     """Mixed into the class of a parameter whose weights are elsewhere."""
 
     @property
@@ -130,7 +130,7 @@ class Hidden(Elsewhere, _Fixed):
     ) -> Any:  # fmt: skip
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if (name in LAYOUT or name in LIKE) and args and isinstance(args[0], Hidden):
+        if (name in LAYOUT or name in LIKE) and args and isinstance(args[0], OffloadedParam):
             p: Any = args[0]  # its stub has the strides of a single number
             if name in LIKE and kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": p.device}

@@ -10,11 +10,11 @@ import torch
 
 from ..errors import OffloadError
 from . import torch_private
-from .activations import SavedHandle, Stash
+from .activations import SavedHandle, SavedTensorOffloader
 from .backward import Backward
-from .managed import Elsewhere
-from .residences import Residences
-from .resting import Rest
+from .onloaded_units import OnloadedUnits
+from .param_handle import PlaceholderParam
+from .untracked_activations import UntrackedStep
 from .views import View
 
 
@@ -39,7 +39,7 @@ class _Plain:
 
     __slots__ = ("rest", "tensor", "version")
 
-    def __init__(self, t: torch.Tensor, rest: Rest | None = None) -> None:
+    def __init__(self, t: torch.Tensor, rest: UntrackedStep | None = None) -> None:
         self.tensor, self.version, self.rest = t.detach(), torch_private.version_of(t), rest
 
 
@@ -88,14 +88,14 @@ class SavedTensors:
 
     def __init__(
         self,
-        residences: Residences,
+        onloaded_units: OnloadedUnits,
         versions: list[int],
         backward: Backward,
-        stash: Stash | None,
+        saved_offloader: SavedTensorOffloader | None,
     ) -> None:
-        """``stash``: takes what is no weight; ``None``: that stays as it is."""
-        self._residences, self._versions, self._backward = residences, versions, backward
-        self.stash = stash
+        """``saved_offloader``: takes what is no weight; ``None``: that stays as it is."""
+        self._onloaded_units, self._versions, self._backward = onloaded_units, versions, backward
+        self.saved_offloader = saved_offloader
         self._held: list[weakref.ref[_Held]] = [weakref.ref(_Held())] * len(versions)
         self._lock = threading.Lock()
 
@@ -116,25 +116,27 @@ class SavedTensors:
     def pack(self, t: torch.Tensor, outer: Hooks | None) -> Any:
         """What to keep instead of ``t``."""
         # An argument of a Function, which may have read it somehow.
-        found = self._residences.whereabouts(t) if isinstance(t, Elsewhere) else None
+        found = self._onloaded_units.whereabouts(t) if isinstance(t, PlaceholderParam) else None
         if found is not None:
             _record_in_checkpoint(t, outer)
             return self._handle(*found)
         plain = torch_private.has_memory(t)
-        residence = self._residences.by_storage.get(torch_private.storage_key(t)) if plain else None
-        if residence is not None:
-            self._residences.used_here(residence)
+        onloaded = (
+            self._onloaded_units.by_storage.get(torch_private.storage_key(t)) if plain else None
+        )
+        if onloaded is not None:
+            self._onloaded_units.used_here(onloaded)
             _record_in_checkpoint(t, outer)
-            return self._handle(residence.unit, View.of(t))
+            return self._handle(onloaded.unit, View.of(t))
         if plain:
-            self._residences.refuse_placeholder(t)
+            self._onloaded_units.refuse_placeholder(t)
         if outer is not None:
             return _Outer(outer[0](t), outer[1])
-        if self.stash is None or not plain:
+        if self.saved_offloader is None or not plain:
             return _Plain(t)
-        if (rest := self.stash.rest_for(t)) is not None:
+        if (rest := self.saved_offloader.rest_for(t)) is not None:
             return _Plain(t, rest)
-        return self.stash.pack(t) or _Plain(t)
+        return self.saved_offloader.pack(t) or _Plain(t)
 
     def _handle(self, unit: int, view: View) -> WeightHandle:
         with self._lock:
@@ -159,8 +161,8 @@ class SavedTensors:
                 )
             return saved.tensor
         if isinstance(saved, SavedHandle):
-            assert self.stash is not None
-            return self.stash.unpack(saved)
+            assert self.saved_offloader is not None
+            return self.saved_offloader.unpack(saved)
         if isinstance(saved, _Outer):
             return saved.unpack(saved.packed)
         assert isinstance(saved, WeightHandle)
@@ -172,14 +174,14 @@ class SavedTensors:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "optimizer step, or in place after the forward of its module: a weight of unit "
-                f"{self._residences.parts.units[unit].name!r}; run backward before step() and "
+                f"{self._onloaded_units.parts.units[unit].name!r}; run backward before step() and "
                 "before such a change"
             )
         inside = torch_private.current_graph_task() >= 0
         if inside:
             self._backward.enter(unit)
         else:
-            self._residences.enter(unit, visible=False)
+            self._onloaded_units.enter(unit, visible=False)
         try:
             # Whoever keeps the tensor, or gives it out as a gradient, gets one of its own: a graph
             # of the backward itself, a reader outside of it, a Function written in Python.
@@ -187,17 +189,17 @@ class SavedTensors:
             return self._tensor(handle, copy=own)
         finally:
             if not inside:
-                self._residences.leave(unit, visible=False)
+                self._onloaded_units.leave(unit, visible=False)
 
     @torch_private.without_grad
     def _tensor(self, handle: WeightHandle, *, copy: bool) -> torch.Tensor:
-        residence = self._residences.current[handle.unit]
-        if residence is None:
-            name = self._residences.parts.units[handle.unit].name
+        onloaded = self._onloaded_units.current[handle.unit]
+        if onloaded is None:
+            name = self._onloaded_units.parts.units[handle.unit].name
             raise OffloadError(
                 f"backward needs weights of unit {name!r} as the engine had them, which is closed; "
                 "run backward before close() or unwrap()"
             )
-        self._residences.used_here(residence)
-        t = self._residences.view(handle.unit, handle.view)
+        self._onloaded_units.used_here(onloaded)
+        t = self._onloaded_units.view(handle.unit, handle.view)
         return t.clone() if copy else t

@@ -12,11 +12,11 @@ from ..movement.updates import Updater
 from ..planning.blueprint import Blueprint
 from ..schedule.ledger import Ledger, Prepared
 from .backward import Backward
-from .early import Early
+from .backward_update_policy import BackwardUpdatePolicy
 from .gradients import GradientCollector
-from .landing import OTHER_RANK, Landing
-from .residences import Residences
-from .showing import Showing
+from .onloaded_units import OnloadedUnits
+from .resident_param_guard import ResidentParamGuard
+from .update_waiter import OTHER_RANK, UpdateWaiter
 
 log = logging.getLogger("overspill")
 
@@ -41,11 +41,11 @@ class Stepping:
         groups: Sequence[Mapping[str, Any]],
         ledger: Ledger,
         updater: Updater,
-        residences: Residences,
+        onloaded_units: OnloadedUnits,
         backward: Backward,
-        showing: Showing,
-        landing: Landing,
-        early: Early,
+        resident_guard: ResidentParamGuard,
+        update_waiter: UpdateWaiter,
+        backward_updates: BackwardUpdatePolicy,
         collector: GradientCollector,
         commits: CommitsSteps | None,
         renew: Callable[[], None],
@@ -55,11 +55,19 @@ class Stepping:
         see that."""
         self._config, self._groups = blueprint.config, groups
         self._judges, self._background = blueprint.judges, blueprint.update != "step"
-        self._ledger, self._updater, self._residences = ledger, updater, residences
-        self._backward, self._showing, self._landing = backward, showing, landing
-        self._early, self._collector, self._commits = early, collector, commits
+        self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
+        self._backward, self._resident_guard, self._update_waiter = (
+            backward,
+            resident_guard,
+            update_waiter,
+        )
+        self._backward_updates, self._collector, self._commits = (
+            backward_updates,
+            collector,
+            commits,
+        )
         self._renew, self._random_states = renew, random_states
-        self._protocol = residences.executor.protocol
+        self._protocol = onloaded_units.executor.protocol
 
     def backward_over(self) -> None:
         """The outermost backward pass has ended."""
@@ -74,35 +82,35 @@ class Stepping:
         self._backward.abandon()
         if self._commits is not None:
             self._commits.seal()
-        with self._early.all_final():
+        with self._backward_updates.all_final():
             self._collector.take_user_grads()
         self._refuse_changed_groups()
         if not self._ledger.early:
-            self._landing.land()
+            self._update_waiter.wait_for_updates()
         alone = self._ledger.over_ranks is None  # several cannot go back: some have no commit of it
         if alone and self._ledger.nonfinite and self._config.on_nonfinite == "rollback":
             self._back("the last update gave values that are not finite")
             return
-        self._landing.raise_nonfinite()
+        self._update_waiter.raise_nonfinite()
         units = {
             unit.index: present
-            for unit in self._residences.parts.units
+            for unit in self._onloaded_units.parts.units
             if (present := self._collector.present(unit.index))
         }
         for unit, present in units.items():
             self._collector.refuse_torn(present)
             if unit not in self._ledger.early:
-                self._early.refuse_consumed(present)
-        self._early.refuse_dropped(self._collector.live)
+                self._backward_updates.refuse_consumed(present)
+        self._backward_updates.refuse_dropped(self._collector.live)
         scale = self._verdict(units)
         if scale is None:
             return
         self._take(units, scale)
-        self._showing.hide_all()  # what was shown where parts of the model were called
+        self._resident_guard.hide_all()  # what was shown where parts of the model were called
         if not self._background:
-            self._landing.land()
+            self._update_waiter.wait_for_updates()
             if not alone:
-                self._landing.raise_nonfinite()
+                self._update_waiter.raise_nonfinite()
 
     def _take(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
         ledger, commits = self._ledger, self._commits
@@ -110,8 +118,8 @@ class Stepping:
             self._updater.begin_step(self._groups)
         later = [unit for unit in units if unit not in ledger.early]
         for unit in later:
-            self._residences.compute_over(unit)
-        self._showing.end_graphs(later)
+            self._onloaded_units.compute_over(unit)
+        self._resident_guard.end_graphs(later)
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
         ledger.next = Prepared(units, scale, commit, random)
@@ -158,8 +166,10 @@ class Stepping:
         total = self._ledger.global_norm(indices)
         if not math.isfinite(total):
             bad = [i for i in indices if not math.isfinite(self._ledger.total_norm([i]))]
-            names = {self._residences.parts.unit_of[i]: None for i in bad}
-            listed = ", ".join(self._residences.parts.units[unit].name for unit in sorted(names))
+            names = {self._onloaded_units.parts.unit_of[i]: None for i in bad}
+            listed = ", ".join(
+                self._onloaded_units.parts.units[unit].name for unit in sorted(names)
+            )
             listed = listed or OTHER_RANK
             if self._config.on_nonfinite == "rollback":
                 self._back(f"gradients are not finite in {listed}")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
-from .callers import callers, is_engine
+from .reentrancy import callers, is_engine
 
 __all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 

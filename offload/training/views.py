@@ -57,7 +57,7 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
 
 
 @dataclass(frozen=True)
-class Residence:
+class OnloadedUnit:
     """One residency of one unit: the storage over its slot, and its parameters' views.
 
     ``streams``: of compute that have used it; modules may have several.  ``waited``: those that

@@ -47,10 +47,10 @@ class Mutant:
         return "\n".join(lines) + "\n"
 
 
-MOVES, VISITS = "movement/moves.py", "movement/visits.py"
-COMPUTE, REQUESTS = "movement/compute_use.py", "movement/requests.py"
+MOVES, VISITS = "movement/moves.py", "movement/device_updates.py"
+COMPUTE, REQUESTS = "movement/compute_use.py", "movement/engine_port.py"
 WORKER = "movement/update_lane.py"
-GRADIENTS, RESIDENCES = "training/gradients.py", "training/residences.py"
+GRADIENTS, RESIDENCES = "training/gradients.py", "training/onloaded_units.py"
 STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
 
 MUTANTS = (
@@ -75,21 +75,21 @@ MUTANTS = (
     ),
     Mutant(GRADIENTS, 'self.executor.compute.wait_for(place, "copy_out")'),
     Mutant(GRADIENTS, "self.executor.compute.mark(place)"),
-    Mutant(GRADIENTS, "self._residences.compute_over(unit)"),
+    Mutant(GRADIENTS, "self._onloaded_units.compute_over(unit)"),
     Mutant(
         RESIDENCES, 'self.executor.compute.wait_for(place, "copy_in")', nth=1,
         harmless="copies to the device share a stream: two updates of a unit come in order anyway",
     ),
     Mutant(GRADIENTS, "self.accelerator.join(pending.streams, made)"),
-    Mutant(RESIDENCES, "self.accelerator.join(residence.streams)"),
+    Mutant(RESIDENCES, "self.accelerator.join(onloaded.streams)"),
     Mutant(
-        RESIDENCES, 'self.executor.compute.wait_for(self.place(residence.unit), "copy_in")'
+        RESIDENCES, 'self.executor.compute.wait_for(self.place(onloaded.unit), "copy_in")'
     ),
     Mutant(RESIDENCES, "self.executor.compute.mark(place)", nth=1),
     Mutant(RESIDENCES, 'self.executor.compute.wait_for(place, "copy_in")'),
     Mutant(RESIDENCES, "self.executor.compute.mark(place)"),
     Mutant(REQUESTS, "self._compute.mark(freed.held.place)"),
-    Mutant("training/stepping.py", "self._residences.compute_over(unit)"),
+    Mutant("training/stepping.py", "self._onloaded_units.compute_over(unit)"),
     Mutant("training/activations.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",

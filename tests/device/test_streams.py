@@ -191,6 +191,6 @@ def test_a_span_between_streams_is_none_that_began_later(native: ModuleType) -> 
             with side, torch.no_grad():
                 model(normal(number, 8, 64))
         torch.accelerator.synchronize()
-        trace = model.__dict__["_overspill_engine"].machinery.trace
+        trace = model.__dict__["_overspill_engine"].runtime.trace
         spans = [span for span in trace.spans() if span.lane == "compute"]
         assert spans and all(s.finished_ns >= s.started_ns for s in spans)

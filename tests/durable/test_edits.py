@@ -20,7 +20,7 @@ import overspill
 from overspill.errors import OffloadError
 from overspill.movement.direct import DirectAccess
 from overspill.state.contents import Contents
-from overspill.state.weight_door import WeightDoor
+from overspill.state.param_access import ParamAccess
 from tests.devices import normal
 from tests.patience import WAIT_S
 from tests.resumed import adamw, assert_same, build, options, train, weights
@@ -146,7 +146,7 @@ def test_a_state_dict_is_loaded_as_a_whole(tmp_path: Path, monkeypatch: pytest.M
         interrupt(monkeypatch, Contents, "load", 4, lambda: again.load_state_dict(other))
         optimizer.rollback()
         part = {name: torch.ones_like(value) for name, value in again[1].state_dict().items()}
-        interrupt(monkeypatch, WeightDoor, "write", 2, lambda: again[1].load_state_dict(part))
+        interrupt(monkeypatch, ParamAccess, "write", 2, lambda: again[1].load_state_dict(part))
         with pytest.raises(OffloadError, match="was interrupted"):
             optimizer.commit()
         again[1].load_state_dict(part)
@@ -300,8 +300,8 @@ def test_closing_amid_the_engines_own_work_hangs_nothing(
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        requests = optimizer._engine.machinery.executor.requests
-        monkeypatch.setattr(requests, "_at_home", Armed(requests._at_home))
+        engine_port = optimizer._engine.runtime.executor.engine_port
+        monkeypatch.setattr(engine_port, "_at_home", Armed(engine_port._at_home))
         with pytest.raises((SystemExit, OffloadError)):
             train(model, optimizer, 3)
     finally:

@@ -89,7 +89,7 @@ def test_buffers_are_those_of_the_step_however_the_model_is_called(
         optimizer.zero_grad()
         seen.append(weights(model))
     run(model, x)  # one forward more; then it ends without a word
-    optimizer._engine.machinery.executor.protocol.wait(overspill.schedule.messages.Until.DURABLE)
+    optimizer._engine.runtime.executor.protocol.wait(overspill.schedule.messages.Until.DURABLE)
     optimizer._engine._loop.end = lambda _: None
     optimizer.close()
     again, given = Parts(), options("", host_memory="64MiB")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from overspill.durable.tensors import FileWriter
-from overspill.io_engine.once import Once
+from overspill.io_engine.one_shot_event import OneShotEvent
 from tests.devices import about_files
 
 pytestmark = about_files
@@ -27,14 +27,14 @@ def test_an_interrupt_while_it_ends(
     files = len(os.listdir("/proc/self/fd"))
     writer = FileWriter(tmp_path / "file", 1 << 20)
     writer.write(np.full(1 << 20, 7, np.uint8))
-    wait, interrupts = Once.wait, [KeyboardInterrupt, KeyboardInterrupt]
+    wait, interrupts = OneShotEvent.wait, [KeyboardInterrupt, KeyboardInterrupt]
 
-    def interrupted(once: Once, timeout: float | None = None) -> bool:
+    def interrupted(once: OneShotEvent, timeout: float | None = None) -> bool:
         if interrupts:
             raise interrupts.pop()
         return wait(once, timeout)
 
-    monkeypatch.setattr(Once, "wait", interrupted)
+    monkeypatch.setattr(OneShotEvent, "wait", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             getattr(writer, ending)()

@@ -168,8 +168,8 @@ def test_backward_mode_raises_what_it_has_seen_before_the_step(
             update="backward", rates=overspill.Rates(), **given,
         ) as optimizer:  # fmt: skip
             (model(torch.randn(4, WIDTH)).sum() * float("nan")).backward()
-            machinery = optimizer._engine.machinery
-            while not machinery.ledger.nonfinite:  # the worker sees it first
+            runtime = optimizer._engine.runtime
+            while not runtime.ledger.nonfinite:  # the worker sees it first
                 pass
             seen.set()
             with pytest.raises(OffloadError, match="the update gave values that are not finite"):

@@ -38,14 +38,14 @@ def test_every_step_writes_all_state_once(
         monkeypatch.setattr(IoEngine, "write", write)
         train(model, optimizer, 2 + STEPS)
         optimizer.commit()
-        machinery = optimizer._engine.machinery
-        items = machinery.layout.stored
+        runtime = optimizer._engine.runtime
+        items = runtime.layout.stored
         counts = {
-            i: sum(written[machinery.store.extents.of(i, role)] for role in (0, 1)) for i in items
+            i: sum(written[runtime.store.extents.of(i, role)] for role in (0, 1)) for i in items
         }
         assert set(counts.values()) == {STEPS}
         if memory == "64MiB":  # all lives in memory
-            need = sum(machinery.store.extents.of(item, 0).nbytes for item in items)
+            need = sum(runtime.store.extents.of(item, 0).nbytes for item in items)
             assert optimizer.plan.link_bytes["write"] == need
 
 

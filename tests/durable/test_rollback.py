@@ -113,7 +113,7 @@ def test_a_rollback_that_was_interrupted_is_made_again(at: int, tmp_path: Path) 
             step(model, optimizer, number)
         optimizer.commit()
         committed = weights(model)
-        direct = optimizer._engine.machinery.direct
+        direct = optimizer._engine.runtime.direct
         real, left = direct.reload, [at]
 
         def reload(item: Any) -> None:

@@ -268,7 +268,7 @@ class Telling(Module):
         self.seen |= {v.half().dtype for v in tensors}
 
 
-class Elsewhere(TorchCheckpointIO):
+class PlaceholderParam(TorchCheckpointIO):
     """Somebody's own, which is to be asked."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -276,7 +276,7 @@ class Elsewhere(TorchCheckpointIO):
 
 
 def test_all_of_a_module_is_saved_by_whoever_saves(tmp_path: Path) -> None:
-    module, writer = Telling(), Elsewhere()
+    module, writer = Telling(), PlaceholderParam()
     strategy = OverspillStrategy(nvme=tmp_path, **TIGHT)
     trainer = trainer_of(strategy, tmp_path)
     refit(trainer, module)

@@ -49,13 +49,13 @@ def nothing_left(optimizer: Any) -> None:
     # Torch keeps the graph of a backward that raised until the next one.
     torch.ones((), requires_grad=True).backward()
     gc.collect()
-    executor = optimizer._engine.machinery.executor
+    executor = optimizer._engine.runtime.executor
     until_s = time.monotonic() + WAIT_S
-    executor.requests.catch_up()  # what was told last may not have been heard yet
+    executor.engine_port.catch_up()  # what was told last may not have been heard yet
     while executor.saved.here_bytes or executor.saved.away_bytes:
         assert time.monotonic() < until_s, "something is left"
         time.sleep(0.01)
-        executor.requests.catch_up()
+        executor.engine_port.catch_up()
     assert not len(executor.saved)
     assert not [i for i in executor._machine.items.all() if i.key.kind.value == "saved"]
 

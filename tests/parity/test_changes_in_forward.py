@@ -242,7 +242,7 @@ def test_of_what_cannot_be_changed(
         options |= {"frozen": kept, **IN_FORMAT[place]}
     inner = torch.optim.AdamW(model[-1].parameters(), lr=0.01)
     with overspill.wrap(model, inner, rates=overspill.Rates(), **options) as optimizer:
-        fixed = len(optimizer._engine.machinery.executor.layout.unchangeable)
+        fixed = len(optimizer._engine.runtime.executor.layout.unchangeable)
         before = {n: t.clone() for n, t in model[:-1].state_dict().items()}
         if place == "device" and not durable:  # the only copy is the one that compute uses
             assert fixed == (0 if kept == "in place" else 8)
@@ -264,12 +264,12 @@ def test_a_clamp_that_changes_nothing_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later ones are compared with what the parameter held when its module began."""
-    from overspill.state.weight_door import WeightDoor
+    from overspill.state.param_access import ParamAccess
 
     written: list[int] = []
-    write = WeightDoor._write
+    write = ParamAccess._write
     monkeypatch.setattr(
-        WeightDoor, "_write",
+        ParamAccess, "_write",
         lambda self, values, **how: (written.extend(values), write(self, values, **how)),
     )  # fmt: skip
     _compare(lambda: build(_clamps_nothing), "streamed", tmp_path)

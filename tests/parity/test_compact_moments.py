@@ -96,7 +96,7 @@ def test_state_goes_in_and_out(moments: str, tmp_path: Path) -> None:
         engine = start.__dict__["_overspill_engine"]
         moments_now = [
             value
-            for unit in engine.machinery.parts.units
+            for unit in engine.runtime.parts.units
             for number in range(len(unit.chunks))
             for state in engine._contents.stored(unit.index, number).values()
             for name, value in state.items()

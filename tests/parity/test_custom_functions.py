@@ -87,7 +87,7 @@ def test_a_saved_weight_that_becomes_a_gradient_is_nobodys_memory(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), nvme=tmp_path, update=update,
                 rates=overspill.Rates(), **PLACES[place],
             )  # fmt: skip
-            device = optimizer._engine.machinery.accelerator.device
+            device = optimizer._engine.runtime.accelerator.device
         else:
             optimizer = overspill.optim.SGD(model.parameters(), lr=0.1)
         xs = [normal(n, WIDTH, WIDTH).to(device).requires_grad_() for n in range(12)]
@@ -119,7 +119,7 @@ def test_a_saved_weight_that_is_kept_holds_no_room(place: str, tmp_path: Path) -
         model, torch.optim.SGD(model.parameters(), lr=0.1), nvme=tmp_path,
         rates=overspill.Rates(), **PLACES[place],
     ) as optimizer:  # fmt: skip
-        device = optimizer._engine.machinery.accelerator.device
+        device = optimizer._engine.runtime.accelerator.device
         plain.to(device)
         for number in range(3):
             x = normal(number, 4, WIDTH).to(device)

@@ -78,7 +78,7 @@ def test_the_least_budget_is_enough(update: Any, recomputes: bool, tmp_path: Pat
         model, torch.optim.SGD(model.parameters(), lr=0.1),
         device_memory=f"{least(model, options)}KiB", **options,
     ) as ours:  # fmt: skip
-        device = ours._engine.machinery.accelerator.device
+        device = ours._engine.runtime.accelerator.device
         plain.to(device)
         for number in range(4):
             x = normal(number, 8, WIDTH).to(device)
@@ -122,7 +122,7 @@ def test_t5_trains_under_checkpoints_in_what_its_plan_accepts(tmp_path: Path) ->
         model, torch.optim.SGD(model.parameters(), lr=0.1),
         device_memory=f"{least(model, options)}KiB", **options,
     ) as ours:  # fmt: skip
-        device = ours._engine.machinery.accelerator.device
+        device = ours._engine.runtime.accelerator.device
         plain.to(device)
         for number in range(3):
             tokens = torch.randint(

@@ -160,7 +160,7 @@ def test_norms_that_nobody_asked_for_in_the_first_step_are_not_taken(tmp_path: P
     with overspill.wrap(
         model, adamw(model), nvme=tmp_path, update="backward", rates=overspill.Rates(), **NVME
     ) as ours:
-        ledger = ours._engine.machinery.ledger
+        ledger = ours._engine.runtime.ledger
         model(*batch(0)).backward()
         assert ledger.measures
         ours.step()

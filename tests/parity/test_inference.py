@@ -215,7 +215,7 @@ def test_an_interrupt_while_a_copy_comes_leaves_the_next_forward_right() -> None
         plain, model = build(), build()
         options: Any = {"device": "sim", "device_memory": "400KiB", "host_memory": "10MiB"}
         with torch.no_grad(), overspill.wrap(model, **options, rates=slow) as made:
-            accelerator = made._engine.machinery.accelerator
+            accelerator = made._engine.runtime.accelerator
             real, calls = accelerator.wait, [0]
 
             def wait(event: Any, at: int = at, real: Any = real, calls: Any = calls) -> None:

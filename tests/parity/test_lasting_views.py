@@ -37,7 +37,7 @@ def test_parts_without_number_are_not_all_kept() -> None:
     theirs = plainly(overspill.optim.AdamW, plain.parameters(), lr=1e-2)
     mine = torch.optim.AdamW(ours.parameters(), lr=1e-2)
     optimizer = overspill.wrap(ours, mine, device=CPU, host_memory="64MiB")
-    residences = optimizer._engine._residences
+    onloaded_units = optimizer._engine._onloaded_units
     for step in range(40):
         x = normal(step, 4, 8).requires_grad_()
         losses = []
@@ -48,7 +48,7 @@ def test_parts_without_number_are_not_all_kept() -> None:
             by.zero_grad()
             losses.append(loss.detach())
         assert torch.equal(*losses), step
-    for residence in residences.current:
-        assert residence is not None
-        assert 0 < len(residence.lasting) <= 4 * len(residence.views)
+    for onloaded in onloaded_units.current:
+        assert onloaded is not None
+        assert 0 < len(onloaded.lasting) <= 4 * len(onloaded.views)
     optimizer.close()

@@ -139,7 +139,7 @@ def test_a_loss_over_chunks_is_exact_and_fetches_the_head_once_a_pass(
     expected = run(plain, plainly(overspill.optim.AdamW, adamw(plain).param_groups))
     with overspill.wrap(model, adamw(model), nvme=tmp_path, update=update, **TIGHT) as optimizer:
         assert run(model, optimizer) == expected
-        spans = optimizer._engine.machinery.trace.spans(0, time.perf_counter_ns())
+        spans = optimizer._engine.runtime.trace.spans(0, time.perf_counter_ns())
         fetched = Counter(span.name for span in spans if span.lane == "copy_in")
         # In forward and in backward, of four steps; with the embedding, again; now and then one
         # that came ahead of time had to go for another.
@@ -192,7 +192,7 @@ def test_all_weights_pass_by_one_after_another(tied: bool, tmp_path: Path) -> No
     model = LM(linear, CHUNKS, tied=tied, inside=True)
     theirs = plainly(overspill.optim.AdamW, adamw(plain).param_groups)
     with overspill.wrap(model, adamw(model), nvme=tmp_path, **TIGHT) as optimizer:
-        trace = optimizer._engine.machinery.trace
+        trace = optimizer._engine.runtime.trace
         for steps in (0, 2):
             assert run(model, optimizer, steps) == run(plain, theirs, steps)
             before = time.perf_counter_ns()

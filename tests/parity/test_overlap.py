@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.schedule.messages import Await, CatchUp, GradRoom, Need, Signal, Step, Until
+from overspill.schedule.messages import Await, AwaitUpdate, GradRoom, Need, Signal, Step, Until
 from tests.devices import SIM, link
 from tests.models import TinyLM, adamw, batch
 
@@ -24,7 +24,7 @@ def test_updates_and_io_lie_under_compute(update: str, tmp_path: Path) -> None:
         device=SIM, device_memory="10MiB", host_memory="24MiB",
         activations="keep",  # without disk rates, "auto" may move them, which is not meant here
     ) as optimizer:  # fmt: skip
-        trace = model.__dict__["_overspill_engine"].machinery.trace
+        trace = model.__dict__["_overspill_engine"].runtime.trace
         shares = []
         for step in range(63):
             if step >= 15 and max(shares) >= 0.7:
@@ -73,7 +73,7 @@ def test_what_is_at_hand_is_not_asked_for(
     with overspill.wrap(
         model, adamw(model), update=update, max_grad_norm=1.0, **where
     ) as optimizer:
-        executor = model.__dict__["_overspill_engine"].machinery.executor
+        executor = model.__dict__["_overspill_engine"].runtime.executor
         asked: list[Signal] = []
         request = executor.protocol._ask
 
@@ -85,9 +85,9 @@ def test_what_is_at_hand_is_not_asked_for(
             executor.protocol.wait(Until.QUIET)  # else what was told before may still be on its way
             return home(unit, told)
 
-        home = executor.requests.gradient_home
+        home = executor.engine_port.gradient_home
         monkeypatch.setattr(executor.protocol, "_ask", noted)
-        monkeypatch.setattr(executor.requests, "gradient_home", unhurried)
+        monkeypatch.setattr(executor.engine_port, "gradient_home", unhurried)
         for step in range(2):
             asked.clear()
             model(*batch(step)).backward()
@@ -96,4 +96,4 @@ def test_what_is_at_hand_is_not_asked_for(
     kinds = [type(signal) for signal in asked]
     settled = [s for s in asked if isinstance(s, Await) and s.until is Until.ARRIVED]
     assert GradRoom not in kinds and len(settled) == kinds.count(Step) == 1
-    assert (CatchUp in kinds) == (update == "next_forward") and Need not in kinds
+    assert (AwaitUpdate in kinds) == (update == "next_forward") and Need not in kinds

@@ -61,7 +61,7 @@ def test_a_unit_is_fetched_once_in_forward_and_once_in_backward(
         model, torch.optim.AdamW(trained(model), lr=1e-2), nvme=tmp_path, update=update,
         rates=overspill.Rates(), **PLACES[place],
     ) as ours:  # fmt: skip
-        device = ours._engine.machinery.accelerator.device
+        device = ours._engine.runtime.accelerator.device
         plain.to(device)
         for number in range(5):
             x = normal(number, 4, WIDTH).to(device)

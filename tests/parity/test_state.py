@@ -92,7 +92,7 @@ def test_unwrap_frees_all_at_once(device: str, memory: str, tmp_path: Path) -> N
     optimizer = overspill.wrap(model, adamw(model), **options)
     assert any(home.resident for home in optimizer.plan.placement.values())
     train(model, optimizer, 2)
-    engine, held = weakref.ref(optimizer._engine), optimizer._engine.machinery.memory._held
+    engine, held = weakref.ref(optimizer._engine), optimizer._engine.runtime.memory._held
     overspill.unwrap(model)
     assert not any(memory is held for memory, _ in HeldMemory._lingering)
     del held

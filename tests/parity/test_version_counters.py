@@ -43,16 +43,16 @@ def test_parts_that_count_their_versions_apart(
 ) -> None:
     """What is saved of the first part has left when the next one changes."""
 
-    def look(stash: activations.Stash) -> None:
-        stash.tell()
-        stash._executor.requests.catch_up()
-        for saved in [each() for each in list(stash._store._known.values())]:
+    def look(saved_offloader: activations.SavedTensorOffloader) -> None:
+        saved_offloader.tell()
+        saved_offloader._executor.engine_port.catch_up()
+        for saved in [each() for each in list(saved_offloader._store._known.values())]:
             if saved is not None and saved.memory is not None:
                 saved.memory = saved.memory.clone()  # as a copy that is brought back would be
 
     monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
     if told:
-        monkeypatch.setattr(activations.Stash, "_look", look)
+        monkeypatch.setattr(activations.SavedTensorOffloader, "_look", look)
     found = []
     for wraps in (False, True):
         torch.manual_seed(0)

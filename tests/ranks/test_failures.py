@@ -230,12 +230,12 @@ def fails_late(rank: int, spread: Any, run: Path, folder: Path) -> None:
         model = spread()
         before, runs = weights(model), [b.clone() for b in model.buffers()]
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        real = sharding.Roster
+        real = sharding.ParamGroupCheck
         if rank == 1:
-            sharding.Roster = None  # type: ignore[misc,assignment]
+            sharding.ParamGroupCheck = None  # type: ignore[misc,assignment]
         with pytest.raises(TypeError if rank == 1 else overspill.OffloadError):
             overspill.resume(model, run, optimizer, nvme=into, **OPTIONS)
-        sharding.Roster = real  # type: ignore[misc]
+        sharding.ParamGroupCheck = real  # type: ignore[misc]
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert all(map(torch.equal, weights(model), before)), (spread, into)
         assert all(map(torch.equal, model.buffers(), runs)), (spread, into)

@@ -63,7 +63,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/distributed_checkpoint.py", "); load its weights alone, with weights="): (
         "tests/durable/test_distributed.py::test_another_model_is_refused"
     ),
-    ("offload/state/taken.py", "now: build the model again"): (
+    ("offload/state/original_weights.py", "now: build the model again"): (
         "tests/robust/test_wrap_undone.py::test_values_that_are_not_exact_are_not_given_back"
     ),
     ("offload/train/outputs.py", "to; give this user permission, or name another"): (
@@ -219,20 +219,20 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/unit/test_train_job_resume.py::test_another_job_is_refused"
     ),
     (
-        "offload/training/frames.py",
+        "offload/training/forward_stack.py",
         "keep it on the device: resident=[%r] (or a larger budget: %s)",
     ): (
         "tests/parity/test_nested_units.py::"
         "test_what_nothing_refers_to_is_onloaded_in_turns_and_said_once"
     ),
-    ("offload/state/weight_door.py", "the change is lost. Use update='next_forward'"): (
+    ("offload/state/param_access.py", "the change is lost. Use update='next_forward'"): (
         "tests/parity/test_changes_in_forward.py::test_under_a_checkpoint"
     ),
     ("offload/training/activations.py", "compute the loss in chunks, or raise %s_memory"): (
         "tests/parity/test_large_activations.py::test_the_budget_holds_where_two_large_tensors_fit"
     ),
-    ("offload/training/roster.py", "set p.grad = None, or {}"): (
-        "tests/parity/test_roster.py::test_a_gradient_of_what_is_not_trained_is_not_dropped"
+    ("offload/training/param_group_check.py", "set p.grad = None, or {}"): (
+        "tests/parity/test_param_group_check.py::test_a_gradient_of_what_is_not_trained_is_not_dropped"
     ),
 }
 
@@ -256,7 +256,7 @@ NOT_HERE: dict[tuple[str, str], str] = {
     ("io_engine/probe.py", "leave it out, or see the kernel log"): (
         "a disk that fails while it is measured"
     ),
-    ("io_engine/verdict.py", "go back to the last commit, on another device"): (
+    ("io_engine/completion_errors.py", "go back to the last commit, on another device"): (
         "a disk that loses data, and another one"
     ),
     ("offload/checks.py", "move the model to the CPU{} before wrap"): (

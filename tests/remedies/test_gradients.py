@@ -26,7 +26,7 @@ from tests.remedies.table import (
     wrapped,
 )  # fmt: skip
 
-EARLY = "offload/training/early.py"
+EARLY = "offload/training/backward_update_policy.py"
 
 
 def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
@@ -136,7 +136,8 @@ def test_gradients_that_are_dropped(way: str, tmp_path: Path) -> None:
         same(model, plain_run(2))
 
 
-@tries("offload/training/showing.py", "change them between step() and the next backward()",
+@tries("offload/training/resident_param_guard.py",
+       "change them between step() and the next backward()",
        "or a hook reads them); use update='next_forward'")  # fmt: skip
 @tries("offload/training/stepping.py", "change hyper-parameters between step() and the next")
 @tries("offload/durable/commits.py", "commit between step() and the next backward()")
@@ -230,7 +231,9 @@ def test_accumulation_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
         assert logged(caplog, "pass accumulate=N (micro-steps per step) to wrap") is warns
 
 
-@tries("offload/training/landing.py", "lower the learning rate, clip with max_grad_norm, or look")
+@tries(
+    "offload/training/update_waiter.py", "lower the learning rate, clip with max_grad_norm, or look"
+)
 @tries("offload/training/stepping.py", "lower the learning rate, or look for the first loss")
 @pytest.mark.parametrize("options", [
     {"update": "step"}, {"update": "step", "max_grad_norm": 1.0}, {"update": "next_forward"},
@@ -287,7 +290,7 @@ def test_hooks_that_look_at_gradients(way: str) -> None:
     assert len(seen) == (4 if way == "after" else 2) and all(seen)
 
 
-@tries("offload/state/weight_door.py", "lost; change weights between step() and the next")
+@tries("offload/state/param_access.py", "lost; change weights between step() and the next")
 def test_a_change_after_weights_were_updated_in_backward() -> None:
     model = net()
     with wrapped(model, update="backward") as optimizer:

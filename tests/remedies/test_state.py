@@ -48,7 +48,8 @@ def everything(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@tries("offload/training/roster.py", AGAIN, "has a gradient now, which would not be applied",
+@tries("offload/training/param_group_check.py", AGAIN,
+       "has a gradient now, which would not be applied",
        "put the old lists back, or")  # fmt: skip
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,7 +103,7 @@ def test_unwrap_change_wrap_load(
     optimizer.close()
 
 
-@tries("offload/training/roster.py", "put the old one back, or {}")
+@tries("offload/training/param_group_check.py", "put the old one back, or {}")
 @pytest.mark.parametrize("way", ["put back", "again"])
 def test_a_parameter_that_was_replaced(way: str) -> None:
     model = net()
@@ -245,7 +246,7 @@ def test_a_single_value_of_state_that_is_removed() -> None:
 
 
 @tries("offload/state/torch_state.py", "take optimizer.state[p] or optimizer.state_dict() again")
-@tries("offload/state/weight_door.py", "take model.state_dict() again after a step")
+@tries("offload/state/param_access.py", "take model.state_dict() again after a step")
 def test_copies_that_are_changed_too_late() -> None:
     model = net()
     with wrapped(model) as optimizer:
@@ -317,7 +318,7 @@ def test_blocks_in_which_nothing_is_trained() -> None:
 
 @tries("offload/state/model_state.py", "call overspill.unwrap(model) before close()",
        "load without assign=True, or call overspill.unwrap(model) first")  # fmt: skip
-@tries("offload/training/managed.py", "call overspill.unwrap(model) before close()")
+@tries("offload/training/param_handle.py", "call overspill.unwrap(model) before close()")
 @tries("offload/movement/health.py", "call overspill.unwrap(model) before close() to keep them")
 def test_after_close() -> None:
     model = net()
@@ -383,7 +384,7 @@ def test_conversions(caplog: pytest.LogCaptureFixture) -> None:
         trains(model, optimizer)
 
 
-@tries("offload/state/weight_door.py", "tie parameters before wrap, or copy",
+@tries("offload/state/param_access.py", "tie parameters before wrap, or copy",
        "leave that option out and load the model before wrap, or")  # fmt: skip
 def test_weights_that_cannot_be_changed_so() -> None:
     model = net()

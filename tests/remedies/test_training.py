@@ -116,7 +116,7 @@ def test_backward_that_comes_too_late() -> None:
 
 
 @tries("offload/training/trainer.py", "do this in the thread that trains, and hand the result over")
-@tries("offload/training/callers.py", "set a flag there, and look at it between steps")
+@tries("offload/training/reentrancy.py", "set a flag there, and look at it between steps")
 def test_other_threads() -> None:
     model = net()
     with wrapped(model) as optimizer:
@@ -146,7 +146,7 @@ def test_other_threads() -> None:
 
 
 @about_sim
-@tries("offload/training/residences.py", "edit weights inside `with overspill.materialized(")
+@tries("offload/training/onloaded_units.py", "edit weights inside `with overspill.materialized(")
 def test_weights_that_are_replaced_unseen() -> None:
     model = net()
     with wrapped(model, device=SIM) as optimizer:
@@ -197,7 +197,10 @@ def test_a_checkpoint_reads_weights_that_are_updated() -> None:
         trains(model, optimizer)
 
 
-@tries("offload/training/roster.py", "supported on a wrapped model; call overspill.unwrap(model)")
+@tries(
+    "offload/training/param_group_check.py",
+    "supported on a wrapped model; call overspill.unwrap(model)",
+)
 def test_functional_calls() -> None:
     model = net()
     fast = {name: p.detach().clone() * 2 for name, p in model.named_parameters()}
@@ -239,7 +242,7 @@ class Past(nn.Module):
             return torch.tanh(self.inner(x).matmul(weight.t()))
 
 
-@tries("offload/training/residences.py",
+@tries("offload/training/onloaded_units.py",
        "extension, say), so its result is NaN; call the module that holds the")  # fmt: skip
 @pytest.mark.parametrize("way", ["call", "copy", "resident"])
 def test_a_weight_that_is_read_past_its_class(way: str, tmp_path: Path) -> None:

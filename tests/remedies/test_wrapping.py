@@ -316,7 +316,7 @@ class Reads(nn.Module):
         return y
 
 
-@tries("offload/planning/found.py", "name {} instead, or leave units out")
+@tries("offload/planning/unit_discovery.py", "name {} instead, or leave units out")
 def test_units_that_are_read_from_outside() -> None:
     model = nn.Sequential(Reads(), Reads())
     with says("instead, or leave units out"):

@@ -20,8 +20,8 @@ import torch
 import overspill
 from overspill.errors import OffloadError
 from overspill.movement.executor import Executor
-from overspill.training import callers, torch_private
-from overspill.training.residences import Residences
+from overspill.training import reentrancy, torch_private
+from overspill.training.onloaded_units import OnloadedUnits
 from tests.devices import CPU, about_cpu, normal
 from tests.patience import WAIT_S
 from tests.robust.test_interrupted_uses import WIDTH, build, wrapped
@@ -56,11 +56,11 @@ def test_what_is_asked_after_the_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pump has ended between the look whether it is there, and the question."""
-    monkeypatch.setattr(callers, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(reentrancy, "PATIENCE_S", 0.1)
     model, optimizer = wrapped(tmp_path, PLACE)
     step(model, optimizer)
-    executor: Executor = optimizer._engine.machinery.executor
-    tickets, closed = executor.requests._tickets, [False]
+    executor: Executor = optimizer._engine.runtime.executor
+    tickets, closed = executor.engine_port._tickets, [False]
 
     class Tickets:
         def __next__(self) -> int:
@@ -69,10 +69,10 @@ def test_what_is_asked_after_the_end_is_refused(
                 elsewhere(optimizer.close)
             return next(tickets)
 
-    monkeypatch.setattr(executor.requests, "_tickets", Tickets())
+    monkeypatch.setattr(executor.engine_port, "_tickets", Tickets())
     with pytest.raises(OffloadError, match="closed"):
         model(normal(1, 4, WIDTH))
-    executor.requests.catch_up()  # returns
+    executor.engine_port.catch_up()  # returns
     ended()
 
 
@@ -111,12 +111,12 @@ def test_a_handler_closes_amid_a_forward(
     raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No hook of the engine's stays on the thread."""
-    monkeypatch.setattr(callers, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(reentrancy, "PATIENCE_S", 0.5)
     model, optimizer = wrapped(tmp_path, PLACE, activations="host")
     step(model, optimizer)
-    inner, times = Residences.enter, [0]
+    inner, times = OnloadedUnits.enter, [0]
 
-    def enter(self: Residences, unit: int) -> None:
+    def enter(self: OnloadedUnits, unit: int) -> None:
         times[0] += 1
         if times[0] == 3:
             optimizer.close()
@@ -124,7 +124,7 @@ def test_a_handler_closes_amid_a_forward(
                 raise KeyboardInterrupt
         inner(self, unit)
 
-    monkeypatch.setattr(Residences, "enter", enter)
+    monkeypatch.setattr(OnloadedUnits, "enter", enter)
     with pytest.raises(KeyboardInterrupt if raises else OffloadError):
         model(normal(1, 4, WIDTH))
     ended()
@@ -200,7 +200,7 @@ def test_no_collection_while_the_interpreter_lists_threads() -> None:
     """``sys._current_frames`` waits for ever if the collector lets another thread run in it."""
     script = textwrap.dedent("""
         import faulthandler, gc, os, sys, threading, time
-        from overspill.training import callers
+        from overspill.training import reentrancy
 
         faulthandler.dump_traceback_later(30, exit=True)
 
@@ -223,7 +223,7 @@ def test_no_collection_while_the_interpreter_lists_threads() -> None:
         ends_s = time.monotonic() + 3
         while time.monotonic() < ends_s:
             garbage = [Slow() for _ in range(6)]
-            callers._innermost_frames()
+            reentrancy._innermost_frames()
         os._exit(0 if gc.isenabled() else 1)
     """)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)

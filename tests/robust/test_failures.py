@@ -122,7 +122,7 @@ def test_a_machine_that_fails_wakes_whoever_waits(
         folder.mkdir()
         model, optimizer = wrapped(folder, update, device)
         train(model, optimizer, 1)
-        machine = optimizer._engine.machinery.executor._machine
+        machine = optimizer._engine.runtime.executor._machine
         inner, asks = machine.handle, (Need, GradRoom, Await, Step)
         kinds, left = (asks, rng.randint(1, 6)) if number % 2 else ((object,), rng.randint(1, 200))
 

@@ -18,7 +18,7 @@ from torch import nn
 import overspill
 from overspill.schedule.messages import Freed
 from overspill.training.edit_watch import EditWatch
-from overspill.training.residences import Residences
+from overspill.training.onloaded_units import OnloadedUnits
 from tests.devices import CPU, SIM, normal
 from tests.robust.test_interrupted_anywhere import PACKAGE, Interrupted, Tripwire, same, state
 
@@ -47,10 +47,10 @@ def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize(
     ("of", "at"),
     [
-        (Residences, "_to_views"),
+        (OnloadedUnits, "_to_views"),
         (EditWatch, "look_while_shown"),
-        (Residences, "_residence"),
-        (Residences, "_hide"),
+        (OnloadedUnits, "_residence"),
+        (OnloadedUnits, "_hide"),
     ],
 )
 def test_a_unit_that_is_half_shown_or_half_hidden(
@@ -60,7 +60,7 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
     real: Callable[..., Any] = getattr(of, at)
     model, optimizer = wrapped(tmp_path, place)
 
-    def interrupted(self: Residences | EditWatch, unit: int, *rest: Any) -> Any:
+    def interrupted(self: OnloadedUnits | EditWatch, unit: int, *rest: Any) -> Any:
         if unit != 1:
             return real(self, unit, *rest)
         monkeypatch.undo()
@@ -187,8 +187,8 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
         model(torch.ones(4, WIDTH))
         hook.remove()
         kept.clear()
-        executor = optimizer._engine.machinery.executor
-        put = executor.requests.queue.put
+        executor = optimizer._engine.runtime.executor
+        put = executor.engine_port.queue.put
 
         class Queue:
             def __init__(self) -> None:
@@ -203,8 +203,8 @@ def test_a_slot_that_is_let_go_is_told_of_though_the_telling_was_interrupted(
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)
 
-        real = executor.requests.queue
-        monkeypatch.setattr(executor.requests, "queue", Queue())
+        real = executor.engine_port.queue
+        monkeypatch.setattr(executor.engine_port, "queue", Queue())
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, WIDTH))
         monkeypatch.undo()
@@ -288,11 +288,11 @@ def test_edits_of_a_block_that_was_interrupted_are_dropped(
     expected = state(model)
     with torch.no_grad():
         loss = model(normal(1, 4, WIDTH)).sum().item()
-    residences = type(optimizer._engine._residences)
-    real = residences.take_back
+    onloaded_units = type(optimizer._engine._onloaded_units)
+    real = onloaded_units.take_back
 
     def interrupted(*given: Any) -> None:
-        monkeypatch.setattr(residences, "take_back", real)
+        monkeypatch.setattr(onloaded_units, "take_back", real)
         raise KeyboardInterrupt
 
     kept: list[BaseException] = []  # as a notebook keeps the last one
@@ -300,7 +300,7 @@ def test_edits_of_a_block_that_was_interrupted_are_dropped(
         with overspill.materialized(model):
             for p in model.parameters():
                 p.data.fill_(3.0)
-            monkeypatch.setattr(residences, "take_back", interrupted)
+            monkeypatch.setattr(onloaded_units, "take_back", interrupted)
     except KeyboardInterrupt as error:
         kept.append(error)
     assert kept
@@ -322,7 +322,7 @@ def test_edits_of_a_block_that_was_interrupted_are_dropped(
 def test_what_is_declared_ends_with_its_block(tmp_path: Path) -> None:
     """However it ends, and whether or not anybody keeps the exception."""
     _, optimizer = wrapped(tmp_path, next(iter(TIGHT)), update="backward", accumulate=2)
-    early = optimizer._engine._loop._early
+    early = optimizer._engine._loop._backward_updates
     with optimizer:
         assert not early._final()
         declared = optimizer.accumulate(final=True)

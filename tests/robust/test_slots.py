@@ -47,7 +47,7 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
         model, adamw(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["streamed in"]
     ) as optimizer:
         train(model, optimizer, 2)
-        accelerator = optimizer._engine.machinery.accelerator
+        accelerator = optimizer._engine.runtime.accelerator
         large, inputs = torch.ones(1500, 1500), batch(0)
         for block in model.blocks:  # not every one of their slots is handed on at once
             expected = block.up.weight.detach().clone()
@@ -60,7 +60,9 @@ def test_a_slot_waits_for_kernels_that_came_after_its_unit(tmp_path: Path) -> No
                 read = keeper.kept[0] + 0
             accelerator.used(keeper.kept[0].view(torch.uint8).flatten())
             keeper.kept.clear()
-            held = optimizer._engine._residences._held.watches  # a kernel may hold what it reads
+            held = (
+                optimizer._engine._onloaded_units._held.watches
+            )  # a kernel may hold what it reads
             deadline = time.monotonic() + WAIT_S
             while not all(watch.expired for watch in held) and time.monotonic() < deadline:
                 time.sleep(0.01)

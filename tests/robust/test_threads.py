@@ -17,7 +17,7 @@ import torch
 
 import overspill
 from overspill.errors import OffloadError
-from overspill.movement.unsignalled import Unsignalled
+from overspill.movement.uninterruptible_thread import UninterruptibleThread
 from tests.devices import CPU, SIM, forget_races, normal, plainly
 from tests.models import TinyLM, adamw, batch, train, weights
 from tests.parity.test_readers import PLACES
@@ -225,7 +225,7 @@ def test_an_optimizer_collected_on_a_thread_of_its_own_closes(tmp_path: Path) ->
 
 
 def test_work_is_over_when_its_caller_was_interrupted() -> None:
-    runner, done = Unsignalled("overspill-test"), []
+    runner, done = UninterruptibleThread("overspill-test"), []
 
     def slow() -> None:
         time.sleep(0.3)
@@ -291,7 +291,7 @@ def test_modules_of_one_forward_may_run_in_threads(
         model, torch.optim.SGD(model.parameters(), lr=0.1), nvme=tmp_path, update=update,
         rates=overspill.Rates(), **options,
     ) as optimizer:  # fmt: skip
-        device = optimizer._engine.machinery.accelerator.device
+        device = optimizer._engine.runtime.accelerator.device
         plain.to(device)
         for number in range(6):
             x = normal(number, 4, 32).to(device)

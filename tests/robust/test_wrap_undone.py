@@ -19,7 +19,7 @@ import overspill
 from overspill.errors import OffloadError
 from overspill.state.contents import Contents
 from overspill.state.model_state import StateHooks
-from overspill.state.taken import Taken
+from overspill.state.original_weights import OriginalWeights
 from overspill.training import optimizer_private
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import batch
@@ -109,7 +109,9 @@ def test_the_model_is_given_back(
         if where == "load":
             patched.setattr(Contents, "load", after(3, Full, Contents.load))
         elif where == "free":
-            patched.setattr(Taken, "free", after(3, KeyboardInterrupt, Taken.free))
+            patched.setattr(
+                OriginalWeights, "free", after(3, KeyboardInterrupt, OriginalWeights.free)
+            )
         elif where == "hooks":
             patched.setattr(StateHooks, "__init__", after(0, Full, StateHooks.__init__))
         else:
@@ -308,7 +310,9 @@ def test_an_interrupt_between_the_parts_of_a_wrap_leaves_nothing(
         if where == "contents":
             patched.setattr(Contents, "__init__", after(0, KeyboardInterrupt, Contents.__init__))
         elif where == "taken":
-            patched.setattr(Taken, "__init__", after(0, KeyboardInterrupt, Taken.__init__))
+            patched.setattr(
+                OriginalWeights, "__init__", after(0, KeyboardInterrupt, OriginalWeights.__init__)
+            )
         else:
             optimizer.state = Cleared(optimizer.state.default_factory, optimizer.state)  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):

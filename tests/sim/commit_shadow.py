@@ -65,7 +65,7 @@ class Shadow:
             self.commits += 1
 
     def taken_back(self) -> None:
-        """After ``TakeBack``."""
+        """After ``AbortCommit``."""
         self._cut = None
 
     def edited(self, item: Key, role: int | None) -> None:

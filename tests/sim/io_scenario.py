@@ -84,7 +84,7 @@ class Scenario:
         finally:
             self.engine.close()
         stats = self.engine.stats
-        assert stats.requests == len(self.called), "a ticket never ended, or ended twice"
+        assert stats.engine_port == len(self.called), "a ticket never ended, or ended twice"
         assert all(lane.in_flight == lane.queued == 0 for lane in stats.lanes)
         self._require_buffers_back()
         return self.outcome

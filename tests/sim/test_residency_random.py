@@ -14,19 +14,20 @@ from overspill.planning.plan import Budgets, Needs, Preference
 from overspill.planning.planner import make_layout
 from overspill.schedule.invariants import validate
 from overspill.schedule.messages import (
+    AbortCommit,
     Accumulate,
-    AtHome,
     Await,
     Clear,
     CopyIn,
     Done,
     Edited,
     Failed,
+    FiniteCheck,
     Freed,
+    GradientStored,
     GradLost,
     Grant,
     Held,
-    Judged,
     Key,
     Kind,
     Locate,
@@ -36,7 +37,6 @@ from overspill.schedule.messages import (
     Release,
     Signal,
     Step,
-    TakeBack,
     Until,
     Update,
     Work,
@@ -76,7 +76,7 @@ class Chaos:
             self.shadow.done(signal.work)
         self.protocol.told(signal)
         instructions = self.machine.handle(signal)
-        if isinstance(signal, TakeBack):
+        if isinstance(signal, AbortCommit):
             self.shadow.taken_back()
         self.shadow.emitted(instructions)
         for instruction in instructions:
@@ -85,7 +85,7 @@ class Chaos:
             elif isinstance(instruction, Refuse):
                 assert self.held, f"{instruction}, and no graph keeps anything"
                 self.refused.add(instruction.ticket)
-            elif isinstance(instruction, AtHome):
+            elif isinstance(instruction, GradientStored):
                 self.at_home[instruction.unit] = instruction.free
             else:
                 self.pending.append(instruction)
@@ -131,7 +131,7 @@ class Chaos:
         if self.machine.layout.durable and self.rng.random() < 0.05:
             unit = self.rng.randrange(len(self.machine.layout.units))
             self.spoiled.add(unit)
-            self.send(Judged(unit, finite=False))
+            self.send(FiniteCheck(unit, finite=False))
 
     def known(self) -> int:
         """The facts of the present state, by their number."""
@@ -145,9 +145,9 @@ class Chaos:
 
     def commit(self) -> None:
         """What the user's ``commit()`` does, after weights that were not finite were replaced."""
-        self.protocol.land()
+        self.protocol.finish_updates()
         while self.spoiled:
-            self.send(Judged(self.spoiled.pop(), finite=True))
+            self.send(FiniteCheck(self.spoiled.pop(), finite=True))
         self.protocol.seal(self.known())
         self.protocol.wait(Until.DURABLE)
 
@@ -169,7 +169,7 @@ class Chaos:
 
     def edit(self) -> None:
         """Weights and state are edited between steps: they belong to the last step's cut."""
-        self.protocol.land()
+        self.protocol.finish_updates()
         self.protocol.begin_edit()
         stored = self.machine.layout.stored
         for item in self.rng.sample(stored, self.rng.randint(min(1, len(stored)), len(stored))):
@@ -257,7 +257,7 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
         if chaos.pending:
             chaos.finish_one()
     assert not chaos.pending, "moves went on without anyone who wants them"
-    assert not chaos.machine.cuts.pending, "a commit that is sealed was not carried out"
+    assert not chaos.machine.snapshots.pending, "a commit that is sealed was not carried out"
     if commits is not None:
         commits.append(chaos.shadow.commits)
     return chaos.signals
@@ -289,11 +289,11 @@ def play(
                     if backward and accumulate == 1:
                         early = True  # gradients without a home are consumed at once
                     if early:
-                        protocol.land()
+                        protocol.finish_updates()
                     chaos.gather(unit, merge=micro > 0, update=early)
         if rng.random() < 0.7:
             protocol.await_gradients()
-        protocol.land()
+        protocol.finish_updates()
         chaos.step(tuple(trained), background=background, commit=often)
         if layout.durable and rng.random() < 0.2:
             rng.choice([chaos.commit, chaos.rollback, chaos.edit])()

@@ -14,23 +14,23 @@ from overspill.schedule.arena import Place
 from overspill.schedule.invariants import validate
 from overspill.schedule.layout import SavedRoom
 from overspill.schedule.messages import (
+    BackwardPhase,
     CopyIn,
     CopyOut,
     Done,
     Failed,
     Fetch,
-    Forget,
+    FreeDeviceCopy,
+    FreeItem,
     Grant,
     Key,
     Kind,
-    LetGo,
     Read,
     Refuse,
     Saved,
     SavedBytes,
+    SavedDropped,
     Signal,
-    Turn,
-    Used,
     Work,
     Write,
 )
@@ -71,13 +71,13 @@ class Graphs:
                 self.granted.add(instruction.ticket)
             elif isinstance(instruction, Refuse):
                 self.refused.add(instruction.ticket)
-            elif isinstance(instruction, LetGo):
+            elif isinstance(instruction, FreeDeviceCopy):
                 number = instruction.item.number
                 assert number in self.here
                 for part in range(len(self.room.part_sizes(self.sizes[number]))):
                     assert self._is_below(Key(Kind.SAVED, number, part)), "a part is lost"
                 self.here.discard(number)
-            elif isinstance(instruction, Forget):
+            elif isinstance(instruction, FreeItem):
                 assert instruction.item.number not in self.sizes, "a graph has it yet"
                 self.disk.pop(instruction.item, None)
             else:
@@ -191,7 +191,7 @@ class Graphs:
     def drop(self, numbers: list[int]) -> None:
         for number in numbers:
             del self.sizes[number]
-        self.send(Used(tuple(numbers)))
+        self.send(SavedDropped(tuple(numbers)))
         self.here.difference_update(numbers)
 
     def interrupt(self, number: int) -> None:
@@ -231,7 +231,7 @@ def run(seed: int) -> Graphs:
         if rng.random() < 0.1:
             continue  # a second graph, or an exception
         if rng.random() < 0.9:
-            graphs.send(Turn(True))
+            graphs.send(BackwardPhase(True))
         keeps = rng.random() < 0.2  # retain_graph
         order = list(reversed(graphs.sizes))
         if rng.random() < 0.1:
@@ -246,7 +246,7 @@ def run(seed: int) -> Graphs:
             if not keeps and rng.random() < 0.95:
                 graphs.drop([number])
             graphs.some_end(0.6)
-        graphs.send(Turn(False))
+        graphs.send(BackwardPhase(False))
     graphs.nothing_left()
     return graphs
 
@@ -286,12 +286,12 @@ def test_what_a_unit_saved_may_leave_when_another_one_runs() -> None:
         items = tuple(SavedBytes(n, 4 * PAGE, 0) for n in range(20))
         if at_once:  # as many as in the step before: the others must leave
             graphs.send(Saved(items))
-            graphs.send(Turn(True))
+            graphs.send(BackwardPhase(True))
             graphs.sizes = {}
-            graphs.send(Used(tuple(range(20))))
+            graphs.send(SavedDropped(tuple(range(20))))
             while graphs.pending:
                 graphs.end(graphs.pending[0])
-            graphs.send(Turn(False))
+            graphs.send(BackwardPhase(False))
         moved = len(graphs.pending)
         graphs.send(Saved((SavedBytes(100, 4 * PAGE, 0),)))
         assert (len(graphs.pending) > moved) == at_once
@@ -315,7 +315,7 @@ def test_what_is_larger_than_host_memory_passes_through_it(host: int) -> None:
     graphs.here.add(0)
     graphs.ask(lambda ticket: Saved((SavedBytes(0, 40 * PAGE, 0),), ticket))
     assert graphs.machine.saved_bytes() == (0, 40 * PAGE, 40 * PAGE)
-    graphs.send(Turn(True))
+    graphs.send(BackwardPhase(True))
     graphs.need(0)
     graphs.nothing_left()
     parts = len(graphs.room.part_sizes(40 * PAGE))

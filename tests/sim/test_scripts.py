@@ -10,11 +10,11 @@ from overspill.schedule.invariants import validate
 from overspill.schedule.layout import Layout, Regions, UnitHome
 from overspill.schedule.messages import (
     Accumulate,
-    AtHome,
     Await,
     CopyIn,
     CopyOut,
     Done,
+    GradientStored,
     GradReady,
     GradRoom,
     Grant,
@@ -83,7 +83,7 @@ class Script:
                 self.granted[each.ticket] = each
             elif isinstance(each, Refuse):
                 raise AssertionError(f"refused: {each}")
-            elif not isinstance(each, AtHome):
+            elif not isinstance(each, GradientStored):
                 self.under_way.append(each)
         validate(self.machine)
 

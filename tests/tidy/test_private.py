@@ -16,7 +16,7 @@ OWNERS = ("self", "cls", "mcs")
 # What a framework, or Python, has no other way to ask for, in the one file that is for it.
 OF_FRAMEWORKS = {
     "offload/integrations/accelerate.py": {"_models", "_optimizers"},
-    "offload/lifetime.py": {"_is_owned"},
+    "offload/closeable.py": {"_is_owned"},
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.planning.found import find_units
 from overspill.planning.partition import partition
+from overspill.planning.unit_discovery import find_units
 from tests.models import Block, TinyLM
 
 

@@ -117,10 +117,10 @@ def test_parameter_on_the_wrong_device() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    class Elsewhere(nn.Parameter):
+    class PlaceholderParam(nn.Parameter):
         device = torch.device("xpu")
 
-    model[0]._parameters["bias"] = Elsewhere(torch.zeros(2))
+    model[0]._parameters["bias"] = PlaceholderParam(torch.zeros(2))
     optimizer.param_groups[0]["params"] = list(model.parameters())
     with pytest.raises(ValueError, match=r"parameter '0.bias' is on xpu; move the model"):
         overspill.wrap(model, optimizer, device="cpu")

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import OffloadError
 from ...facts.rates import Rates
-from ...io_engine.once import Once
+from ...io_engine.one_shot_event import OneShotEvent
 from .base import Event, Fill, InOrder, OnDone, copied_bytes
 from .lane import CopyJob, CopyLane
 
@@ -31,7 +31,7 @@ class _Copied:
     """The end of a copy."""
 
     def __init__(self) -> None:
-        self.passed = Once()
+        self.passed = OneShotEvent()
 
     def done(self) -> bool:
         return self.passed.is_set()

@@ -22,7 +22,7 @@ import torch
 from ...errors import OffloadError
 from ...facts.rates import Rates
 from ...io_engine import allocate_host
-from ...io_engine.once import Once
+from ...io_engine.one_shot_event import OneShotEvent
 from .base import Event, Fill, InOrder, OnDone, copied_bytes, halves
 from .lane import CopyJob, CopyLane, copy
 from .ordering import Clock, Ordering, join
@@ -45,7 +45,7 @@ class _SimEvent:
 
     def __init__(self, owner: SimAccelerator, clock: Clock) -> None:
         self.owner, self.clock = owner, clock
-        self.passed = Once()
+        self.passed = OneShotEvent()
 
     def done(self) -> bool:
         if self.passed.is_set():

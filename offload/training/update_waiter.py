@@ -10,16 +10,16 @@ from ..schedule.ledger import Ledger
 OTHER_RANK = "a part of another rank"
 
 
-class Landing:
+class UpdateWaiter:
     """Waits for the last step."""
 
     def __init__(self, config: OffloadConfig, executor: Executor, ledger: Ledger) -> None:
         self._config, self._executor, self._ledger = config, executor, ledger
 
-    def land(self) -> None:
+    def wait_for_updates(self) -> None:
         """Waits until the last step's updates are over; raises what they found."""
-        if self._executor.protocol.landing:
-            self._executor.protocol.land()
+        if self._executor.protocol.updates_pending:
+            self._executor.protocol.finish_updates()
             # Else the next step goes back, or looks what all ranks have found.
             if self._config.on_nonfinite != "rollback" and self._ledger.over_ranks is None:
                 self.raise_nonfinite()

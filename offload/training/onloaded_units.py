@@ -23,21 +23,21 @@ from ..schedule.arena import Place
 from ..schedule.units import Unit
 from . import torch_private
 from .edit_watch import Change, EditWatch
-from .held_slots import HeldSlots
-from .managed import Managed, WeightAccess, managed
+from .param_handle import ParamHandle, WeightAccess, managed
 from .parameters import manage
+from .slot_refs import SlotRefTracker
 from .stubs import Stubs
-from .views import Residence, View, make_views
+from .views import OnloadedUnit, View, make_views
 
 _KEPT_VIEWS = 4  # for each parameter: as it is, transposed; parts of it may be without number
 _TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
 
 
-class Residences:
+class OnloadedUnits:
     """Opens and closes units for compute.  Counts uses; the first opens, the last closes."""
 
     def __init__(
-        self, parts: Partition, executor: Executor, accelerator: Accelerator, held: HeldSlots,
+        self, parts: Partition, executor: Executor, accelerator: Accelerator, held: SlotRefTracker,
         stubs: Stubs, changing: set[int],
     ) -> None:  # fmt: skip
         """``changing``: parameters that their modules have changed in forward."""
@@ -58,13 +58,13 @@ class Residences:
         self._ahead: int | None = None  # the same, but its parameters are visible
         self._visible = [False] * count  # whether its parameters show its weights
         self._viewers = [0] * count  # uses that need them to, through itself or a unit that shares
-        self.current: list[Residence | None] = [None] * count
-        self.by_storage: dict[int, Residence] = {}
+        self.current: list[OnloadedUnit | None] = [None] * count
+        self.by_storage: dict[int, OnloadedUnit] = {}
         self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
         self._params: list[tuple[nn.Parameter, ...]] = [
             tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
         ]
-        self._managed: list[tuple[Managed, ...]] = [()] * count
+        self._managed: list[tuple[ParamHandle, ...]] = [()] * count
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
@@ -77,9 +77,9 @@ class Residences:
         for unit in self.parts.units:
             if self.fixed[unit.index]:
                 # Hidden, they have their weights all the same: graphs may have saved them.
-                residence = self.current[unit.index] = self._residence(unit.index)
-                self.by_storage[torch_private.identity(residence.storage)] = residence
-                self._hidden[unit.index] = tuple(residence.views)
+                onloaded = self.current[unit.index] = self._residence(unit.index)
+                self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
+                self._hidden[unit.index] = tuple(onloaded.views)
             else:
                 self._hidden[unit.index] = self._stubs.of(unit)
             torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
@@ -111,21 +111,21 @@ class Residences:
         """All parameters show a stub for good.  Returns watches of the storages over memory of the
         engine that may still be in use."""
         watches = self._held.watches
-        for unit, residence in enumerate(self.current):
+        for unit, onloaded in enumerate(self.current):
             self._hidden[unit] = ()  # of a resident unit its weights, which must be nobody's now
             if self._managed[unit]:  # and not given away
                 self._hidden[unit] = self._stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)
                 torch_private.outdate(self._params[unit])
-            if residence is not None:
-                watches.append(torch_private.StorageWatch(residence.storage))
+            if onloaded is not None:
+                watches.append(torch_private.StorageWatch(onloaded.storage))
         self.by_storage.clear()
         self.current = [None] * len(self.current)
         return watches
 
-    def _residence(self, unit: int) -> Residence:
+    def _residence(self, unit: int) -> OnloadedUnit:
         storage = torch_private.storage_over(self.executor.arenas.bytes_of(self.place(unit)))
-        return Residence(unit, storage, make_views(self.parts.units[unit], storage))
+        return OnloadedUnit(unit, storage, make_views(self.parts.units[unit], storage))
 
     def place(self, unit: int) -> Place:
         """Where compute has the unit's weights; it is open or fixed."""
@@ -143,9 +143,9 @@ class Residences:
 
     def _to_views(self, unit: int) -> None:
         self._edits.end_of_hiding(unit)
-        residence = self.current[unit]
-        assert residence is not None
-        params = zip(self._params[unit], self._managed[unit], residence.views, strict=False)
+        onloaded = self.current[unit]
+        assert onloaded is not None
+        params = zip(self._params[unit], self._managed[unit], onloaded.views, strict=False)
         for p, known, view in params:
             known.show(p, view)
         self._edits.shown(unit)
@@ -157,8 +157,8 @@ class Residences:
         self._visible[unit] = False
 
     def _join(self, unit: int) -> None:
-        if (residence := self.current[unit]) is not None:
-            self.accelerator.join(residence.streams)
+        if (onloaded := self.current[unit]) is not None:
+            self.accelerator.join(onloaded.streams)
 
     def resume(self, unit: int) -> None:
         """They may be seen again."""
@@ -181,9 +181,9 @@ class Residences:
 
     def weight(self, index: int) -> torch.Tensor:
         """The weights of a parameter where they are now; its unit is open or fixed."""
-        residence = self.current[self.parts.unit_of[index]]
-        assert residence is not None
-        return residence.views[self._place_in_unit[index]]
+        onloaded = self.current[self.parts.unit_of[index]]
+        assert onloaded is not None
+        return onloaded.views[self._place_in_unit[index]]
 
     def refuse_placeholder(self, t: torch.Tensor) -> None:
         """
@@ -224,10 +224,10 @@ class Residences:
     def check_shown(self, hidden: Container[int]) -> None:
         """Check parameters that never move: record changes in place, and raise if one was given
         other data.  ``hidden``: units whose parameters are placeholders now."""
-        for unit, residence in enumerate(self.current):
+        for unit, onloaded in enumerate(self.current):
             self._edits.look_while_hidden(unit)
-            if self.fixed[unit] and residence is not None and unit not in hidden:
-                self._check(unit, residence.views)
+            if self.fixed[unit] and onloaded is not None and unit not in hidden:
+                self._check(unit, onloaded.views)
                 self._edits.look_while_shown(unit, partial(self._join, unit))
                 self._edits.shown(unit)
         self._edits.refuse()
@@ -238,13 +238,13 @@ class Residences:
 
     # Note [Visible parameters]
     # A unit that is onloaded need not be visible: its parameters may still be placeholders of the
-    # class ``Hidden``.  They point at their weights, and are of a plain class, only while the
-    # unit's own forward runs, for then the engine's hooks turn what autograd saves of them into
+    # class ``OffloadedParam``.  They point at their weights, and are of a plain class, only while
+    # the unit's own forward runs, for then the engine's hooks turn what autograd saves of them into
     # handles.  Backward needs weights too, but by these handles.  Were they visible then, code
     # that computes a forward again without calling the module (a checkpoint around ``forward``, or
     # a reentrant one) would use them without hooks: autograd would save the parameter itself,
     # which may be a placeholder again when it is needed, and gradients would be NaN.  Code that
-    # uses a hidden parameter is served by ``Hidden``, with hooks.
+    # uses a hidden parameter is served by ``OffloadedParam``, with hooks.
 
     def enter(self, unit: int, *, visible: bool = True) -> None:
         """Onload a unit for compute; ``visible``: its parameters show their weights.
@@ -320,33 +320,33 @@ class Residences:
             place = self.place(unit)
             self.executor.compute.wait_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-        residence = self._residence(unit)
-        residence.streams.add(self.accelerator.stream())
-        residence.waited.update(residence.streams)
-        self.current[unit] = residence
-        self.by_storage[torch_private.identity(residence.storage)] = residence
-        self._edits.put_on_top(unit, residence.views)
+        onloaded = self._residence(unit)
+        onloaded.streams.add(self.accelerator.stream())
+        onloaded.waited.update(onloaded.streams)
+        self.current[unit] = onloaded
+        self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
+        self._edits.put_on_top(unit, onloaded.views)
 
-    def used_here(self, residence: Residence) -> None:
+    def used_here(self, onloaded: OnloadedUnit) -> None:
         """Compute of the calling thread uses a unit: maybe on another stream than the one it was
         opened on, which has not waited for its weights."""
         stream = self.accelerator.stream()
-        if stream not in residence.waited:
-            self.executor.compute.wait_for(self.place(residence.unit), "copy_in")
-            residence.waited.add(stream)
-            residence.streams.add(stream)
+        if stream not in onloaded.waited:
+            self.executor.compute.wait_for(self.place(onloaded.unit), "copy_in")
+            onloaded.waited.add(stream)
+            onloaded.streams.add(stream)
 
     def use_here(self, units: Iterable[int]) -> None:
         """``used_here`` for those that are open or stay; the others are opened first."""
         if self.accelerator.has_device_memory:
             for unit in units:
-                if (residence := self.current[unit]) is not None:
-                    self.used_here(residence)
+                if (onloaded := self.current[unit]) is not None:
+                    self.used_here(onloaded)
 
     def renewed(self, unit: int) -> None:
         """The weights of a unit that stays may have been updated: every stream waits anew."""
-        if (residence := self.current[unit]) is not None:
-            residence.waited.clear()
+        if (onloaded := self.current[unit]) is not None:
+            onloaded.waited.clear()
 
     def compute_over(self, unit: int) -> None:
         """A resident unit's compute is over for now: an update of its weights waits for it, with
@@ -426,7 +426,7 @@ class Residences:
     def _release(self, unit: int) -> None:
         """Compute lets go of what it was granted."""
         held = self._held.untold(self.groups[unit])
-        self.executor.requests.release(unit, held)
+        self.executor.engine_port.release(unit, held)
         self._held.told(held)
 
     def _hide(self, unit: int) -> None:
@@ -436,21 +436,21 @@ class Residences:
             if self._visible[unit] and not self._viewers[unit]:
                 self.suspend(unit)
             return
-        residence, place = self.current[unit], self.places[unit]
+        onloaded, place = self.current[unit], self.places[unit]
         if self._visible[unit]:
             self.suspend(unit)  # may copy the weights: before the slot is released
         if self.accelerator.has_device_memory and place is not None:
-            if residence is not None:
-                self.accelerator.join(residence.streams)
+            if onloaded is not None:
+                self.accelerator.join(onloaded.streams)
             else:  # interrupted before it was shown: what brings the weights may not be over
                 self.executor.compute.follow(place)
             self.executor.compute.mark(place)
-        if residence is not None:
-            watch = torch_private.StorageWatch(residence.storage)
+        if onloaded is not None:
+            watch = torch_private.StorageWatch(onloaded.storage)
             held = self._held.add(unit, self.place(unit), watch)
-            self.by_storage.pop(torch_private.identity(residence.storage), None)
+            self.by_storage.pop(torch_private.identity(onloaded.storage), None)
             self.current[unit] = None
-            del residence
+            del onloaded
             self._held.look(held)
         self.open[unit] = self._viewers[unit] = 0
 
@@ -459,7 +459,7 @@ class Residences:
         """Whether compute has, or was granted, a unit; not what is kept for readers."""
         kept = () if self.kept is None else self._moving(self.kept)
         left = any(self.uses) or sum(self.open) > len(kept) or self.returning is not None
-        return left or self.executor.requests.granted > (self.kept is not None)
+        return left or self.executor.engine_port.granted > (self.kept is not None)
 
     def reset(self) -> None:
         """No forward and no backward runs: closes what an exception has left open."""
@@ -473,19 +473,19 @@ class Residences:
             if count:
                 self.open[unit] = 1
                 self._hide(unit)
-        for unit in self.executor.requests.lost(self.uses):
+        for unit in self.executor.engine_port.lost(self.uses):
             self._release(unit)
 
     def view(self, unit: int, view: View) -> torch.Tensor:
         """A tensor over an open unit's slot.  Where the unit stays, the same one each time: what it
         keeps is never let go."""
-        residence = self.current[unit]
-        assert residence is not None
-        made = residence.lasting.get(view)
+        onloaded = self.current[unit]
+        assert onloaded is not None
+        made = onloaded.lasting.get(view)
         if made is None:
-            made = view.over(residence.storage)
-            if self.fixed[unit] and len(residence.lasting) < _KEPT_VIEWS * len(residence.views):
-                residence.lasting[view] = made
+            made = view.over(onloaded.storage)
+            if self.fixed[unit] and len(onloaded.lasting) < _KEPT_VIEWS * len(onloaded.views):
+                onloaded.lasting[view] = made
         return made
 
     def whereabouts(self, p: Any) -> tuple[int, View] | None:

@@ -12,13 +12,13 @@ import threading
 import weakref
 from typing import Any
 
-from .movement.unsignalled import unsignalled
-from .training.callers import callers, is_engine
+from .movement.uninterruptible_thread import unsignalled
+from .training.reentrancy import callers, is_engine
 
 log = logging.getLogger("overspill")
 
 
-class Living:
+class Closeable:
     """What is ended once, by whoever comes first.  It lives from ``lives`` on."""
 
     _owner: int
@@ -97,10 +97,10 @@ class Living:
             self._end()  # here: whatever the collector came by amid may hold a lock of others
 
 
-_open: weakref.WeakSet[Living] = weakref.WeakSet()
+_open: weakref.WeakSet[Closeable] = weakref.WeakSet()
 
 
-def living() -> list[Living]:
+def living() -> list[Closeable]:
     """Return the objects of this process that are not closed, without those of a forked parent."""
     return [each for each in _open if each.belongs_here]
 

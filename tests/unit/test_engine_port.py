@@ -9,22 +9,22 @@ import pytest
 
 from overspill.errors import OffloadError
 from overspill.facts.tier import Tier
+from overspill.movement.engine_port import EnginePort
 from overspill.movement.health import Health
-from overspill.movement.requests import Requests
 
 
-def requests(health: Health) -> Requests:
+def engine_port(health: Health) -> EnginePort:
     unit, home = SimpleNamespace(index=0), SimpleNamespace(grads=Tier.HOST)
     layout: Any = SimpleNamespace(
         units=(unit,), homes=(home,), compute_tier=Tier.HOST, has_device=False, trains=True
     )
     nothing: Any = None
-    return Requests(layout, health, nothing, nothing, tuple)
+    return EnginePort(layout, health, nothing, nothing, tuple)
 
 
 def test_it_is_told_why() -> None:
     health = Health()
-    asked = requests(health)
+    asked = engine_port(health)
     broken = OSError("the disk is full")
     health.fail(broken)
     with pytest.raises(OffloadError, match=r"has ended: the disk is full") as told:
@@ -34,7 +34,7 @@ def test_it_is_told_why() -> None:
 
 def test_a_closed_engine_has_no_reason() -> None:
     health = Health()
-    asked = requests(health)
+    asked = engine_port(health)
     health.closed = True
     with pytest.raises(OffloadError, match=r"has ended$"):
         asked.await_update(0)

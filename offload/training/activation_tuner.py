@@ -11,10 +11,10 @@ from torch import nn
 
 from ..errors import format_bytes
 from ..facts.tier import Tier
-from ..movement.machinery import Machinery
-from ..planning.bursts import Burst, UnitForward, bursts_of
+from ..movement.runtime import Runtime
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
+from ..planning.save_timing import Burst, UnitForward, bursts_of
 from .activations import make_stash
 from .backward import Backward
 from .recompute import Recompute
@@ -26,14 +26,14 @@ _MOST_LOOKS = 4  # at a choice for one load, as long as it changes
 _MORE = 1.1  # so much more that is kept is another load
 
 
-class Adapting:
-    """``stash`` takes what autograd saves, if it may leave; ``recompute`` has units computed again:
-    under ``activations="auto"`` those that are chosen here."""
+class ActivationTuner:
+    """``saved_offloader`` takes what autograd saves, if it may leave; ``recompute`` has units
+    computed again: under ``activations="auto"`` those that are chosen here."""
 
-    def __init__(self, machinery: Machinery, model: nn.Module, backward: Backward) -> None:
-        accelerator, policy = machinery.accelerator, machinery.config.activations
-        self._blueprint, self._trace = machinery.blueprint, machinery.trace
-        self._memory, self._ledger = machinery.memory, machinery.ledger
+    def __init__(self, runtime: Runtime, model: nn.Module, backward: Backward) -> None:
+        accelerator, policy = runtime.accelerator, runtime.config.activations
+        self._blueprint, self._trace = runtime.blueprint, runtime.trace
+        self._memory, self._ledger = runtime.memory, runtime.ledger
         # Whether who runs a forward waits for what it computes, so that its time is known.
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
@@ -49,19 +49,19 @@ class Adapting:
         self._steps = 0  # under it
         # Of a micro-step: seconds of compute, and by unit the forwards computed again within it.
         self._took: tuple[float, dict[int, float]] = 0.0, {}
-        self.stash = make_stash(machinery.executor, accelerator, model, backward)
+        self.saved_offloader = make_stash(runtime.executor, accelerator, model, backward)
         self.recompute = Recompute(
-            machinery.parts, machinery.layout.saved.recompute, accelerator.device,
-            watching=policy == "auto" and self.stash is not None,
+            runtime.parts, runtime.layout.saved.recompute, accelerator.device,
+            watching=policy == "auto" and self.saved_offloader is not None,
         )  # fmt: skip
         if self.recompute.watching:
             backward.when_begun(self._backward_begins)
 
     def _backward_begins(self) -> None:
         """All that autograd keeps of a micro-step is there."""
-        assert self.stash is not None
-        sizes, grown = self.stash.unit_bytes(), self.recompute.grown
-        self._forwards = self.stash.forwards() if self._waits else []
+        assert self.saved_offloader is not None
+        sizes, grown = self.saved_offloader.unit_bytes(), self.recompute.grown
+        self._forwards = self.saved_offloader.forwards() if self._waits else []
         if self.recompute.watching:
             self._saved_bytes, self._stale = self._whole(sizes), True
         elif not self.recompute.units:
@@ -119,21 +119,26 @@ class Adapting:
     def _leave_workspace(self) -> None:
         """Under ``device_memory="auto"``, less may stay where running units need more than was left
         free."""
-        budgets, stash = self._blueprint.budgets, self.stash
+        budgets, saved_offloader = self._blueprint.budgets, self.saved_offloader
         auto = self._blueprint.config.device_memory == "auto"
-        if stash is None or not auto or budgets.device is None or budgets.compute_bytes is None:
+        if (
+            saved_offloader is None
+            or not auto
+            or budgets.device is None
+            or budgets.compute_bytes is None
+        ):
             return
         needed = self._memory.stats()[Tier.DEVICE].workspace_bytes
         if needed is not None:
             over = max(0, needed - (budgets.compute_bytes - budgets.device))
-            stash.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
+            saved_offloader.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
 
     def _choose(self) -> bool:
         """Whether other units than before are computed again now."""
         recompute, kept = self.recompute, sum(self._saved_bytes)
         layout, needs = self._blueprint.layout, self._blueprint.needs
-        assert self.stash is not None
-        room = self.stash.room_bytes
+        assert self.saved_offloader is not None
+        room = self.saved_offloader.room_bytes
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
             may = recompute.known(needs.recomputable)  # what was found out since counts too

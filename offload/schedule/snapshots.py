@@ -18,7 +18,7 @@ from .messages import Commit, Instruction, Key, Kind
 SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
 
 
-class Cuts:
+class Snapshots:
     """The cut that is under way, if any; one at a time."""
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:

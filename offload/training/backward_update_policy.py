@@ -13,10 +13,10 @@ from ..errors import OffloadError
 from ..movement.updates import Updater
 from ..schedule.ledger import Ledger
 from . import torch_private
-from .landing import Landing
-from .residences import Residences
+from .onloaded_units import OnloadedUnits
+from .resident_param_guard import ResidentParamGuard
 from .saved import SavedTensors
-from .showing import Showing
+from .update_waiter import UpdateWaiter
 
 
 class Seals(Protocol):
@@ -45,7 +45,7 @@ class Declared:
         return self._runs.__exit__
 
 
-class Early:
+class BackwardUpdatePolicy:
     """The decisions of ``update="backward"``; in the other modes nothing is early."""
 
     def __init__(
@@ -55,16 +55,20 @@ class Early:
         groups: Sequence[Mapping[str, Any]],
         ledger: Ledger,
         updater: Updater,
-        residences: Residences,
+        onloaded_units: OnloadedUnits,
         saved: SavedTensors,
-        showing: Showing,
-        landing: Landing,
+        resident_guard: ResidentParamGuard,
+        update_waiter: UpdateWaiter,
         commits: Seals | None,
     ) -> None:
         self._config, self._update, self._groups = config, update, groups
         self._ledger, self._updater = ledger, updater
-        self._residences, self._saved, self._showing = residences, saved, showing
-        self._landing, self._commits = landing, commits
+        self._onloaded_units, self._saved, self._resident_guard = (
+            onloaded_units,
+            saved,
+            resident_guard,
+        )
+        self._update_waiter, self._commits = update_waiter, commits
         self._declared: list[tuple[weakref.ref[Any], bool]] = []  # the innermost last
         self._told_of_dropped = self._told_of_drop = False
         self._consumed: set[int] = set()  # parameters whose gradient an update has used up
@@ -74,19 +78,19 @@ class Early:
         runs any more, so that a graph that is still there is in nobody's way."""
         if self._update != "backward" or not self._final():
             return False
-        users = self._residences.users[unit]  # itself, and those that share its weights
-        return over or not any(self._saved.holds(u) or self._residences.uses[u] for u in users)
+        users = self._onloaded_units.users[unit]  # itself, and those that share its weights
+        return over or not any(self._saved.holds(u) or self._onloaded_units.uses[u] for u in users)
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
         """Backward is about to have a unit updated, whose ``params`` have a gradient."""
         if self._commits is not None:
             self._commits.seal()
-        self._landing.land()
+        self._update_waiter.wait_for_updates()
         if not self._ledger.early:
             self._updater.begin_step(self._groups)
         self._ledger.begin_early(unit, params)
         self._consumed.update(params)
-        self._showing.end_graphs([unit])
+        self._resident_guard.end_graphs([unit])
 
     def renew(self, index: int) -> None:
         """Another gradient takes the place of a parameter's."""
@@ -121,9 +125,10 @@ class Early:
             self._told_of_dropped = True
             raise OffloadError(
                 f"update='backward' has applied the gradients of "
-                f"{', '.join(map(self._showing.name_of, dropped))} already, and they were dropped "
-                "before step(); call step() before zero_grad(), or use update='next_forward'; "
-                "another step() takes the step as it is, rollback() goes back to the last commit"
+                f"{', '.join(map(self._resident_guard.name_of, dropped))} already, and they were "
+                "dropped before step(); call step() before zero_grad(), or use "
+                "update='next_forward'; another step() takes the step as it is, rollback() goes "
+                "back to the last commit"
             )
         self._told_of_dropped = False
 
@@ -139,7 +144,7 @@ class Early:
             self._told_of_drop = False
         elif not self._told_of_drop and not torch_private.in_backward():
             self._told_of_drop = True
-            names = ", ".join(map(self._showing.name_of, sorted(self._ledger.early)))
+            names = ", ".join(map(self._resident_guard.name_of, sorted(self._ledger.early)))
             raise OffloadError(
                 f"the gradients of {names} cannot be dropped: update='backward' has applied them "
                 "already, as backward() computed them. Call step() before zero_grad(). For a loss "
@@ -153,11 +158,11 @@ class Early:
         """Raises when a gradient comes for a unit that this step's backward has updated already."""
         if unit in self._ledger.early:
             raise OffloadError(
-                f"update='backward' has updated {self._showing.name_of(unit)!r} already in this "
-                "step, with the gradients of the backward before, or of this one where a module "
-                "that is used twice lies in reentrant checkpoints; call step() after it, also "
-                "where that batch is to be left out (or optimizer.rollback(), with a store), or "
-                "use update='next_forward'"
+                f"update='backward' has updated {self._resident_guard.name_of(unit)!r} already in "
+                "this step, with the gradients of the backward before, or of this one where a "
+                "module that is used twice lies in reentrant checkpoints; call step() after it, "
+                "also where that batch is to be left out (or optimizer.rollback(), with a store), "
+                "or use update='next_forward'"
             )
 
     def declared(self, final: bool) -> Declared:

@@ -8,7 +8,7 @@ MARGIN = 1.25  # times what the largest step saved that left room for it is set 
 SHARE = 2  # such a part of the room at most
 
 
-class Rest:
+class UntrackedStep:
     """A forward and its backward in which what is saved is counted and no more.  All that is saved
     meanwhile holds it.
 
@@ -22,9 +22,9 @@ class Rest:
         self.left = nbytes
 
 
-class Resting:
-    """Where steps leave most of the room empty, the next one is a ``Rest``, with a part of the room
-    set aside for what is saved then.  Once that is more, it is looked at again.
+class UntrackedActivations:
+    """Where steps leave most of the room empty, the next one is an ``UntrackedStep``, with a part
+    of the room set aside for what is saved then.  Once that is more, it is looked at again.
 
     Attributes:
         rest: the present one.
@@ -34,13 +34,13 @@ class Resting:
     """
 
     def __init__(self) -> None:
-        self.rest: Rest | None = None
+        self.rest: UntrackedStep | None = None
         self.aside_bytes = self.passed_bytes = 0
-        self._last: weakref.ref[Rest] | None = None
+        self._last: weakref.ref[UntrackedStep] | None = None
         self._most = 0  # that was ever set aside
         self.share = 1.0
 
-    def take(self, nbytes: int) -> Rest | None:
+    def take(self, nbytes: int) -> UntrackedStep | None:
         """What to hold with so many bytes that stay as they are; ``None``: they are to be looked
         at, as is all from then on."""
         rest = self.rest
@@ -72,5 +72,5 @@ class Resting:
         self._last, self.aside_bytes = None, 0
         if quiet and not in_part and 0 < MARGIN * saved <= room_bytes // SHARE:
             self._most = min(room_bytes // SHARE, max(self._most, int(MARGIN * saved)))
-            self.aside_bytes, self.rest = self._most, Rest(self._most)
+            self.aside_bytes, self.rest = self._most, UntrackedStep(self._most)
             self._last = weakref.ref(self.rest)

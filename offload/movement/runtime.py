@@ -29,7 +29,7 @@ from .store import Store
 from .updates import Updater
 
 
-class Machinery:
+class Runtime:
     """Takes memory and disk, and starts the threads; ``close`` ends and frees all.
 
     Attributes:
@@ -42,7 +42,7 @@ class Machinery:
         accelerator: Accelerator,
         trace: Trace,
         before_asking: Callable[[], Iterable[Freed]],
-        owner: list[Machinery],
+        owner: list[Runtime],
         found: OwnedStore | None = None,
     ) -> None:
         """

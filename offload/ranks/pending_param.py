@@ -11,14 +11,14 @@ from torch import nn
 
 from ..schedule.units import ParamSpec
 from ..training import torch_private
-from ..training.managed import Elsewhere, Managed, known
 from ..training.operations import ABOUT, LAYOUT, LIKE, is_view
-from ..training.parameters import Shown
+from ..training.param_handle import ParamHandle, PlaceholderParam, known
+from ..training.parameters import OnloadedParam
 
 _ANY_TIME = (ABOUT | LAYOUT | LIKE) - {"__reduce_ex__"}  # what asks for no values
 
 
-class Awaited(Elsewhere):
+class PendingParam(PlaceholderParam):
     """Mixed into the class of a parameter whose weights may not be current."""
 
     @property
@@ -47,21 +47,21 @@ class Awaited(Elsewhere):
             with torch_private.without_overrides():
                 return func(*args, **kwargs)
         for each in torch_private.tree_leaves((args, kwargs)):
-            if isinstance(each, Awaited):
+            if isinstance(each, PendingParam):
                 arrive(each)
         return func(*args, **kwargs)
 
 
 def arrive(p: Any) -> None:
-    """Returns when the weights are current, and the parameter is ``Shown``."""
+    """Returns when the weights are current, and the parameter is ``OnloadedParam``."""
     mine = known(p)
     access: Any = mine.access
     access.arrive(mine.index)
 
 
-def manage_replica(p: nn.Parameter, number: int, name: str, access: Any) -> Managed:
+def manage_replica(p: nn.Parameter, number: int, name: str, access: Any) -> ParamHandle:
     """Makes a parameter one that may be awaited; it is not yet."""
     spec = ParamSpec(number, name, tuple(p.shape), tuple(p.stride()), p.numel(), 0)
-    made = Managed(p, spec, access, Shown, Awaited)
+    made = ParamHandle(p, spec, access, OnloadedParam, PendingParam)
     made.show(p, p.data)
     return made

@@ -16,10 +16,10 @@ from overspill.errors import OffloadError
 from overspill.facts.trace import Trace
 from overspill.movement.accelerators.base import CopyDone
 from overspill.movement.accelerators.sim import SimAccelerator
+from overspill.movement.device_updates import DeviceUpdates, RecordParts
 from overspill.movement.events import RangeEvents
 from overspill.movement.pools import Arenas
 from overspill.movement.updates import Updater
-from overspill.movement.visits import RecordParts, Visits
 from overspill.planning.plan import Preference
 from overspill.plans import make_blueprint
 from overspill.schedule.arena import Place
@@ -118,11 +118,11 @@ def test_what_follows_waits_for_every_copy(leg: str) -> None:
             seen.append(len(events.over(slot)))
 
         accelerator: Any = Instant(refuse)
-        visits = Visits(
+        device_updates = DeviceUpdates(
             arenas, accelerator, events, Trace(), lambda _: (parts, there), lambda _: "h.0",
             told, told,
         )  # fmt: skip
-        begin = getattr(visits, leg)
+        begin = getattr(device_updates, leg)
         if refuse:
             with pytest.raises(ArithmeticError):
                 begin(update)

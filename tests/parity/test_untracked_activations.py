@@ -49,7 +49,7 @@ def wrapped(folder: Path, room: str = "10MiB", **options: Any) -> tuple[nn.Seque
 
 
 def stash_of(optimizer: Any) -> Any:
-    return optimizer._engine._loop._adapting.stash
+    return optimizer._engine._loop._tuner.saved_offloader
 
 
 def step(model: nn.Module, optimizer: Any, seed: int, rows: int) -> float:
@@ -107,19 +107,19 @@ def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
 def test_what_a_kept_graph_holds_is_not_forgotten(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, update="step")
     step(model, optimizer, 0, 16)
-    stash = stash_of(optimizer)
-    assert stash.resting.rest is not None
+    saved_offloader = stash_of(optimizer)
+    assert saved_offloader.resting.rest is not None
     loss = model(normal(1, 16, WIDTH)).square().mean()
     loss.backward(retain_graph=True)
-    aside = stash.resting.aside_bytes
-    assert stash.resting.rest is None and aside > 0, "its room stays set aside"
+    aside = saved_offloader.resting.aside_bytes
+    assert saved_offloader.resting.rest is None and aside > 0, "its room stays set aside"
     loss.backward()
     del loss
     gc.collect()
     optimizer.step()
     optimizer.zero_grad()
     step(model, optimizer, 2, 16)
-    assert stash.resting.rest is not None
+    assert saved_offloader.resting.rest is not None
     optimizer.close()
 
 

@@ -10,7 +10,7 @@ from ..schedule.messages import Freed, Held
 from .torch_private import StorageWatch
 
 
-class HeldSlots:
+class SlotRefTracker:
     """Watches the storages over such slots, and tells of each when it has expired.
 
     An exception may come between any two lines: a slot may be told of twice, which its token makes

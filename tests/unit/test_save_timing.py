@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from overspill.planning.bursts import EVENLY, Burst, UnitForward, bursts_of
+from overspill.planning.save_timing import EVENLY, Burst, UnitForward, bursts_of
 
 MIB = 1 << 20
 

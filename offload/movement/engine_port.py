@@ -12,14 +12,14 @@ from functools import partial
 
 from ..errors import OffloadError
 from ..facts.trace import Trace
-from ..io_engine.once import Once
+from ..io_engine.one_shot_event import OneShotEvent
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import (
-    AtHome,
-    CatchUp,
+    AwaitUpdate,
     Done,
     Freed,
+    GradientStored,
     GradLost,
     GradReady,
     GradRoom,
@@ -35,14 +35,15 @@ from .saved import End
 from .waiters import LANES, Waiter
 
 
-class Requests:
+class EnginePort:
     """The pump's queue, and what was granted through it and not released.
 
     An exception may come to whoever asks, at whatever line: what he is granted afterwards goes
     back, and every grant is counted once.
 
     Attributes:
-        queue: read by the pump; ``None`` ends it, a ``Once`` is set when all before is dealt with.
+        queue: read by the pump; ``None`` ends it, a ``OneShotEvent`` is set when all before it has
+            been handled.
         lock: of the machine, and of what the pump keeps here; the pump holds it as it calls what
             is for the pump.
     """
@@ -62,7 +63,9 @@ class Requests:
         """
         self._layout, self._health, self._compute, self._trace = layout, health, compute, trace
         self._before_asking = before_asking
-        self.queue: queue.SimpleQueue[Signal | Waiter | Once | End | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[Signal | Waiter | OneShotEvent | End | None] = (
+            queue.SimpleQueue()
+        )
         self.lock = threading.Lock()
         self._tickets = itertools.count()
         self._waiters: dict[int, Waiter] = {}  # by ticket; the pump's
@@ -119,7 +122,7 @@ class Requests:
 
     def catch_up(self) -> None:
         """Blocks until the machine has dealt with all that was told before."""
-        handled = Once()
+        handled = OneShotEvent()
         self.queue.put(handled)
         if not self._health.closed:  # else nobody reads the queue
             handled.wait()
@@ -171,7 +174,7 @@ class Requests:
             OffloadError: the engine has failed, or was closed.
         """
         ticket = next(self._tickets)
-        waiter = Waiter(ticket, CatchUp(unit, ticket), self._usual_lane)
+        waiter = Waiter(ticket, AwaitUpdate(unit, ticket), self._usual_lane)
         self.queue.put(waiter)
         if self._health.ended:  # nobody may answer any more
             raise _over(self._health.error) from self._health.error
@@ -234,7 +237,7 @@ class Requests:
         elif isinstance(signal, GradReady):
             self._gathered[signal.unit] += 1
 
-    def at_home(self, word: AtHome) -> None:
+    def at_home(self, word: GradientStored) -> None:
         """The machine's word on where a unit's gradients may be gathered."""
         self._at_home[word.unit] = word.free
 

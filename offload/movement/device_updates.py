@@ -26,7 +26,7 @@ class RecordParts(NamedTuple):
 CHANGED = 2
 
 
-class Visits:
+class DeviceUpdates:
     """Copies in before the update, copies out after it; each end comes on another thread.
 
     Args:

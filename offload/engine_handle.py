@@ -17,7 +17,7 @@ from .paths import as_path
 from .planning.plan import Plan
 
 
-class Observed:
+class EngineHandle:
     """A context manager that closes the engine."""
 
     _engine: Engine

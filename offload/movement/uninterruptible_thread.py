@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..io_engine.once import Once
+from ..io_engine.one_shot_event import OneShotEvent
 
 Result = TypeVar("Result")
 
 
 class _Task:
     def __init__(self, work: Callable[[], Any]) -> None:
-        self.work, self.over = work, Once()
+        self.work, self.over = work, OneShotEvent()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -31,7 +31,7 @@ class _Task:
         self.over.set()
 
 
-class Unsignalled:
+class UninterruptibleThread:
     """One thread."""
 
     def __init__(self, name: str) -> None:

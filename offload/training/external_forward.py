@@ -13,7 +13,7 @@ from ..schedule.ledger import Ledger
 from .gradients import GradientCollector
 from .handles import Removable
 from .hooks import ModuleHooks
-from .residences import Residences
+from .onloaded_units import OnloadedUnits
 
 Values = Mapping[int, Callable[[], torch.Tensor]]  # by parameter index
 
@@ -36,19 +36,19 @@ class Usable(Protocol):
     def catch_up(self, unit: int) -> None: ...
 
 
-class Driven:
+class ExternalForwardAdapter:
     """One engine's, whose weights all stay; units and parameters are by their index."""
 
     def __init__(
-        self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, residences: Residences,
+        self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, onloaded_units: OnloadedUnits,
         collector: GradientCollector, loads: Loads, while_open: list[Removable],
     ) -> None:  # fmt: skip
         """``loads`` writes weights; ``while_open``: what ends with the engine, before its machinery
         does."""
         self._ledger, self._hooks, self._loop = ledger, hooks, loop
-        self._residences, self._collector, self._loads = residences, collector, loads
-        self._executor, self._while_open = residences.executor, while_open
-        self.parts, self.accelerator = residences.parts, residences.accelerator
+        self._onloaded_units, self._collector, self._loads = onloaded_units, collector, loads
+        self._executor, self._while_open = onloaded_units.executor, while_open
+        self.parts, self.accelerator = onloaded_units.parts, onloaded_units.accelerator
         self.device = self.accelerator.device
 
     def before_forward(self) -> None:
@@ -70,15 +70,15 @@ class Driven:
 
     def weight(self, index: int) -> torch.Tensor:
         """Where a weight lies for good."""
-        return self._residences.weight(index)
+        return self._onloaded_units.weight(index)
 
     def copied(self, units: Collection[int], copy: Callable[[], None]) -> None:
         """Has ``copy`` read the weights of units once the last step has updated them and they have
         come to the device; the next updates come after that.  Any thread may call it."""
         places = []
         for unit in units:
-            self._executor.requests.await_update(unit)
-            places.append(self._residences.place(unit))
+            self._executor.engine_port.await_update(unit)
+            places.append(self._onloaded_units.place(unit))
         if not self.accelerator.has_device_memory:
             copy()
             return
@@ -115,13 +115,13 @@ class Driven:
     @property
     def at_once(self) -> bool:
         """Whether a step's updates are over when it returns."""
-        return not self._executor.protocol.landing
+        return not self._executor.protocol.updates_pending
 
     def landed(self) -> None:
         """Returns when the last step's updates are over."""
         self._loop.require_usable()
-        if self._executor.protocol.landing:
-            self._executor.protocol.land()
+        if self._executor.protocol.updates_pending:
+            self._executor.protocol.finish_updates()
 
     @property
     def returns(self) -> int:

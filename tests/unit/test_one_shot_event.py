@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from overspill.io_engine.once import Once
+from overspill.io_engine.one_shot_event import OneShotEvent
 from tests.patience import WAIT_S
 
 
 def test_everybody_goes_on() -> None:
-    once, gone = Once(), []
+    once, gone = OneShotEvent(), []
     threads = [threading.Thread(target=lambda: gone.append(once.wait(WAIT_S))) for _ in range(5)]
     for thread in threads:
         thread.start()
@@ -35,7 +35,7 @@ def test_an_interrupted_waiter_takes_nothing_from_others() -> None:
     before, stopped = signal.signal(signal.SIGALRM, handler), 0
     try:
         for number in range(300):
-            once = Once()
+            once = OneShotEvent()
             setter = threading.Thread(target=lambda once=once: (time.sleep(0.001), once.set()))
             setter.start()
             try:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import OffloadError
-from .callers import callers
 from .module_private import own_parameters
+from .reentrancy import callers
 
 _AGAIN = (
     "keep state = optimizer.state_dict(), call overspill.unwrap(model), change what is trained, "
@@ -19,7 +19,7 @@ _FUNCTIONAL = "torch.nn.utils.stateless"  # the module that torch.func.functiona
 _ELSEWHERE = " (and another nvme=, since the store keeps the last commit)"
 
 
-class Roster:
+class ParamGroupCheck:
     """Raises where a loop changes what is trained, which the engine would not follow."""
 
     def __init__(

@@ -18,7 +18,7 @@ from . import torch_private
 T = TypeVar("T")
 
 
-class Elsewhere:
+class PlaceholderParam:
     """Of a parameter's class while its weights are elsewhere."""
 
     requires_grad: bool
@@ -68,7 +68,7 @@ class WeightAccess(Protocol):
     def name(self, index: int) -> str: ...
 
 
-class Managed:
+class ParamHandle:
     """What is known of a managed parameter; found by its identity, as the parameter itself may hold
     nothing: copies and pickles of it are ordinary parameters."""
 
@@ -136,13 +136,13 @@ _MANAGED = WeakTensorKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def managed(p: Any) -> Managed | None:
+def managed(p: Any) -> ParamHandle | None:
     """What is known of a parameter that an engine manages, or has until it was closed."""
-    found: Managed | None = _MANAGED.get(p)
+    found: ParamHandle | None = _MANAGED.get(p)
     return found
 
 
-def known(p: Any) -> Managed:
+def known(p: Any) -> ParamHandle:
     found = managed(p)
     assert found is not None, "a class that only managed parameters have"
     return found

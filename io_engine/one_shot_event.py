@@ -8,7 +8,7 @@ import time
 _LOOK_S = 0.5  # whoever was passed over, since a waiter was interrupted, looks again after this
 
 
-class Once:
+class OneShotEvent:
     """As ``threading.Event``, without ``clear``: an exception that a signal handler raises in
     ``wait``, at whatever line, leaves it as it was.  One in the lock of an ``Event`` leaves that
     locked, and whoever comes to ``set`` it hangs."""

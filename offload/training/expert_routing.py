@@ -8,17 +8,17 @@ from collections.abc import Collection
 from torch import nn
 
 from ..planning.sections import Announce, Section, stacks_of
-from .residences import Residences
+from .onloaded_units import OnloadedUnits
 
 
 class Choices:
     """Hears what routers choose; ``remove`` ends that."""
 
-    def __init__(self, model: nn.Module, residences: Residences) -> None:
-        self._protocol = residences.executor.protocol
+    def __init__(self, model: nn.Module, onloaded_units: OnloadedUnits) -> None:
+        self._protocol = onloaded_units.executor.protocol
         self._unit_of = {
-            id(found.module): unit for unit, found in residences.parts.running
-            if isinstance(found.module, Section) and residences.streamed[unit]
+            id(found.module): unit for unit, found in onloaded_units.parts.running
+            if isinstance(found.module, Section) and onloaded_units.streamed[unit]
         }  # fmt: skip
         self._holders = [module for module in model.modules() if stacks_of(module)]
         self._number_of = {id(holder): number for number, holder in enumerate(self._holders)}

@@ -13,11 +13,11 @@ from ..errors import BudgetError, OffloadError
 from ..schedule.ledger import Ledger
 from ..schedule.units import ParamSpec
 from ..training import torch_private
-from ..training.callers import callers
-from ..training.frames import Frames
-from ..training.managed import Elsewhere
-from ..training.residences import Residences
-from ..training.showing import Showing
+from ..training.forward_stack import ForwardStack
+from ..training.onloaded_units import OnloadedUnits
+from ..training.param_handle import PlaceholderParam
+from ..training.reentrancy import callers
+from ..training.resident_param_guard import ResidentParamGuard
 from ..training.trainer import Trainer
 from .contents import BEFORE, Contents, Values
 from .edits import Edits
@@ -39,18 +39,19 @@ class _Loan:
         return self.watched.tensor
 
 
-class WeightDoor:
+class ParamAccess:
     """See ``managed.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
     and changes them, as in plain PyTorch: ``reconcile`` makes both true."""
 
     def __init__(
-        self, residences: Residences, showing: Showing, contents: Contents, ledger: Ledger,
-        frames: Frames, trainer: Trainer, edits: Edits,
+        self, onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard,
+        contents: Contents, ledger: Ledger,
+        forward_stack: ForwardStack, trainer: Trainer, edits: Edits,
     ) -> None:  # fmt: skip
-        self._parts, self._executor = residences.parts, residences.executor
-        self._residences, self._showing = residences, showing
+        self._parts, self._executor = onloaded_units.parts, onloaded_units.executor
+        self._onloaded_units, self._resident_guard = onloaded_units, resident_guard
         self._contents, self._ledger = contents, ledger
-        self._frames, self._trainer, self._edits = frames, trainer, edits
+        self._forward_stack, self._trainer, self._edits = forward_stack, trainer, edits
         self._loans: dict[int, _Loan] = {}
         self._in_dicts: LentCopies[int] = LentCopies()  # see Note [Copies in state dicts]
         self._outside: list[Callable[[], None]] = []
@@ -64,7 +65,7 @@ class WeightDoor:
 
     def tidy(self) -> None:
         """Closes what an exception has left open, so that nothing is seen that is no weight."""
-        self._frames.tidy()
+        self._forward_stack.tidy()
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -76,13 +77,13 @@ class WeightDoor:
     def read_all(self) -> list[torch.Tensor]:
         """Copies of all current weights, by parameter index."""
         values = [self.read(index) for index in range(len(self._parts.parameters))]
-        self._residences.let_go()
+        self._onloaded_units.let_go()
         return values
 
     def _begin(self, unit: int) -> None:
         self._executor.health.check()
         if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):  # who asks now aside
-            self._frames.tidy(reading=True)  # no signal handler amid another read
+            self._forward_stack.tidy(reading=True)  # no signal handler amid another read
         self.reconcile(compare={unit})
 
     def _read(self, index: int) -> torch.Tensor:
@@ -95,9 +96,9 @@ class WeightDoor:
         unit = self._parts.unit_of[index]
         hidden = self._begin_reading(unit)
         try:
-            return self._residences.weight(index).clone()
+            return self._onloaded_units.weight(index).clone()
         finally:
-            self._showing.end_reading(unit, hidden)
+            self._resident_guard.end_reading(unit, hidden)
 
     def together(self, indices: Collection[int]) -> bool:
         """Whether the parameters are of one unit."""
@@ -105,23 +106,23 @@ class WeightDoor:
 
     def compute(self, indices: Collection[int], run: Callable[[], T]) -> T:
         """See ``managed.WeightAccess``."""
-        if not self._frames.may_run():
+        if not self._forward_stack.may_run():
             return NotImplemented  # type: ignore[no-any-return]
         unit = self._parts.unit_of[next(iter(indices))]
         hidden = self._begin_computing(unit)
         try:
-            return self._frames.run(unit, run)
+            return self._forward_stack.run(unit, run)
         finally:
-            self._showing.end_reading(unit, hidden)
+            self._resident_guard.end_reading(unit, hidden)
 
     def address(self, index: int) -> int:
         """See ``managed.WeightAccess``."""
         unit = self._parts.unit_of[index]
         hidden = self._begin_computing(unit)
         try:
-            return self._residences.weight(index).data_ptr()
+            return self._onloaded_units.weight(index).data_ptr()
         finally:
-            self._showing.end_reading(unit, hidden)
+            self._resident_guard.end_reading(unit, hidden)
 
     def _begin_computing(self, unit: int) -> list[int]:
         self._begin(unit)
@@ -133,11 +134,11 @@ class WeightDoor:
             try:
                 if computing and torch_private.in_backward():
                     # It goes on with this unit, as with those that it saved.
-                    self._showing.show(unit)
-                    self._frames.backward_reads(unit)
-                return self._showing.begin_reading(unit)
+                    self._resident_guard.show(unit)
+                    self._forward_stack.backward_reads(unit)
+                return self._resident_guard.begin_reading(unit)
             except BudgetError:
-                if not (again and self._frames.put_away()):
+                if not (again and self._forward_stack.put_away()):
                     raise
         raise AssertionError("the second try returns or raises")
 
@@ -156,7 +157,7 @@ class WeightDoor:
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
         """What torch has put into a state dict, as a copy: what is done to it is not done to the
         weights."""
-        if isinstance(found, Elsewhere):
+        if isinstance(found, PlaceholderParam):
             return self.read(index)
         self.reconcile()
         loan = self._loans.get(index)
@@ -223,9 +224,9 @@ class WeightDoor:
         See Note [Changes in forward] in ``training/edit_watch.py``.  Graphs of that forward go on,
         as with ``.data`` in plain PyTorch.
         """
-        changed = self._residences.changed()
+        changed = self._onloaded_units.changed()
         if late := [i for i in changed if self._parts.unit_of[i] in self._ledger.early]:
-            self._residences.forget_changed(late)
+            self._onloaded_units.forget_changed(late)
             raise OffloadError(
                 f"{', '.join(map(self.name, late))}: the module changed this weight in place "
                 "during backward, after update='backward' had updated it; the change is lost. Use "
@@ -238,16 +239,18 @@ class WeightDoor:
         if changed:
             values = {index: change.weight for index, change in changed.items()}
             self._write(values, before={i: change.before for i, change in changed.items()})
-            self._residences.forget_changed(changed)
+            self._onloaded_units.forget_changed(changed)
 
     def _refuse_changes(self, values: Mapping[int, torch.Tensor]) -> None:
         """Restore weights that cannot be changed, and raise if a module had changed them.
 
         If the copy that compute uses is the only one, the change stays, as in PyTorch.
         """
-        self._residences.let_go()
+        self._onloaded_units.let_go()
         self._edits.restore({self._parts.unit_of[index] for index in values})
-        self._residences.forget_changed(values)  # not before: a failed restore leaves the change
+        self._onloaded_units.forget_changed(
+            values
+        )  # not before: a failed restore leaves the change
         for index, value in values.items():
             self.require_same(index, value, " by its module's forward")
 
@@ -309,7 +312,7 @@ class WeightDoor:
 
     def renew(self) -> None:
         """The copies that others have become what the weights are, whatever was done to them."""
-        self._residences.forget_changed(self._residences.changed())
+        self._onloaded_units.forget_changed(self._onloaded_units.changed())
         self._forget()
         for index, loan in list(self._loans.items()):
             self._renew(index, loan)
@@ -395,12 +398,12 @@ class WeightDoor:
         Raises:
             OffloadError: one of them runs, or this step's backward has updated it already.
         """
-        self._frames.tidy()
+        self._forward_stack.tidy()
         for unit in units:
-            if self._residences.uses[unit]:
+            if self._onloaded_units.uses[unit]:
                 name = self._parts.units[unit].name
                 raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
-            self._showing.refuse_edit(unit)
+            self._resident_guard.refuse_edit(unit)
 
     def require_same(self, index: int, value: torch.Tensor, by: str = "") -> None:
         """``by``: what would change it, for the message.
@@ -463,11 +466,11 @@ class WeightDoor:
                 if not self._contents.load(unit, value_of, first=False, unknown=unknown):
                     spoil(unit)
                 if end_graphs:
-                    self._showing.changed(unit, indices)
+                    self._resident_guard.changed(unit, indices)
 
 
 _AMID_READING = tuple(
-    f.__code__ for f in (WeightDoor._read, WeightDoor.compute, WeightDoor.address)
+    f.__code__ for f in (ParamAccess._read, ParamAccess.compute, ParamAccess.address)
 )
 overwrite = torch_private.without_grad(torch.Tensor.copy_)
 

@@ -79,13 +79,13 @@ def refuse_reentry() -> None:
 
 def is_engine(frames: Iterable[FrameType]) -> bool:
     """Whether one of these runs code of the engine."""
-    return any(frame.f_globals.get("__name__", "").startswith(_AMID) for frame in frames)
+    return any(f"{f.f_globals.get('__name__')}.".startswith(_AMID) for f in frames)
 
 
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
-_LIFETIME = f"{_PACKAGE}.lifetime"
+_LIFETIME = f"{_PACKAGE}.closeable"
 _AMID = tuple(
-    f"{_PACKAGE}.{name}"
+    f"{_PACKAGE}.{name}."
     for name in (
         "engine",
         "loop",

@@ -13,8 +13,8 @@ from torch import nn
 from ..errors import BudgetError
 from . import module_private, torch_private
 from .backward import Backward
+from .onloaded_units import OnloadedUnits
 from .recompute import Around
-from .residences import Residences
 from .saved import SavedTensors
 from .trainer import Trainer
 
@@ -44,20 +44,24 @@ class _Stack(threading.local):
         self.roots = 0  # forwards of the whole model around them
 
 
-class Frames:
+class ForwardStack:
     """Around each unit's forward the engine's pair of saved-tensor hooks is pushed; a pair around
     it gets everything that is no weight."""
 
     def __init__(
-        self, residences: Residences, saved: SavedTensors, backward: Backward, trainer: Trainer
+        self,
+        onloaded_units: OnloadedUnits,
+        saved: SavedTensors,
+        backward: Backward,
+        trainer: Trainer,
     ) -> None:
-        self._residences, self._saved, self._backward = residences, saved, backward
+        self._onloaded_units, self._saved, self._backward = onloaded_units, saved, backward
         self._trainer, self._mine = trainer, _Stack()
         self._told_nested = False
 
     def push_root(self) -> None:
         """A forward of the whole model begins: what autograd saves between units may leave too."""
-        if self._saved.stash is None or not torch_private.saved_tensor_hooks_allowed():
+        if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():
             return
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
@@ -77,19 +81,19 @@ class Frames:
         then, and read op by op until they end.
         """
         try:
-            self._residences.enter(unit)
+            self._onloaded_units.enter(unit)
         except BudgetError as error:
             outer = [frame.unit for frame in self._mine.frames if not frame.away]
             if not self.put_away():
                 raise
             self._tell_nested(unit, outer, error)
-            self._residences.enter(unit)
+            self._onloaded_units.enter(unit)
 
     def _tell_nested(self, unit: int, outer: Sequence[int], error: BudgetError) -> None:
         if self._told_nested:
             return
         self._told_nested = True
-        units = self._residences.parts.units
+        units = self._onloaded_units.parts.units
         log.warning(
             "overspill: unit %r runs inside %s, which its place in the model does not show, and "
             "there is no room for both; they are onloaded in turns, which is slow. To avoid that, "
@@ -104,7 +108,7 @@ class Frames:
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
         frame = _Frame(unit, torch.is_autocast_cache_enabled(), around, away=away)
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
-        if self._residences.streamed[unit]:  # a cast of what leaves would keep it
+        if self._onloaded_units.streamed[unit]:  # a cast of what leaves would keep it
             torch.set_autocast_cache_enabled(False)
         self._mine.frames.append(frame)
 
@@ -146,19 +150,19 @@ class Frames:
 
     def _leave(self, frame: _Frame) -> None:
         if not frame.away:
-            self._residences.leave(frame.unit)
+            self._onloaded_units.leave(frame.unit)
 
     def put_away(self) -> bool:
         """Lets the units go that run in this thread, for one that is read amid them and has no room
         beside them: until they end they are read as that one is.  ``False``: there is none, or what
         runs there reads parameters without asking."""
         here = [frame for frame in self._mine.frames if not frame.away]
-        found = self._residences.parts.found
+        found = self._onloaded_units.parts.found
         if any(module_private.is_scripted(found[frame.unit].module) for frame in here):
             return False
         for frame in here:
             frame.away = True
-            self._residences.leave(frame.unit)
+            self._onloaded_units.leave(frame.unit)
         return bool(here)
 
     def _pop(self, *, completed: bool = False) -> _Frame:
@@ -182,19 +186,19 @@ class Frames:
         """Closes what an interrupted forward, backward or read has left open, if none runs in this
         thread: whoever reads weights between forwards needs the room.  ``reading``: what is kept
         open for readers stays."""
-        kept = not reading and self._residences.kept is not None
-        if not (self._mine.frames or kept or self._residences.in_use):
+        kept = not reading and self._onloaded_units.kept is not None
+        if not (self._mine.frames or kept or self._onloaded_units.in_use):
             return
         self._trainer.require()
         if kept:
-            self._residences.let_go()
+            self._onloaded_units.let_go()
         if not torch_private.in_backward() and not torch_private.in_module():
             self._clear()
 
     def make_room(self, module: nn.Module) -> None:
         """As ``tidy``, where ``module`` is about to run: maybe by itself, outside of the model's
         forward."""
-        if (self._mine.frames or self._residences.in_use) and self._left_behind(module):
+        if (self._mine.frames or self._onloaded_units.in_use) and self._left_behind(module):
             self._clear()
 
     def _left_behind(self, module: nn.Module) -> bool:
@@ -203,7 +207,7 @@ class Frames:
         if torch_private.in_backward() or not self._trainer.alone():
             return False  # several threads may run parts of one forward: what is open is another's
         around = torch_private.modules_around(module)
-        found = self._residences.parts.found
+        found = self._onloaded_units.parts.found
         mine = [found[frame.unit].module for frame in self._mine.frames]
         return around is not None and not any(m is other for m in mine for other in around)
 
@@ -224,7 +228,7 @@ class Frames:
     def _clear(self) -> None:
         self._leave_all()
         self._backward.abandon()
-        self._residences.reset()
+        self._onloaded_units.reset()
 
     def _leave_all(self) -> None:
         while self._mine.frames:

@@ -11,15 +11,15 @@ from torch import nn
 
 from ..schedule.units import ParamSpec, Unit
 from ..training import module_private, torch_private
-from ..training.managed import managed
-from .homes import Homes
+from ..training.param_handle import managed
+from .engine_resources import EngineResources
 from .module_states import KeptStates
 from .unmanaged import unmanaged_tensors
 
 log = logging.getLogger("overspill")
 
 
-class Taken:
+class OriginalWeights:
     """What was taken from a model whose weights are in the engine alone; to be given back if it
     cannot be wrapped.
 
@@ -28,9 +28,11 @@ class Taken:
     another loses nothing by that.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]], homes: Homes) -> None:
-        self._model, self._present, self._homes = model, groups, homes
-        self._parts = homes.machinery.parts
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]], resources: EngineResources
+    ) -> None:
+        self._model, self._present, self._resources = model, groups, resources
+        self._parts = resources.runtime.parts
         # By parameter; ``True``: the engine has the values that it had.
         self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device, bool]] = {}
         self._values: dict[int, torch.Tensor] = {}
@@ -58,7 +60,7 @@ class Taken:
 
     def move_unmanaged(self) -> None:
         """Bring every buffer, and every parameter that the engine does not hold, to the device."""
-        device = self._homes.machinery.accelerator.device
+        device = self._resources.runtime.accelerator.device
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 if buffer.device != device:
@@ -73,7 +75,7 @@ class Taken:
     def free(self, unit: Unit, *, theirs: bool) -> None:
         """Frees the originals of a unit: its parameters keep their shape, and hold one NaN.
         ``theirs``: the engine has the values that they had."""
-        stubs = self._homes.stubs.of(unit)
+        stubs = self._resources.stubs.of(unit)
         for (_, spec), stub in zip(unit.params, stubs, strict=True):
             p = self._parts.parameters[spec.index]
             self._was[spec.index] = spec, p.dtype, p.device, theirs
@@ -86,7 +88,7 @@ class Taken:
             if not wanted:
                 continue
             try:
-                for spec, value in self._homes.contents.exact(unit.index):
+                for spec, value in self._resources.contents.exact(unit.index):
                     self._values[spec.index] = value
             except Exception as error:
                 log.warning("overspill: weights of %r cannot be read back: %s", unit.name, error)
