@@ -1,4 +1,4 @@
-"""Carries commits out: flushes the data, then writes the record, on a thread of its own."""
+"""Writes commits on a thread of its own: flushes the data, then writes the record."""
 
 from __future__ import annotations
 
@@ -21,72 +21,91 @@ from ..io_engine.pins import Identity, pin_of
 from ..schedule.messages import Commit, Key, Write
 from .extents import Extents
 
-_LONGEST = 16  # facts that are kept for cuts which may still be asked for
+_LONGEST = 16  # facts that are kept for cuts that may still be committed
+
+# Note [Weights that change while they are saved]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# With ``device='cpu'`` a commit writes from the memory of the user's parameters. A user may change
+# a weight in place during that write. The extent can then hold a mixture of old and new values,
+# although its checksum is right for the bytes written.
+#
+# After such a write, ``check`` compares memory with the checksums of the extent, on this thread.
+# If they differ, ``_doubted`` records the extent. A commit whose table contains such an extent
+# fails in ``_flush``, and so do all later commits. If the edit is noticed before that commit, the
+# new value is written to the same extent, and the check of this write clears the record. A write
+# that needs no check (see ``Mover.may_be_changed``) clears it at once (``sound``).
 
 
 class Agreement(Protocol):
-    """With whom a commit is agreed on."""
+    """The other ranks that must agree on a commit."""
 
     def agreed(self, number: int, step: int) -> None:
-        """Returns when all have it, of that number."""
+        """Block until all ranks have the commit of this number and step."""
 
     def ends(self) -> None:
-        """This one will not wait for long any more."""
+        """Limit how long this rank waits for the others from now on."""
 
 
 Ended = Callable[[BaseException | None], None]
 
 
 class CommitWriter:
-    """Owns the thread.  ``seal`` hands in the facts of a cut before the machine may ask for it.
+    """The commit thread. ``seal`` stores the facts of a cut before the machine may commit it.
 
-    No lock guards the facts: a signal handler may call ``commit()`` while its thread has it.
+    No lock guards the facts: a signal handler may call ``commit()`` while its own thread holds it.
+
+    Attributes:
+        last: the facts of the last commit.
     """
 
     def __init__(self, io: IoEngine, manifest: Manifest, extents: Extents, trace: Trace) -> None:
         self._io, self._manifest, self._extents, self._trace = io, manifest, extents, trace
         self._numbers = itertools.count(1)
         self._facts: dict[int, tuple[int, bytes, bool]] = {}
-        self._doubted: dict[tuple[Key, int], str] = {}  # saved items that changed meanwhile
+        # Extents with mixed values; see Note [Weights that change while they are saved].
+        self._doubted: dict[tuple[Key, int], str] = {}
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ended] | None] = queue.SimpleQueue()
         self._agreement: Agreement | None = None
-        self.last: bytes | None = None  # the facts of the last commit
-        self._error: OffloadError | None = None  # why data of a commit could not be made durable
+        self.last: bytes | None = None
+        self._error: OffloadError | None = None  # why a commit's data could not be made durable
         self._thread = threading.Thread(target=self._run, name="overspill-commit", daemon=True)
         self._thread.start()
 
     def seal(self, step: int, facts: bytes, kept: bool) -> int:
-        """Keeps the facts of a cut, and returns the number that the commit is to name.
+        """Store the facts of a cut, and return the number that its commit must name.
 
-        ``kept``: no new store is to take its place.
+        Args:
+            kept: no new store may replace this one.
         """
         number = next(self._numbers)
         self._facts[number] = step, facts, kept
         return number
 
     def agree_by(self, agreement: Agreement) -> None:
-        """A commit counts once it was agreed on, after it is durable here."""
+        """Require agreement of all ranks on each commit, after it is durable on this rank."""
         self._agreement, self._manifest.agree = agreement, agreement.agreed
 
     @property
     def agrees(self) -> bool:
-        """Whether commits are agreed on: then all decide alike whether there is one."""
+        """Whether ranks agree on commits, so that all decide alike whether there is one."""
         return self._agreement is not None
 
     @property
     def pin(self) -> Identity | None:
-        """The pin of readers of the last commit, if any; see Note [Pinned commits].  ``None`` with
-        several ranks, which could not all decide alike."""
+        """The pin that readers hold on the last commit, if any; see Note [Pinned commits].
+
+        ``None`` with several ranks, which could not all decide alike.
+        """
         return None if self.agrees else pin_of(self._manifest.path.parent)
 
     def ends(self) -> None:
-        """What is committed from now on are the last ones."""
+        """Stop waiting long for the other ranks: only the last commits follow."""
         if self._agreement is not None:
             self._agreement.ends()
 
     @property
     def folder(self) -> str | None:
-        """``repr`` of the store's directories, for messages; ``None`` without a commit."""
+        """The store's directories as a ``repr`` for messages; ``None`` before the first commit."""
         if self.last is None:
             return None
         found = [str(each) for each in self._io.owned_directories]
@@ -98,18 +117,24 @@ class CommitWriter:
         return self._error is not None
 
     def put(self, work: Commit, done: Ended) -> None:
-        """Queues a commit; ``done`` is called with its error, if any."""
+        """Queue a commit; ``done`` is called with its error, if any."""
         self._jobs.put((partial(self._commit, work), done))
 
     def check(self, work: Write, memory: NDArray[np.uint8], name: str, done: Ended) -> None:
-        """Queues a look whether weights that a commit has saved are still what was written, of
-        which the disk has a copy: while they show, anybody may change them, and that copy may be
-        neither old nor new.  That fails a commit which has it; an edit that is taken before then is
-        written in its place."""
+        """Queue a comparison of saved weights with what was written to disk.
+
+        See Note [Weights that change while they are saved].
+
+        Args:
+            work: the write, which has ended.
+            memory: the weights now.
+            name: the unit, for messages.
+            done: called with the error, if any.
+        """
         self._jobs.put((partial(self._compare, work, memory, name), done))
 
     def sound(self, work: Write) -> None:
-        """What nobody could change meanwhile was written."""
+        """Clear the record of an extent: it was written from memory that users cannot change."""
         self._doubted.pop((work.item, work.role), None)
 
     def _run(self) -> None:
@@ -128,7 +153,7 @@ class CommitWriter:
         started = time.perf_counter_ns()
         step, facts, kept = self._facts[number]
         for old in [each for each in list(self._facts) if each <= number - _LONGEST]:
-            del self._facts[old]  # of cuts that were never made too
+            del self._facts[old]  # includes cuts that were never committed
         self._flush(table)
         roles = [role for _, role in table]
         sums = [
@@ -143,9 +168,9 @@ class CommitWriter:
         """Make the data of a commit durable before its record is begun.
 
         Raises:
-            OffloadError: this failed, or weights were changed while they were saved, now or for an
-                earlier commit: after a failed flush a later one may succeed although data were
-                lost.
+            OffloadError: this failed, or weights were changed while they were saved. Either may
+                have happened in an earlier commit: after a failed flush, a later one may succeed
+                although data was lost.
         """
         if self._error is not None:
             raise self._error
@@ -172,7 +197,7 @@ class CommitWriter:
             self._doubted[saved] = name
 
     def close(self) -> None:
-        """Ends the thread after what is queued, and closes the manifest."""
+        """Finish the queued work, end the thread and close the manifest."""
         self._jobs.put(None)
         self._thread.join()
         self._manifest.close()

@@ -1,4 +1,4 @@
-"""Compute's use of device memory: until when it lasts, and what it waits for."""
+"""Compute's use of device memory: when it ends, and which events it waits for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .events import RangeEvents
 
 
 class ComputeUse:
-    """Of ranges of memory that copies and updates use too.
+    """Orders compute with copies and updates that use the same device memory.
 
     Attributes:
-        waited_ns: by compute, in all.
+        waited_ns: the total time that compute has waited.
     """
 
     def __init__(self, events: RangeEvents, accelerator: Accelerator, trace: Trace) -> None:
@@ -23,21 +23,23 @@ class ComputeUse:
         self.waited_ns = 0
 
     def mark(self, place: Place) -> None:
-        """What the calling thread has given to the device so far uses ``place``; the next copy over
-        it waits for that."""
+        """Record that the calling thread's compute so far uses ``place``.
+
+        The next copy over this place waits for that work.
+        """
         self._events.set(place, self._accelerator.record())
 
     def follow(self, place: Place) -> None:
-        """The calling thread's compute waits for what was last done with ``place``."""
+        """Order the calling thread's compute after the last use of ``place``."""
         for event in self._events.over(place):
             self._accelerator.wait(event)
 
     def wait_for(self, place: Place, lane: str) -> None:
-        """``follow`` on the training thread: what blocks there is a wait of compute's."""
+        """Do as ``follow`` on the training thread, and count time that it blocks as waiting."""
         self.wait_on(self._events.over(place), lane)
 
     def wait_on(self, events: Iterable[Event], lane: str) -> None:
-        """Compute waits for events of ``lane``.  What is over already is no wait."""
+        """Order compute after events of ``lane``. Events that are over do not count as a wait."""
         ahead = [event for event in events if not event.done()]
         if not ahead:
             return
@@ -49,6 +51,6 @@ class ComputeUse:
             self.waited(lane, started_ns, before)
 
     def waited(self, lane: str, started_ns: int, name: str) -> None:
-        """Compute has waited until now, and goes on in the part of the model called ``name``."""
+        """Record a wait of compute that ends now, before it continues in the module ``name``."""
         self.waited_ns += time.perf_counter_ns() - started_ns
         self._trace.compute_waited(lane, name)

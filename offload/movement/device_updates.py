@@ -1,4 +1,4 @@
-"""Takes records of state to the device for their update, and brings them back."""
+"""Copies state records to the device for their update, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pools import Arenas
 
 
 class RecordParts(NamedTuple):
-    """Where all is that a record's update needs.  The first two change."""
+    """The places of all that a record's update uses. An update changes the first two."""
 
     state: Place
     weights: Place
@@ -27,13 +27,15 @@ CHANGED = 2
 
 
 class DeviceUpdates:
-    """Copies in before the update, copies out after it; each end comes on another thread.
+    """Copies records to the device before their update and back after it.
+
+    Each copy ends on another thread, which makes the calls below.
 
     Args:
-        parts_of: where an update's parts live, and where they are on the device.
-        name_of: the name in the trace.
-        arrived: told when all is on the device.
-        finished: told when state and weights are back, or of what went wrong.
+        parts_of: returns an update's parts, where they live and where they are on the device.
+        name_of: returns the name in the trace.
+        arrived: called when all parts are on the device.
+        finished: called when state and weights are back, or with an error.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class DeviceUpdates:
         self._arrived, self._finished = arrived, finished
 
     def start(self, update: Update) -> None:
-        """Brings state, gradients and weights to the device."""
+        """Copy state, gradients and weights to the device."""
 
         def over(error: BaseException | None) -> None:
             if error is None:
@@ -65,7 +67,7 @@ class DeviceUpdates:
         self._copy("copy_in", self._accelerator.copy_in, update, moves, over)
 
     def back(self, update: Update) -> None:
-        """Brings state and weights to where they live."""
+        """Copy state and weights back to where they live."""
 
         def over(error: BaseException | None) -> None:
             self._finished(update, error)
@@ -78,8 +80,11 @@ class DeviceUpdates:
         self, lane: str, copy: Callable[..., Event], update: Update,
         moves: Sequence[tuple[Place, Place]], over: Callable[[BaseException | None], None],
     ) -> None:  # fmt: skip
-        """Starts copies, each to the first place of a pair; ``over`` is told after the last, and
-        not before all their events are known: what follows waits for them."""
+        """Start a copy for each (target, source) pair, and call ``over`` after the last has ended.
+
+        ``over`` is not called before the events of all copies are recorded, because the work that
+        follows waits for these events.
+        """
         name, lock = self._name_of(update), threading.Lock()
         left, errors = len(moves) + 1, list[BaseException]()
 

@@ -1,4 +1,4 @@
-"""Reads and writes whole items while nothing moves: for loading, saving and editing."""
+"""Access to whole items while nothing else moves: for loading, saving and editing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .uninterruptible_thread import UninterruptibleThread
 
 
 class DirectAccess:
-    """``bring`` gives an item's current bytes in memory, ``store`` makes edited ones current.
+    """Reads (``bring``) and writes (``store``) the current bytes of whole items in memory.
 
-    The bytes lie in the item's fixed home, or in the region it moves through: one item of a kind
-    is in hand at a time, and nothing else may run in between.
+    The bytes lie in the item's fixed home, or in the region that it moves through. Only one item of
+    a kind is accessed at a time, and nothing else may run in between.
     """
 
     def __init__(
@@ -33,37 +33,37 @@ class DirectAccess:
         self._transfers = UninterruptibleThread("overspill-direct")
 
     def quiesce(self) -> None:
-        """Waits until nothing moves, and drops all cached copies."""
+        """Wait until nothing moves, and drop all cached copies."""
         self.finish()
         self._executor.protocol.wait(Until.QUIET)
 
     # -- places ---------------------------------------------------------------------------------
 
     def place(self, item: Key) -> Place:
-        """Where the item's bytes are while in hand."""
+        """Return where the item's bytes are during access."""
         tier, fixed = self._layout.home(item)
         if fixed is not None and tier is not Tier.NVME:
             return fixed
         return self._locate(item)[0]
 
     def _locate(self, item: Key) -> tuple[Place, int, int]:
-        """The item's place, the extent to read, and the one to write."""
+        """Return the item's place, the role of the extent to read, and that of the one to write."""
         grant = self._executor.engine_port.ask(lambda ticket: Locate(item, ticket))
         assert grant.roles is not None
         return (grant.places[0], *grant.roles)
 
     def starts_clear(self, subgroup: int) -> bool:
-        """Whether a record that is never stored reads as zeroes."""
+        """Return whether this record has no stored value, so that it reads as zeros."""
         return self._layout.home(Key(Kind.STATE, subgroup))[1] is None
 
     def _on_disk(self, item: Key) -> bool:
         return self._layout.home(item)[0] is Tier.NVME
 
     def reserve(self, item: Key) -> None:
-        """Makes sure that what is about to be changed finds room on disk.
+        """Reserve disk space for an item that is about to be changed.
 
         Raises:
-            IoError: there is none.
+            IoError: the disk has no room.
         """
         if self._layout.durable and self._io is not None and self._layout.nbytes(item):
             self._io.reserve(self._extents.of(item, self._locate(item)[2]))
@@ -71,7 +71,10 @@ class DirectAccess:
     # -- moving ---------------------------------------------------------------------------------
 
     def bring(self, item: Key) -> Place:
-        """Brings the current bytes of an item to its place (flat, on the device if home there)."""
+        """Bring the current bytes of an item to its place, and return the place.
+
+        The bytes are flat; they are on the device if the item lives there.
+        """
         if not self._on_disk(item):
             place = self.place(item)
             if place.tier is Tier.DEVICE:
@@ -87,9 +90,10 @@ class DirectAccess:
         return place
 
     def store(self, item: Key, *, first: bool = False) -> None:
-        """Makes the bytes at the item's place current in every tier that has a lasting copy.
+        """Make the bytes at the item's place current in every tier that keeps a lasting copy.
 
-        ``first``: the item's first bytes, which go where a read will look for them.
+        Args:
+            first: these are the item's first bytes, which go to the extent that is read next.
         """
         role: int | None = None
         if self._on_disk(item):
@@ -106,7 +110,7 @@ class DirectAccess:
             self._refresh_device(item.number, place)
 
     def reload(self, item: Key) -> None:
-        """Brings what the newest extent holds to every tier that has a lasting copy."""
+        """Copy the contents of the newest extent to every tier that keeps a lasting copy."""
         home = self._layout.homes[item.number] if item.kind is Kind.WEIGHTS else None
         if self._on_disk(item) and (home is None or not home.stays):
             return
@@ -126,21 +130,21 @@ class DirectAccess:
         self._transfers.run(lambda: self._disks.write(extent, memory.numpy(), urgent=True).wait())
 
     def finish(self) -> None:
-        """Waits for a transfer that an exception has left on its way."""
+        """Wait for a transfer that an exception left in progress."""
         self._transfers.finish()
 
     def close(self) -> None:
-        """Ends the thread that makes the transfers."""
+        """End the thread that runs the transfers."""
         self._transfers.close()
 
     def _refresh_device(self, unit: int, place: Place) -> None:
-        """Its copies on the device, the page or what compute uses, become what is at a place."""
+        """Update a unit's copies on the device from ``place``: the page, and what compute uses."""
         home, executor = self._layout.homes[unit], self._executor
         page = home.host_place if home.page_on_device else None
         for device in (page, home.device_place):
             if device is None or device == place or not device.nbytes:
                 continue
-            executor.compute.follow(device)  # compute on a stream of the caller's may still read it
+            executor.compute.follow(device)  # compute on the caller's stream may still read it
             target, source = executor.arenas.bytes_of(device), executor.arenas.bytes_of(place)
             executor.accelerator.used(target)
             if device is not page and self._layout.units[unit].packed:

@@ -1,5 +1,4 @@
-"""What the executor asks of disks: the store's, with files that are read in place; and of those of
-a simulated machine, which have a set rate."""
+"""Disk transfers of the executor: the store, files read in place, and simulated rates."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Moved(Protocol):
-    """The end of a transfer, on the clock of ``time.perf_counter_ns``."""
+    """The end of a transfer; times are those of ``time.perf_counter_ns``."""
 
     @property
     def started_ns(self) -> int: ...
@@ -41,7 +40,7 @@ OnMoved = Callable[[Moved], None]
 
 
 class Disk(Protocol):
-    """Moves whole extents."""
+    """An interface that moves whole extents."""
 
     def read(
         self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
@@ -53,7 +52,7 @@ class Disk(Protocol):
 
 
 class Moving(Moved, Protocol):
-    """One that was begun."""
+    """A transfer that was started."""
 
     def wait(self) -> None: ...
 
@@ -68,7 +67,7 @@ class Disks:
         self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False,
         on_done: OnMoved | None = None,
     ) -> Moving:  # fmt: skip
-        """Starts to fill a buffer; see ``IoEngine.read``."""
+        """Start to fill a buffer; see ``IoEngine.read``."""
         if isinstance(source, FileRanges):
             assert self._files is not None, "no files are read in place"
             return self._files.read(source, buffer, urgent=urgent, on_done=on_done)
@@ -79,7 +78,7 @@ class Disks:
         self, extent: Extent, buffer: Bytes, *, urgent: bool = False, changing: bool = False,
         on_done: OnMoved | None = None,
     ) -> Moving:  # fmt: skip
-        """Starts to write a buffer; see ``IoEngine.write``."""
+        """Start to write a buffer; see ``IoEngine.write``."""
         assert self._io is not None, "nothing lives on disk"
         return self._io.write(extent, buffer, urgent=urgent, changing=changing, on_done=on_done)
 
@@ -141,7 +140,7 @@ class _Direction:
 
 
 class PacedDisk:
-    """A ``Disk`` over real ones that reads and writes at set rates, each on its own lane."""
+    """A ``Disk`` that limits reads and writes of real disks to given rates, on one lane each."""
 
     def __init__(self, disks: Disks, read_bytes_s: float | None, write_bytes_s: float | None):
         self._disks = disks
@@ -151,7 +150,7 @@ class PacedDisk:
     def read(
         self, source: Extent | FileRanges, buffer: Bytes, *, urgent: bool = False, on_done: OnMoved
     ) -> None:
-        """Queues a read; an urgent one overtakes those that are not and have not begun."""
+        """Queue a read. An urgent one overtakes other reads that have not begun."""
         self._reads.put(
             _Job(self._disks.read, source, buffer, on_done, time.perf_counter_ns()), urgent
         )
@@ -159,11 +158,11 @@ class PacedDisk:
     def write(
         self, extent: Extent, buffer: Bytes, *, changing: bool = False, on_done: OnMoved
     ) -> None:
-        """Queues a write."""
+        """Queue a write."""
         start = partial(self._disks.write, changing=changing)
         self._writes.put(_Job(start, extent, buffer, on_done, time.perf_counter_ns()))
 
     def close(self) -> None:
-        """Lets what was queued end, and joins both threads."""
+        """Finish the queued transfers and join both threads."""
         self._reads.close()
         self._writes.close()

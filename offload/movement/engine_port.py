@@ -1,4 +1,4 @@
-"""What other threads tell the pump and ask it for, and who waits for an answer."""
+"""The pump's queue: signals and requests from other threads, and the answers to requests."""
 
 from __future__ import annotations
 
@@ -34,18 +34,36 @@ from .health import Health
 from .saved import End
 from .waiters import LANES, Waiter
 
+# Note [Interrupted requests]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# ``ask`` blocks the calling thread until the machine grants its request. A signal handler (Ctrl-C)
+# can raise an exception in that thread at any line. The machine does not notice: it may grant the
+# request later, or has just granted it. The grant of a ``Need`` pins a unit, so a grant that is
+# lost would pin it for ever.
+#
+# - While ``ask`` waits, the waiter is in ``_asked``. If an exception ends the wait, ``_abandon``
+#   marks the waiter, and ``answer`` then returns the grant at once (``_take_back``). If the grant
+#   has come already, ``_abandon`` returns it. Both hold ``lock``, so exactly one of them does it.
+# - If the exception comes before ``_abandon``, or before the waiter is queued, the waiter stays in
+#   ``_asked``. The next request of that thread first calls ``_close_asked``, which waits for the
+#   answers to such requests and removes them.
+# - The exception may come after the grant, before the caller has recorded what it uses. ``lost``
+#   finds such grants: units that are pinned (``_pins``) but that compute does not use.
+# - ``_put_release`` counts a release and sends it, or does neither. One C function makes both
+#   calls, and Python runs signal handlers only between bytecodes. So ``granted`` stays exact.
+
 
 class EnginePort:
-    """The pump's queue, and what was granted through it and not released.
+    """The pump's queue, the requests that wait for an answer, and the grants not released yet.
 
-    An exception may come to whoever asks, at whatever line: what he is granted afterwards goes
-    back, and every grant is counted once.
+    An exception may interrupt a request at any line. What it is granted afterwards is returned, and
+    every grant is counted once. See Note [Interrupted requests].
 
     Attributes:
-        queue: read by the pump; ``None`` ends it, a ``OneShotEvent`` is set when all before it has
-            been handled.
-        lock: of the machine, and of what the pump keeps here; the pump holds it as it calls what
-            is for the pump.
+        queue: read by the pump. ``None`` ends the pump. A ``OneShotEvent`` is set once everything
+            queued before it has been handled.
+        lock: guards the machine and the pump's fields here. The pump holds it while it calls the
+            methods of the section "for the pump".
     """
 
     def __init__(
@@ -58,8 +76,8 @@ class EnginePort:
     ) -> None:
         """
         Args:
-            before_asking: called by whoever is about to wait; raises if he must not, and tells of
-                what became free.
+            before_asking: called by a thread that is about to wait. Raises if it must not wait, and
+                returns what has become free.
         """
         self._layout, self._health, self._compute, self._trace = layout, health, compute, trace
         self._before_asking = before_asking
@@ -68,21 +86,21 @@ class EnginePort:
         )
         self.lock = threading.Lock()
         self._tickets = itertools.count()
-        self._waiters: dict[int, Waiter] = {}  # by ticket; the pump's
-        self._asked: dict[int, Waiter] = {}  # training's; several only where it was interrupted
-        self._pins = [0] * len(layout.units)  # granted and not released; the pump's
+        self._waiters: dict[int, Waiter] = {}  # by ticket; written by the pump
+        self._asked: dict[int, Waiter] = {}  # by ticket; several only after an interruption
+        self._pins = [0] * len(layout.units)  # granted and not released; written by the pump
         self._released: deque[None] = deque()  # one for each release on its way to the pump
-        # By unit, whether gradients may be gathered where they are kept, and how often they were.
+        # By unit: whether gradients may be gathered where they are kept, and how often they were.
         self._at_home = [home.grads is layout.compute_tier for home in layout.homes]
         self._gathered = [0] * len(layout.units)
-        self._lane: str | None = None  # of the work that the pump just heard the end of
+        self._lane: str | None = None  # lane of the finished work that the pump handles now
         brings = "copy_in" if layout.has_device else "read"
         self._usual_lane = "update" if layout.trains else brings
 
     # -- for the other threads ------------------------------------------------------------------
 
     def tell(self, signal: Signal) -> None:
-        """Puts a signal into the queue and goes on."""
+        """Queue a signal and return without waiting."""
         self._health.check()
         if isinstance(signal, Release):
             self._put_release(signal)
@@ -90,25 +108,27 @@ class EnginePort:
             self.queue.put(signal)
 
     def release(self, unit: int, held: tuple[Held, ...] = ()) -> None:
-        """Compute lets go of what a ``Need`` was granted for; see ``Release``."""
+        """Release a unit that was granted for a ``Need``; see ``Release``."""
         self._put_release(Release(unit, held))
 
     def _put_release(self, signal: Release) -> None:
-        # Counted and sent, or neither: C makes both calls, and no signal handler runs in between.
+        # One C call makes both calls, so that no signal handler runs in between.
         both = partial(self._released.append, None), partial(self.queue.put, signal)
         tuple(map(partial.__call__, both))
 
     @property
     def granted(self) -> int:
-        """How many units were granted, or asked for, that are not released yet."""
-        # What is told of, and not yet heard of by the pump, is over for those who ask.
+        """The number of units that are granted or requested and not released yet."""
+        # For callers, a release counts once it is queued, before the pump has handled it.
         return sum(self._pins) - len(self._released) + len(self._asked)
 
     def lost(self, uses: Sequence[int]) -> list[int]:
-        """The units that were granted, once for every time, and are in nobody's use: an exception
-        came in between.
+        """Return the units whose grants were lost to an exception, once for every such grant.
 
-        ``uses``: by unit, whether compute uses it.
+        See Note [Interrupted requests].
+
+        Args:
+            uses: by unit, whether compute uses it.
         """
         self._close_asked()
         if not self.granted:
@@ -121,16 +141,17 @@ class EnginePort:
         ]
 
     def catch_up(self) -> None:
-        """Blocks until the machine has dealt with all that was told before."""
+        """Block until the pump has handled everything queued before."""
         handled = OneShotEvent()
         self.queue.put(handled)
-        if not self._health.closed:  # else nobody reads the queue
+        if not self._health.closed:  # else the pump no longer reads the queue
             handled.wait()
 
     def ask(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
-        """Sends the signal that ``make`` builds from a ticket; returns when it is granted.
+        """Send the signal that ``make`` builds from a ticket, and wait for its grant.
 
-        ``computing`` names the part of the model that the calling thread then goes on with.
+        Args:
+            computing: the part of the model that the calling thread continues with afterwards.
 
         Raises:
             OffloadError: the engine failed; its cause is attached.
@@ -138,7 +159,7 @@ class EnginePort:
         self._health.check()
         for freed in self._before_asking():
             if self._layout.has_device:
-                # Kernels that read it through the graph may still run.
+                # Kernels that read this memory through the graph may still run.
                 self._compute.mark(freed.held.place)
             self.queue.put(freed)
         self._close_asked()
@@ -149,7 +170,7 @@ class EnginePort:
         started_ns = time.perf_counter_ns()
         try:
             self.queue.put(waiter)
-            if self._health.closed:  # nobody may read the queue any more
+            if self._health.closed:  # the pump may no longer read the queue
                 self._health.check()
             waiter.event.wait()
         except BaseException:
@@ -162,13 +183,15 @@ class EnginePort:
             error, waiter.error = waiter.error, None
             try:
                 self._health.raise_to_asker(error)
-            finally:  # else what the frames around hold would live until the collector comes
+            finally:  # else this cycle keeps the frames' objects alive until a garbage collection
                 del error
         assert waiter.grant is not None
         return waiter.grant
 
     def await_update(self, unit: int) -> None:
-        """Blocks a thread that does not train until the last step's update of a unit is over.
+        """Block a thread other than the training thread until a unit's update is over.
+
+        This is the update of the last step.
 
         Raises:
             OffloadError: the engine has failed, or was closed.
@@ -176,34 +199,40 @@ class EnginePort:
         ticket = next(self._tickets)
         waiter = Waiter(ticket, AwaitUpdate(unit, ticket), self._usual_lane)
         self.queue.put(waiter)
-        if self._health.ended:  # nobody may answer any more
+        if self._health.ended:  # the pump may no longer answer
             raise _over(self._health.error) from self._health.error
         waiter.event.wait()
         if waiter.error is not None:
             raise _over(waiter.error) from waiter.error
 
     def gradient_home(self, unit: int, told: int) -> Place | None:
-        """Where the unit's gradients are gathered, if no room has to be asked for: they are kept
-        there, and all ``GradReady`` about them (so many were told) have been dealt with."""
+        """Return where to gather the unit's gradients, if no room needs to be requested.
+
+        That is so if they are kept there, and the pump has handled all ``told`` signals
+        ``GradReady`` of this unit. Otherwise returns ``None``.
+        """
         self._health.check()
         with self.lock:
             free = self._at_home[unit] and self._gathered[unit] == told
         return self._layout.homes[unit].grad_place if free else None
 
     def _close_asked(self) -> None:
-        """Waits for the answers to requests that were interrupted: what they are granted later
-        would stand in the way of what is asked for now.  Those of a thread that waits are its."""
+        """Wait for the answers to interrupted requests of this thread, and to abandoned ones.
+
+        Their late grants could block the next request. Requests on which another thread still waits
+        stay. See Note [Interrupted requests].
+        """
         me = threading.get_ident()
         if over := [w for w in list(self._asked.values()) if w.abandoned or w.asker == me]:
-            self.catch_up()  # the pump then knows of all that were sent
+            self.catch_up()  # the pump has then read all requests that were sent
             for waiter in over:
                 if waiter.ticket in self._waiters:
                     waiter.event.wait()
                 self._asked.pop(waiter.ticket, None)
-            self.catch_up()  # and of what went back
+            self.catch_up()  # and the releases that followed
 
     def _abandon(self, waiter: Waiter) -> None:
-        """The waiting thread was interrupted: what it is granted later goes straight back."""
+        """Mark an interrupted request, so that its grant is returned; return one that has come."""
         with self.lock:
             waiter.abandoned = True
             granted = waiter.event.is_set() and waiter.error is None
@@ -211,7 +240,7 @@ class EnginePort:
             self._take_back(waiter)
 
     def _take_back(self, waiter: Waiter) -> None:
-        """Nobody is there to use what was granted."""
+        """Return what was granted to an interrupted request."""
         if isinstance(waiter.signal, Need):
             self.release(waiter.signal.unit)
         elif isinstance(waiter.signal, GradRoom):
@@ -220,7 +249,7 @@ class EnginePort:
     # -- for the pump ---------------------------------------------------------------------------
 
     def heard(self, told: Signal | Waiter) -> Signal:
-        """What the pump has just read; returns the signal itself."""
+        """Note what the pump has just read from the queue, and return its signal."""
         if isinstance(told, Waiter):
             self._waiters[told.ticket] = told
             signal = told.signal
@@ -230,7 +259,7 @@ class EnginePort:
         return signal
 
     def count(self, signal: Signal) -> None:
-        """Counts what was released, and gathered."""
+        """Count a release, or a unit whose gradients were gathered."""
         if isinstance(signal, Release):
             self._pins[signal.unit] -= 1
             self._released.popleft()
@@ -238,11 +267,11 @@ class EnginePort:
             self._gathered[signal.unit] += 1
 
     def at_home(self, word: GradientStored) -> None:
-        """The machine's word on where a unit's gradients may be gathered."""
+        """Note whether a unit's gradients may be gathered where they are kept."""
         self._at_home[word.unit] = word.free
 
     def answer(self, ticket: int, grant: Grant | None, error: BaseException | None) -> None:
-        """Wakes whoever waits for a ticket."""
+        """Answer the request of a ticket and wake its thread."""
         waiter = self._waiters.pop(ticket)
         waiter.grant, waiter.error = grant, error
         waiter.lane = self._lane or waiter.lane
@@ -254,19 +283,22 @@ class EnginePort:
         waiter.event.set()
 
     def wake_all(self) -> None:
-        """Nothing more is granted.  Whoever waits is woken, whether the machine has heard of his
-        signal or not: it may have failed while it took it, or before it said what it grants."""
+        """Wake all waiting threads with the engine's error; nothing more is granted.
+
+        This includes requests that the machine has not handled: it may have failed on them, or
+        before it produced their grants.
+        """
         for ticket in list(self._waiters):
             self.answer(ticket, None, self._health.error)
 
     def close(self) -> None:
-        """Nobody reads the queue any more: wakes whoever waits yet."""
+        """Wake all threads that still wait, after the pump has stopped reading the queue."""
         for waiter in [*self._waiters.values(), *self._asked.values()]:
             waiter.error = OffloadError("the engine was closed")
             waiter.event.set()
 
 
 def _over(error: BaseException | None) -> OffloadError:
-    """For whoever does not train: the training thread alone is told the error itself."""
+    """Return the error for threads other than the training thread, which alone raises the cause."""
     why = "" if error is None else f": {error}"
     return OffloadError(f"the engine has ended{why}")

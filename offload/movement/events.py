@@ -1,4 +1,4 @@
-"""The last events over ranges of device memory: what the next user of a range must wait for."""
+"""The last events over ranges of device memory, which the next user of a range must wait for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from .accelerators.base import Event
 
 
 class RangeEvents:
-    """A short list of (place, event); one range inside another takes its entry's place.
+    """A short list of (place, event); a new range replaces the entries that lie inside it.
 
-    For any thread.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -19,16 +19,19 @@ class RangeEvents:
         self._lock = threading.Lock()
 
     def over(self, place: Place) -> list[Event]:
-        """Events of all ranges that overlap ``place``."""
+        """Return the events of all ranges that overlap ``place``."""
         with self._lock:
             return self._overlapping(place)
 
     def set(self, place: Place, event: Event) -> None:
-        """``place`` was last used up to ``event``, which came after whatever overlaps it."""
+        """Record ``event`` as the last use of ``place``.
+
+        It must be ordered after all recorded events of ranges that overlap ``place``.
+        """
         with self._lock:
             self._events = [*self._beyond(place), (place, event)]
 
-    # Not inside the blocks above: see tests/tidy/test_locks.py.
+    # Separate methods, not inlined into the lock's blocks: see tests/tidy/test_locks.py.
 
     def _overlapping(self, place: Place) -> list[Event]:
         return [event for used, event in self._events if used.overlaps(place)]

@@ -1,9 +1,9 @@
-"""Carries the machine's instructions out, and feeds the results back as signals.
+"""Runs the residency machine: carries out its instructions and returns the results as signals.
 
-One pump thread calls the machine; everybody else puts signals into its queue, or only looks.  Moves
-end on threads of the I/O engine and of the accelerator, updates on the update worker; each puts
-``Done`` or ``Failed`` back.  After a failure the machine drains, whoever waits is woken with the
-error, and later calls are refused.
+One pump thread calls the machine. All other threads only put signals into its queue, or read state.
+Moves end on threads of the I/O engine and of the accelerator, updates on the update lanes. Each
+puts ``Done`` or ``Failed`` into the queue. After a failure the machine drains, waiting threads are
+woken with the error, and later calls are refused.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from .waiters import Waiter
 
 
 class Executor:
-    """The moving part around the machine.
+    """The runtime around the residency machine.
 
     Attributes:
-        requests: how other threads speak with the machine.
-        protocol: what they say to it, and in which order.
-        compute: what compute uses of memory that moves.
+        engine_port: how other threads communicate with the machine.
+        protocol: the signals that they send, in the right order.
+        compute: orders compute with moves of the memory that it uses.
         health: whether all this still works.
 
     Args:
-        work_on: runs updates and merges on the worker, and says whether what they gave is finite.
-        visit: where the parts of an update live that go to the device for it, and where they are
-            there.
-        ledger: told of every signal, on the pump's thread, before anything is decided about it.
+        work_on: runs updates and merges on a lane, and returns whether their results are finite.
+        visit: for an update on the device, returns where its parts live and where they are on the
+            device.
+        ledger: receives every signal, on the pump's thread, before the machine handles it.
         before_asking: see ``EnginePort``.
         commits: makes cuts durable.
-        saved_changed: told how many bytes of what autograd saved compute has, and disks.
+        saved_changed: called with the bytes of saved tensors that compute has, and disks have.
     """
 
     def __init__(
@@ -103,10 +103,11 @@ class Executor:
         self.engine_port = EnginePort(layout, self.health, self.compute, trace, before_asking)
         self._put = self.engine_port.queue.put
         self.protocol = Protocol(layout, self.engine_port.ask, self.engine_port.tell, ledger.landed)
-        self._started = 0  # and not finished; the pump's
-        # The machine, or what carries out its word, has failed: it is asked no more.
+        self._started = 0  # work in progress; written by the pump
+        # The machine, or the code that carries out its instructions, raised: it is not called
+        # any more.
         self._drains = False
-        self._drained: OneShotEvent | None = None  # of ``close``: nothing is under way any more
+        self._drained: OneShotEvent | None = None  # set for ``close`` once no work is in progress
         self.saved = SavedStore(self._put, self.engine_port.ask, saved_changed)
         self._mover = Mover(
             layout, arenas, accelerator, disk, extents, events, trace, self.saved, self._moved
@@ -117,7 +118,7 @@ class Executor:
         )  # fmt: skip
         self._here = self._there = make_lane("update")
         if accelerator.device.type != "cpu" or accelerator.limits.device_update_params_s:
-            self._there = make_lane("update-there")  # not one after the other
+            self._there = make_lane("update-there")  # runs at the same time as ``_here``
         self._device_updates = DeviceUpdates(
             arenas, accelerator, events, trace, visit,
             lambda update: layout.units[update.unit].name, self._there.put, self._finished,
@@ -129,7 +130,7 @@ class Executor:
 
     def _pump(self) -> None:
         while (told := self.engine_port.queue.get()) is not None:
-            if isinstance(told, OneShotEvent):  # somebody waits for all that was put before
+            if isinstance(told, OneShotEvent):  # a thread waits for everything queued before
                 told.set()
             else:
                 heard = self.saved.has_ended(told) if isinstance(told, End) else told
@@ -198,7 +199,7 @@ class Executor:
     # -- ends -----------------------------------------------------------------------------------
 
     def _worked(self, task: UpdateWork, error: BaseException | None) -> None:
-        """An update lane is through with a task."""
+        """Handle the end of a task on an update lane."""
         try:
             if error is None and isinstance(task, Update) and task.visit is not None:
                 self._device_updates.back(task)
@@ -208,7 +209,7 @@ class Executor:
         self._finished(task, error)
 
     def _moved(self, work: Transfer, error: BaseException | None) -> None:
-        """The mover is through with a move."""
+        """Handle the end of a move."""
         if error is None and isinstance(work, Write) and self._commits is not None:
             if self._mover.may_be_changed(work):
                 name = self.layout.units[work.item.number].name
@@ -221,9 +222,9 @@ class Executor:
     def _committed(self, work: Commit, error: BaseException | None) -> None:
         """Handle the end of a commit.
 
-        If its data could not be made durable, no record was begun: the last commit stays valid,
-        and weights and state can still be moved and read, but not trained.  With several ranks
-        the engine stops, since they commit together.
+        If its data could not be made durable, no record was begun. The last commit stays valid, and
+        weights and state can still be moved and read, but not trained. With several ranks the
+        engine stops, since they commit together.
         """
         assert self._commits is not None
         if error is None or self._commits.agrees or not self._commits.stopped:
@@ -240,11 +241,11 @@ class Executor:
             self._put(Done(work))
 
     def close(self) -> None:
-        """Drains, ends both threads and joins them.  Never raises, never hangs on a failure."""
+        """Drain, then end and join the threads. Never raises, never hangs on a failure."""
         if self.health.closed or self.health.forked:
             return
         self._drained = drained = OneShotEvent()
-        self._put(OneShotEvent())  # so that the pump looks, if nothing else comes
+        self._put(OneShotEvent())  # so that the pump checks ``_drained`` if no other signal comes
         drained.wait(timeout=60)
         self.health.closed = True
         for lane in {self._here, self._there}:

@@ -1,8 +1,8 @@
-"""The extents of the store: a pair for what must survive a crash, one for what need not.
+"""Assignment of disk extents to items: two for an item that must survive a crash, else one.
 
-What is not trained has a pair too, in case that it is edited, but its second one is behind all
-others, where the files are sparse: it takes no room until then.  What is read in place from files
-that are not ours has its ranges there.
+Weights that are not trained also have two in a durable store, in case they are edited. Their second
+extent lies behind all others, in the sparse part of the files, so it uses no disk space before an
+edit. Weights that are read in place have their ranges in files outside the store.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
 from ..schedule.units import PAGE, align
 
-GROWTH_BYTES = 256 << 20  # of the store, at a time
+GROWTH_BYTES = 256 << 20  # the store grows by at least this much
 
 
 class Allocator(Protocol):
-    """What hands out extents."""
+    """An allocator of extents, such as the I/O engine."""
 
     def allocate(self, nbytes: int) -> Extent: ...
 
@@ -34,7 +34,7 @@ class Allocator(Protocol):
 
 
 class Extents:
-    """Maps (item, role) to an extent of the store."""
+    """The mapping from (item, role) to an extent of the store."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Extents:
     ) -> None:
         """
         Args:
-            kept: those that a store which was opened again has already.
-            files: by unit, where weights are that are read in place.
+            kept: the extents of a store that was reopened.
+            files: by unit, the ranges of weights that are read in place.
         """
         self._store = store
         self._extents: dict[tuple[Key, int], Extent] = dict(kept or {})
@@ -75,17 +75,20 @@ class Extents:
                 self._extents[item, role] = store.allocate(nbytes)
 
     def of(self, item: Key, role: int) -> Extent:
-        """The extent of ``item`` in ``role``."""
+        """Return the extent of ``item`` in ``role``."""
         return self._extents[item, role]
 
     def source(self, item: Key, role: int) -> Extent | FileRanges:
-        """What a read of ``item`` in ``role`` comes from."""
+        """Return what ``item`` in ``role`` is read from: its extent, or ranges of files."""
         if item.kind is Kind.WEIGHTS and item.number in self._files:
             return self._files[item.number]
         return self._extents[item, role]
 
     def take(self, item: Key, nbytes: int) -> None:
-        """Makes sure that ``item``, which comes and goes while the engine runs, has an extent."""
+        """Allocate an extent for ``item`` unless it has one, growing the store if needed.
+
+        Used for items that come and go while the engine runs.
+        """
         if (item, 0) in self._extents:
             return
         assert self._store is not None
@@ -95,7 +98,7 @@ class Extents:
         self._add(self._store, item, 1, nbytes)
 
     def give_back(self, item: Key) -> None:
-        """``item`` has come to its end."""
+        """Free the extent of ``item``, if it has one."""
         extent = self._extents.pop((item, 0), None)
         if extent is not None and self._store is not None:
             self._store.free(extent)

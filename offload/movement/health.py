@@ -1,4 +1,4 @@
-"""Whether an engine may be used, and what whoever uses it is told where it may not."""
+"""The state of an engine: usable, failed, closing or closed, and the errors raised for it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ _READ = (
 
 
 class Health:
-    """One engine's: it works, has failed, is being closed, or is closed.
+    """Whether one engine works, has failed, is being closed, or is closed.
 
     Attributes:
-        error: what failed first in the background.
-        closed: nobody answers any more.
+        error: the first failure in the background.
+        not_committed: the error of a commit after which nothing more can be committed.
+        closed: the pump answers no more requests.
     """
 
     def __init__(self, store: Callable[[], str | None] = lambda: None) -> None:
-        """``store``: the folder of the durable store, once it has a commit."""
+        """
+        Args:
+            store: returns the folder of the durable store, once it has a commit.
+        """
         self._store = store
         self.error: BaseException | None = None
-        self.not_committed: BaseException | None = None  # why nothing can be committed any more
+        self.not_committed: BaseException | None = None
         self.closed = False
-        self._raised = False  # the error was, to somebody
-        self._closer: int | None = None  # the thread that closes it
+        self._raised = False  # the error was raised once, to some caller
+        self._closer: int | None = None  # the thread that closes the engine
         self._owner = os.getpid()
 
     @property
@@ -40,21 +44,21 @@ class Health:
 
     @property
     def ended(self) -> bool:
-        """Whether it failed or was closed."""
+        """Whether the engine has failed or was closed."""
         return self.closed or self.failed
 
     @property
     def forked(self) -> bool:
-        """Whether this process has neither its threads nor its files."""
+        """Whether this process is a fork, without the engine's threads and files."""
         return os.getpid() != self._owner
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error; from any thread."""
+        """Record the first error. Thread-safe."""
         if self.error is None:
             self.error = error
 
     def cannot_commit(self, error: BaseException) -> None:
-        """Note that a commit failed: nothing is to be trained any more, but all can be read."""
+        """Record that a commit failed: training must stop, but everything can still be read."""
         if self.not_committed is None:
             self.not_committed = error
 
@@ -62,7 +66,7 @@ class Health:
         """Raise if a commit has failed: the error itself once, then a refusal.
 
         Raises:
-            OffloadError: one has. What is in memory and in the store can be read.
+            OffloadError: a commit has failed. Memory and the store can still be read.
         """
         if self.not_committed is None:
             return
@@ -76,16 +80,16 @@ class Health:
         ) from self.not_committed
 
     def raise_unseen(self) -> None:
-        """Raise the error of a commit that failed, unless somebody was told of it."""
+        """Raise the error of a failed commit, unless it was raised before."""
         if self.not_committed is not None and not self._raised:
             self.require_commits()
 
     def closes(self) -> None:
-        """The calling thread will close the engine: all others are refused."""
+        """Let only the calling thread use the engine from now on, so that it can close it."""
         self._closer = threading.get_ident()
 
     def check(self) -> None:
-        """Raises what failed in the background: once with its cause, then as a refusal.
+        """Raise the background error, if any: once with its cause, then as a refusal.
 
         Raises:
             OffloadError: the engine has failed, is closed, or is not this thread's or process's.
@@ -118,7 +122,7 @@ class Health:
         )
 
     def raise_to_asker(self, error: BaseException) -> NoReturn:
-        """Raises an error of the background to whoever waited for what it kept from coming."""
+        """Raise a background error in the thread whose request it has failed."""
         try:
             if isinstance(error, BudgetError) and self.error is None:
                 raise error
@@ -131,5 +135,5 @@ class Health:
             if isinstance(error, OffloadError):
                 raise error
             raise OffloadError(f"{type(error).__name__} in the background: {error}") from error
-        finally:  # an error that its own frame names lives until the collector comes
+        finally:  # an error that its own frame refers to lives until a garbage collection
             del error

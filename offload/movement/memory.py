@@ -1,4 +1,4 @@
-"""The memory of one engine: budgets by tier, and what is taken of them until its end."""
+"""The memory of one engine: budgets per tier, and what is allocated within them until ``close``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch
 
 
 class Memory:
-    """Takes both arenas at once; ``close`` gives all back."""
+    """Both arenas, allocated at construction; ``close`` frees them.
+
+    Attributes:
+        lease: the host arena, as disk transfers use it.
+        pageable_bytes: host memory of the device's transfers that is not page-locked.
+    """
 
     def __init__(self, budgets: Budgets, layout: Layout, accelerator: Accelerator) -> None:
         """
@@ -27,7 +32,7 @@ class Memory:
         """
         regions, self._room, self._saved_here = layout.regions, layout.saved, 0
         self._accelerator = accelerator
-        # What is read in place is there when it is first read, and so is the memory for it.
+        # Weights that are read in place fill memory when they are first read, not earlier.
         self._at_once = accelerator.has_device_memory or not layout.in_place
         self._before = accelerator.allocated_bytes()
         self._budgets = {
@@ -35,8 +40,8 @@ class Memory:
             Tier.HOST: Budget(Tier.HOST, budgets.host),
             Tier.NVME: Budget(Tier.NVME, budgets.nvme or 0),
         }
-        self.lease: Lease | None = None  # the host arena, as the disk's transfers use it
-        self.pageable_bytes = 0  # host memory of the device's transfers that is not page-locked
+        self.lease: Lease | None = None
+        self.pageable_bytes = 0
         self._annexed: Lease | None = None
         self._held = HeldMemory()
         try:
@@ -94,25 +99,27 @@ class Memory:
         return self._held.arenas
 
     def reserve_disk(self, nbytes: int) -> None:
-        """Takes room for the store.
+        """Reserve disk space for the store.
 
         Raises:
-            BudgetError: there is less.
+            BudgetError: the budget has less.
         """
         self._budgets[Tier.NVME].reserve(nbytes, "the store", "raise nvme_memory")
 
     def reserve_reader(self, nbytes: int) -> None:
-        """Takes room for what weights that are read in place come through.
+        """Reserve host memory for the buffers of weights that are read in place.
 
         Raises:
-            BudgetError: there is less.
+            BudgetError: the budget has less.
         """
         remedy = "raise host_memory"
         self._budgets[Tier.HOST].reserve(nbytes, "the reader of weight files", remedy)
 
     def count_saved(self, nbytes: int, disk: int) -> None:
-        """So much of what autograd saved is where compute has it, whoever has allocated it, and on
-        disk."""
+        """Account for saved tensors: ``nbytes`` where compute has them, ``disk`` bytes on disk.
+
+        The former count regardless of which code allocated them.
+        """
         self._budgets[Tier.NVME].count(disk)
         self._saved_here = nbytes
         annex = self.arenas.annex
@@ -124,8 +131,10 @@ class Memory:
             self._budgets[Tier.HOST].count(nbytes + taken)
 
     def untaken(self) -> dict[Tier, int]:
-        """Bytes that may still be taken within the budgets, by tier: pages not yet touched, and
-        room for activations."""
+        """Return the bytes by tier that may still be used within the budgets.
+
+        These are pages not touched yet, and the room for activations.
+        """
         leases = [lease for lease in (self.lease, self._annexed) if lease is not None]
         host = sum(lease.nbytes - min(lease.nbytes, lease.resident_bytes()) for lease in leases)
         saved = max(0, self._room.compute - self._saved_here)
@@ -134,7 +143,7 @@ class Memory:
         return {Tier.HOST: host + saved}
 
     def stats(self) -> dict[Tier, MemoryStats]:
-        """Budget, held and peak bytes of every tier."""
+        """Return budget, held and peak bytes of every tier."""
         found = {
             tier: MemoryStats(b.budget_bytes, b.held_bytes, b.peak_bytes)
             for tier, b in self._budgets.items()
@@ -145,15 +154,18 @@ class Memory:
         return found
 
     def _workspace(self, engine_bytes: int) -> int | None:
-        """What the process had on the device at most, beside what was there before and what the
-        engine had within its budget at most."""
+        """Return the device memory that the process used at its peak besides the engine's.
+
+        This is the peak less what was allocated before, and less the engine's peak within its
+        budget. ``None`` if unknown, or if the peak did not grow.
+        """
         counted = self._accelerator.allocated_bytes()
         if counted is None or self._before is None or counted[1] <= self._before[1]:
             return None
         return max(0, counted[1] - self._before[0] - engine_bytes)
 
     def for_trace(self) -> dict[str, TierBytes]:
-        """The tiers of which something is held, by name."""
+        """Return the tiers that hold anything, by name."""
         return {
             tier.value: TierBytes(each.budget_bytes, each.held_bytes)
             for tier, each in self.stats().items()
@@ -161,5 +173,5 @@ class Memory:
         }
 
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
-        """Frees everything; what ``watches`` say is looked at yet, later."""
+        """Free everything; memory that ``watches`` report as still viewed is freed later."""
         self._held.close(watches)

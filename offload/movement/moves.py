@@ -21,7 +21,7 @@ Transfer = Read | Write | CopyIn | CopyOut
 
 
 class Mover:
-    """Hands each move to the disk or the accelerator, and reports its end to ``finished``."""
+    """Passes each move to the disk or the accelerator, and reports its end to ``finished``."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Mover:
         self._layout, self._saved = layout, saved
 
     def start(self, work: Transfer) -> None:
-        """Begins a move; its end comes on another thread."""
+        """Begin a move; its end is reported on another thread."""
         if isinstance(work, Read):
             self._transfer(work, "read")
         elif isinstance(work, Write):
@@ -55,11 +55,11 @@ class Mover:
             self._copy_out(work)
 
     def forget(self, item: Key) -> None:
-        """Nothing needs what autograd saved any more."""
+        """Free the extent of a saved storage that nothing needs any more."""
         self._extents.give_back(item)
 
     def may_be_changed(self, work: Write) -> bool:
-        """Whether a commit saves an item from memory that the user may see."""
+        """Return whether a commit saves an item from memory that the user may change."""
         return work.saves and work.item.kind is Kind.WEIGHTS and not self._layout.has_device
 
     def _transfer(self, work: Read | Write, lane: str) -> None:
@@ -121,7 +121,7 @@ class Mover:
     def _spill(self, work: CopyOut) -> None:
         saved = self._saved.get(work.item.number)
         source = None if saved is None else saved.memory
-        if saved is None or source is None:  # its end is about to be told
+        if saved is None or source is None:  # the signal of its end is on its way
             self._finished(work, None)
             return
         event, (start, nbytes) = saved.event, self._span(work.item, saved)
@@ -151,7 +151,7 @@ class Mover:
                 saved.bring(event)
 
     def _span(self, item: Key, saved: OffloadedStorage) -> tuple[int, int]:
-        """Where the part lies in its storage: (first byte, bytes)."""
+        """Return where the part lies in its storage: (first byte, bytes)."""
         each = self._layout.saved.part_bytes(saved.nbytes)
         start = item.part * each
         return start, min(each, saved.nbytes - start)

@@ -1,4 +1,4 @@
-"""A unit's weights, between the page that they are kept in and the slot where compute has them."""
+"""Conversion of weights between a page, as a unit stores them, and a slot, as compute uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..schedule.units import Chunk, PagePart, ParamSpec, Unit
 
 
 def unpack_unit(unit: Unit, page: torch.Tensor, slot: torch.Tensor) -> None:
-    """Fills a slot from a page: both flat uint8, on one device."""
+    """Fill a slot from a page: both flat uint8, on one device."""
     for (chunk, spec), part in zip(unit.params, unit.page, strict=True):
         start = chunk.byte_offset + spec.offset * chunk.dtype.itemsize
         weight = slot.narrow(0, start, spec.numel * chunk.dtype.itemsize).view(chunk.dtype)
@@ -18,7 +18,7 @@ def unpack_unit(unit: Unit, page: torch.Tensor, slot: torch.Tensor) -> None:
 
 
 def unpack_param(spec: ParamSpec, part: PagePart, page: torch.Tensor, weight: torch.Tensor) -> None:
-    """Fills a parameter, flat, from its unit's page."""
+    """Fill a parameter, flat, from its unit's page."""
     source = page.narrow(0, part.offset, part.nbytes)
     if part.form is None:
         weight.copy_(source.view(weight.dtype))
@@ -29,10 +29,10 @@ def unpack_param(spec: ParamSpec, part: PagePart, page: torch.Tensor, weight: to
 def pack_param(
     chunk: Chunk, spec: ParamSpec, part: PagePart, page: torch.Tensor, flat: torch.Tensor
 ) -> None:
-    """Puts a parameter, flat and of its chunk's dtype, into its unit's page; on the CPU.
+    """Store a parameter, flat and of its chunk's dtype, in its unit's page; on the CPU.
 
     Raises:
-        ValueError: it is not finite, and is to be packed.
+        ValueError: it is to be packed, and is not finite.
     """
     target = page.narrow(0, part.offset, part.nbytes)
     if part.form is None:

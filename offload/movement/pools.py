@@ -1,4 +1,4 @@
-"""Budgets, and the two arenas of memory that the engine holds: all of it taken at the start."""
+"""Budgets, and the two memory arenas of an engine, both allocated at the start."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Reservation:
         self._held = True
 
     def release(self) -> None:
-        """Gives the bytes back; a second call does nothing."""
+        """Return the bytes to the budget; a second call does nothing."""
         if self._held:
             self._held = False
             self._budget._give_back(self.nbytes)
 
 
 class Budget:
-    """What one tier may hold.  The only truth: nothing is allocated without a reservation."""
+    """The bytes that one tier may hold. Nothing is allocated without a reservation."""
 
     def __init__(self, tier: Tier, nbytes: int) -> None:
         self.tier, self.budget_bytes = tier, nbytes
@@ -43,7 +43,7 @@ class Budget:
         return self._held + self._counted
 
     def count(self, nbytes: int) -> None:
-        """So much is there besides what was reserved, maybe more than there is room for."""
+        """Set the bytes in use besides reservations; they may exceed the free room."""
         with self._lock:
             self._counted = nbytes
             self._peak = max(self._peak, self._held + nbytes)
@@ -53,7 +53,7 @@ class Budget:
         return self._peak
 
     def reserve(self, nbytes: int, what: str, remedy: str) -> Reservation:
-        """Takes ``nbytes`` for ``what``.
+        """Reserve ``nbytes`` for ``what``.
 
         Raises:
             BudgetError: the tier has no room; ``remedy`` says what would help.
@@ -74,13 +74,13 @@ class Budget:
 
 
 class Annex:
-    """Host memory beyond the arena, which is taken as it is used: it fills from its beginning."""
+    """Host memory beyond the arena, allocated as it is used, from its beginning."""
 
     def __init__(self, base: int, memory: torch.Tensor, take: Callable[[int, int], None]) -> None:
         """
         Args:
-            base: of its places.
-            memory: address space, of which no page is taken yet.
+            base: the offset of its first place.
+            memory: address space, none of whose pages is allocated yet.
             take: called with address and length of every piece before it is first used.
         """
         self._base, self._memory, self._take = base, memory, take
@@ -90,7 +90,7 @@ class Annex:
         return place.tier is Tier.HOST and place.offset >= self._base and place.nbytes > 0
 
     def bytes_of(self, place: Place) -> torch.Tensor:
-        """The flat uint8 view of a place."""
+        """Return the flat uint8 view of a place."""
         end = place.offset - self._base + place.nbytes
         while self.taken_bytes < end:
             piece = min(ANNEX_PIECE, self._memory.numel() - self.taken_bytes)
@@ -101,14 +101,14 @@ class Annex:
 
 @dataclass(frozen=True)
 class Arenas:
-    """One flat uint8 tensor per memory tier, and the typed views into them."""
+    """One flat uint8 tensor per memory tier, and typed views into them."""
 
     host: torch.Tensor | None
     device: torch.Tensor | None
     annex: Annex | None = None
 
     def bytes_of(self, place: Place) -> torch.Tensor:
-        """The flat uint8 view of a place."""
+        """Return the flat uint8 view of a place."""
         if self.annex is not None and self.annex.has(place):
             return self.annex.bytes_of(place)
         arena = self.device if place.tier is Tier.DEVICE else self.host
@@ -116,25 +116,25 @@ class Arenas:
         return arena.narrow(0, place.offset, place.nbytes)
 
     def typed(self, place: Place, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
+        """Return ``numel`` elements of ``dtype`` at ``offset`` bytes of a place, flat."""
         nbytes = numel * dtype.itemsize
         assert offset + nbytes <= place.nbytes, f"{offset} + {nbytes} bytes of {place}"
         return self.bytes_of(Place(place.tier, place.offset + offset, nbytes)).view(dtype)
 
 
 class MemoryWatch(Protocol):
-    """Tells whether anybody still has a tensor over some memory."""
+    """Reports whether any tensor still views some memory."""
 
     @property
     def expired(self) -> bool: ...
 
 
 class HeldMemory:
-    """Owns both arenas with their reservations; ``close`` frees and gives back.
+    """Owner of both arenas and their reservations; ``close`` frees them.
 
-    What somebody still has a tensor over (a weight that was looked at, a graph that was kept) is
-    freed later, when he has let go of it and another engine opens or closes: freed at once, looking
-    at it would end the process.
+    Memory that a tensor still views (a weight that the user kept, a graph that was kept) is freed
+    later, when the next engine opens after the last view is gone. If it were freed at once, a later
+    access would crash the process.
     """
 
     _lingering: ClassVar[list[tuple[HeldMemory, Sequence[MemoryWatch]]]] = []
@@ -146,14 +146,14 @@ class HeldMemory:
 
     @classmethod
     def sweep(cls) -> None:
-        """Frees what lingers and nobody looks at any more."""
+        """Free memory of closed engines that no tensor views any more."""
         lingering, cls._lingering = cls._lingering, []
         for memory, watches in lingering:
             memory.close(watches)
 
     def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                   free: Callable[[], None]) -> None:  # fmt: skip
-        """Reserves and allocates the host arena."""
+        """Reserve and allocate the host arena."""
         if nbytes:
             reservation = budget.reserve(nbytes, "the host arena", "raise host_memory")
             self._undo.append(reservation.release)
@@ -167,7 +167,7 @@ class HeldMemory:
 
     def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                     free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip
-        """Reserves and allocates the device arena."""
+        """Reserve and allocate the device arena."""
         if nbytes:
             reservation = budget.reserve(nbytes, "the device arena", "raise device_memory")
             self._undo.append(reservation.release)
@@ -179,8 +179,10 @@ class HeldMemory:
         self, budget: Budget, nbytes: int,
         allocate: Callable[[int], tuple[torch.Tensor, Callable[[], None]]],
     ) -> None:  # fmt: skip
-        """Reserves and allocates host memory that compute has unpacked weights in, where it has
-        none of its own."""
+        """Reserve and allocate host memory for unpacked weights.
+
+        Used if compute has no memory of its own.
+        """
         reservation = budget.reserve(nbytes, "the arena of unpacked weights", "raise host_memory")
         self._undo.append(reservation.release)
         memory, free = allocate(nbytes)
@@ -188,9 +190,10 @@ class HeldMemory:
         self.arenas = replace(self.arenas, device=memory)
 
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
-        """Frees everything, in the opposite order; a second call does nothing.
+        """Free everything, in reverse order; a second call does nothing.
 
-        ``watches``: of whoever may still look at it.
+        Args:
+            watches: watches of memory that may still be viewed. If any is, all is freed later.
         """
         alive = [watch for watch in watches if not watch.expired]
         if alive and self._undo:

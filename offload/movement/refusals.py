@@ -1,4 +1,4 @@
-"""What a refusal of the machine's says to whoever asked."""
+"""Errors for requests that the machine refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..schedule.messages import Kind, Refuse
 
 
 def refusal(layout: Layout, refuse: Refuse) -> BudgetError:
-    """The error for whoever asked for room that nothing under way could make."""
+    """Return the error for a request whose room no work in progress could free."""
     regions, tier, item = layout.regions, refuse.tier, refuse.item
     total = regions.device_bytes if tier is Tier.DEVICE else regions.host_bytes
     unit = item.kind is Kind.WEIGHTS

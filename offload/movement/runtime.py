@@ -1,4 +1,4 @@
-"""What moves and updates the items of one run: memory, disk, and who carries out the schedule."""
+"""All that moves and updates the items of one run: memory, disk, threads and the executor."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from .updates import Updater
 
 
 class Runtime:
-    """Takes memory and disk, and starts the threads; ``close`` ends and frees all.
+    """Allocates memory and disk space and starts the threads; ``close`` ends and frees all.
 
     Attributes:
-        found: the store of the very same layout that the run goes on in.
+        found: the store of exactly the same layout that the run continues in, if any.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Runtime:
     ) -> None:
         """
         Args:
-            before_asking: called by whoever asks for something; gives what was let go meanwhile.
-            owner: gets this before it takes anything; whoever has it closes it.
+            before_asking: called by every thread that makes a request; returns what was freed
+                meanwhile.
+            owner: receives this object before it allocates anything; the caller then closes it.
 
         Raises:
             BudgetError: a tier has no room.
@@ -111,7 +112,7 @@ class Runtime:
         }  # fmt: skip
 
     def untaken(self) -> Untaken:
-        """What the run may still take of this machine within its budgets."""
+        """Return what the run may still allocate on this machine within its budgets."""
         memory, io = self.memory.untaken(), self.store.io
         device, disk = dict[torch.device, int](), dict[int, int]()
         if self.accelerator.device.type != "cpu":
@@ -124,12 +125,14 @@ class Runtime:
         return Untaken(memory[Tier.HOST], device, disk)
 
     def when_still(self, hide: Callable[[], Sequence[MemoryWatch]]) -> None:
-        """``hide`` is called at the end, when nothing moves any more, and gives watches of what may
-        be looked at yet: that memory is freed later."""
+        """Call ``hide`` in ``close``, once nothing moves any more.
+
+        It returns watches of the memory that may still be viewed; that memory is freed later.
+        """
         self._hide.append(hide)
 
     def close(self) -> None:
-        """Ends and frees all; what fails on the way keeps nothing after it from its end."""
+        """End and free everything; an error in one part does not keep the others from closing."""
         self.closed = True
         watches: list[MemoryWatch] = []
 
@@ -138,7 +141,7 @@ class Runtime:
                 watches.extend(each())
 
         parts = [getattr(self, n) for n in ("store", "executor", "direct") if hasattr(self, n)]
-        with ExitStack() as stack:  # from the last to the first
+        with ExitStack() as stack:  # runs the callbacks from the last to the first
             if hasattr(self, "memory"):
                 stack.callback(lambda: self.memory.close(watches))
             stack.callback(self.accelerator.close)

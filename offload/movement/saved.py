@@ -1,4 +1,4 @@
-"""What autograd saved, as graphs and the engine share it: one storage each, here or away."""
+"""Storages that autograd saved, shared between graphs and the engine, with compute or offloaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class OffloadedStorage:
     """The bytes of one storage.
 
     Attributes:
-        number: of its item.
-        nbytes: of the whole storage.
-        memory: flat uint8, where compute has it; ``None`` while it is away.
-        event: up to which ``memory`` was filled, by compute or by a copy.
-        coming: memory that copies back are filling, until the last one was started.
+        number: the number of its item.
+        nbytes: the size of the whole storage.
+        memory: flat uint8, where compute has it; ``None`` while it is offloaded.
+        event: the point at which ``memory`` was filled, by compute or by a copy.
+        coming: memory that copies back are filling, until the last copy was started.
         filled: bytes of ``coming`` whose copies were started.
-        fetched: whether a copy has brought it back.
+        fetched: whether a copy has brought the storage back.
         taken: whether compute has taken that copy.
     """
 
@@ -41,25 +41,27 @@ class OffloadedStorage:
         self.fetched = self.taken = False
 
     def let_go(self) -> None:
-        """It is away."""
+        """Drop compute's copy; the bytes are on a lower tier."""
         self.memory = self.event = None
 
     def bring(self, event: Event) -> None:
         """Make ``coming`` the storage's memory; its contents are valid after ``event``."""
-        # Whoever finds the memory finds the event.
+        # The event is set first, so that a reader who finds the memory also finds the event.
         self.event, self.fetched, self.taken = event, True, False
         self.memory, self.coming, self.filled = self.coming, None, 0
 
 
 class End(ref[Any]):
-    """Goes to the machine when what holds a storage is collected.  C alone has it do so: a signal
-    that came while Python code ran there would be lost, or what was to be told.
+    """A weak reference that tells the machine when the holder of a storage is collected.
+
+    Its callback ``put`` is written in C. In a Python callback, a signal handler could raise: its
+    exception would be lost, or the message to the machine.
 
     Attributes:
-        number: of the storage's item.
-        told: whether the machine knows of it.
-        counted: what whoever counts has counted of it, in bytes.
-        beside: what comes to its end with it, on the machine's thread.
+        number: the number of the storage's item.
+        told: whether the machine knows the storage.
+        counted: the bytes that the caller has counted for it.
+        beside: an object that is released together with it, on the pump's thread.
     """
 
     __slots__ = ("beside", "counted", "number", "told")
@@ -80,12 +82,12 @@ class End(ref[Any]):
 
 
 class SavedStore:
-    """The storages that the machine knows, and how graphs speak with it about them.
+    """The storages that the machine knows, and the graphs' interface to the machine for them.
 
     Attributes:
-        here_bytes, away_bytes: with compute, and not there.
-        most_here_bytes: the most that was with compute since the step began.
-        ended: what was counted of those that have come to their end since.
+        here_bytes, away_bytes: bytes with compute, and offloaded.
+        most_here_bytes: the peak of ``here_bytes`` since the step began.
+        ended: the counted bytes of storages that have ended and were not subtracted yet.
     """
 
     def __init__(
@@ -96,12 +98,12 @@ class SavedStore:
     ) -> None:
         """
         Args:
-            put: sends a signal, and goes on; never raises, and is written in C.
-            ask: sends one, and waits for its grant.
-            changed: told how many bytes compute has, and disks.
+            put: sends a signal without waiting; never raises, and is written in C.
+            ask: sends a signal and waits for its grant.
+            changed: called with the bytes that compute has, and disks have.
         """
         self._put, self._ask, self._changed = put, ask, changed
-        self._known: dict[int, ref[OffloadedStorage]] = {}  # until their end has come
+        self._known: dict[int, ref[OffloadedStorage]] = {}  # until their ``End`` is handled
         self._ends: dict[int, End] = {}
         self.here_bytes = self.away_bytes = self.most_here_bytes = 0
         self.ended: deque[int] = deque()
@@ -110,17 +112,17 @@ class SavedStore:
         return len(self._known)
 
     def get(self, number: int) -> OffloadedStorage | None:
-        """The storage of that number, if a graph has it."""
+        """Return the storage of that number, if a graph still holds it."""
         known = self._known.get(number)
         return None if known is None else known()
 
     def let_go(self, number: int) -> None:
-        """Compute's copy is of no more use."""
+        """Drop compute's copy of a storage."""
         if (saved := self.get(number)) is not None:
             saved.let_go()
 
     def counted(self, here: int, away: int, disk: int) -> None:
-        """So many bytes are with compute, not there, and on disk."""
+        """Record the bytes that are with compute, offloaded, and on disk."""
         self.away_bytes = away
         if here != self.here_bytes:
             self.here_bytes = here
@@ -128,7 +130,7 @@ class SavedStore:
             self._changed(here, disk)
 
     def has_ended(self, end: End) -> SavedDropped | None:
-        """Nothing needs a storage any more: what to tell the machine, if it knows of it."""
+        """Forget a storage that nothing needs any more; return a signal if the machine knows it."""
         self._ends.pop(end.number, None)
         self._known.pop(end.number, None)
         self.ended.append(end.counted)
@@ -144,11 +146,14 @@ class SavedStore:
         unit: int | None = None,
         wait: bool = False,
     ) -> None:
-        """Tells what autograd has saved; ``unit``: runs from now on, ``wait``: returns when all
-        keeps within its room.
+        """Report the storages that autograd has saved.
+
+        Args:
+            unit: the unit that runs from now on.
+            wait: return only when everything saved fits in its room.
 
         Raises:
-            BudgetError: it cannot.
+            BudgetError: it cannot fit.
         """
         for each in new:
             self._known[each.number] = ref(each)
@@ -159,20 +164,28 @@ class SavedStore:
             self._put(Saved(items, unit=unit))
 
     def fetch(self, number: int) -> None:
-        """Returns when the storage was with compute; it may have left again."""
+        """Wait until the storage has been with compute; it may have left again."""
         self._ask(lambda ticket: Fetch(number, ticket))
 
     def turn(self, backward: bool, room: int, beside: int = 0) -> None:
-        """A backward begins, or has ended; from now on ``room`` bytes may stay with compute, beside
-        so many that nobody tells of."""
+        """Report that a backward pass has begun or ended.
+
+        Args:
+            backward: whether one runs now.
+            room: bytes that may stay with compute from now on.
+            beside: bytes that stay there in addition, which are not reported.
+        """
         self._put(BackwardPhase(backward, room, beside))
 
     def watch(self, holder: object, number: int, beside: object) -> End:
-        """With ``holder`` the storage of that number comes to its end, and ``beside``."""
+        """Create the ``End`` of a storage, which ends when ``holder`` is collected.
+
+        ``beside`` is released with it.
+        """
         end = self._ends[number] = End(holder, self._put, number, beside)
         return end
 
     @property
     def counted_bytes(self) -> int:
-        """What was counted of all whose end was not taken from ``ended`` yet."""
+        """The counted bytes of all storages whose end was not taken from ``ended`` yet."""
         return sum([each.counted for each in list(self._ends.values())]) + sum(list(self.ended))

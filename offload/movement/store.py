@@ -1,5 +1,4 @@
-"""The disk of one run: its store, new or opened again, with the extents and the commits in it; and
-the files that weights are read from in place."""
+"""The disk of one run: a new or reopened store with its commits, and files read in place."""
 
 from __future__ import annotations
 
@@ -24,13 +23,14 @@ from .extents import Extents
 
 
 class Store:
-    """Owns the I/O engine and, where the store is durable, its manifest and the commit thread.
+    """Owner of the I/O engine and, if the store is durable, of its manifest and the commit thread.
 
     Attributes:
-        disk: what the executor moves extents with; ``None`` if nothing lives on disk.
-        disks: the same, as fast as they are.
-        files: what reads weights in place; ``None`` if none are.
-        writer: of commits; ``None`` unless the store is durable and ``begin`` was called.
+        disk: moves extents for the executor, at simulated rates if there are any; ``None`` if
+            nothing lives on disk.
+        disks: the same at full speed.
+        files: reads weights in place; ``None`` if there are none.
+        writer: writes commits; ``None`` unless the store is durable and ``begin`` was called.
     """
 
     def __init__(
@@ -44,8 +44,12 @@ class Store:
         sources: Sources,
         readers: int,
     ) -> None:
-        """``found``: a store of the very same layout, to go on in.  ``memory``: what transfers
-        use.  ``readers``: threads that read weights in place."""
+        """
+        Args:
+            found: a store of exactly the same layout, to continue in.
+            memory: the host memory that transfers use.
+            readers: the number of threads that read weights in place.
+        """
         self._layout, self.found, self._sources = layout, found, sources
         self.io: IoEngine | None = None
         self.files: RangeReader | None = None
@@ -55,7 +59,7 @@ class Store:
         self._paced: PacedDisk | None = None
         try:
             if (disk_bytes or layout.saved.disk) and config.nvme is not None:
-                # What autograd saves makes the store longer when it comes.
+                # The store grows later, when saved tensors are written.
                 self._open(config, max(disk_bytes, PAGE), memory)
             if layout.in_place:
                 self.files = RangeReader(
@@ -86,7 +90,7 @@ class Store:
             self.io.register(memory)
 
     def _paced_to(self, limits: Rates) -> Disk:
-        """The disks; those of a simulated machine, at that one's rates."""
+        """Return the disks, limited to the rates of a simulated machine if there is one."""
         read, write = limits.disk_read_bytes_s, limits.disk_write_bytes_s
         if read is None and write is None:
             return self.disks
@@ -97,8 +101,10 @@ class Store:
         return {unit: self._sources.ranges[unit] for unit in self._layout.in_place}
 
     def _reserve(self, found: OwnedStore, io: IoEngine) -> None:
-        """A store that was copied may be sparse where it was not: what is written every step has
-        its room from here on, or is refused."""
+        """Reserve disk space in a reopened store for all that every step writes.
+
+        A copy of a store may be sparse in places where the original was not.
+        """
         units = self._layout.units
         for item, role in zip(found.layout.items, found.last().roles, strict=True):
             key = item_of(item.key)
@@ -108,7 +114,7 @@ class Store:
                     io.reserve(extent)
 
     def _kept(self) -> dict[tuple[Key, int], Extent]:
-        """The extents of a store that was opened again."""
+        """Return the extents of a reopened store."""
         if self.found is None:
             return {}
         return {
@@ -118,23 +124,29 @@ class Store:
         }
 
     def digests(self) -> dict[int, int]:
-        """By unit that is read in place, a checksum of what was read, as far as it was."""
+        """Return a checksum of what was read, by unit that is read in place.
+
+        Units that were not read are left out.
+        """
         if self.files is None:
             return {}
         found = {unit: self.files.digest(ranges) for unit, ranges in self._in_place().items()}
         return {unit: digest for unit, digest in found.items() if digest is not None}
 
     def expect(self, digests: Mapping[int, int]) -> None:
-        """What ``digests`` has told in a run before: the files must have it still."""
+        """Require that the files still match ``digests`` of an earlier run.
+
+        The first read of each checks it.
+        """
         for unit, ranges in self._in_place().items():
             if self.files is not None and unit in digests:
                 self.files.expect(ranges, digests[unit])
 
     def begin(self, facts: Callable[[], Mapping[str, Any]], trace: Trace) -> None:
-        """Gives what is durable a manifest, or goes on in that of its store.
+        """Create the manifest of a durable store, or continue in that of a reopened one.
 
         Args:
-            facts: gives those about the run, for whoever resumes it; JSON.
+            facts: returns the facts about the run for a later ``resume``, as JSON.
         """
         if not self._layout.durable or self.io is None:
             return
@@ -150,7 +162,7 @@ class Store:
         self.writer = CommitWriter(self.io, self._manifest, self.extents, trace)
 
     def close(self) -> None:
-        """Ends the threads.  A store without a commit goes: it holds nothing that was trained."""
+        """End the threads, and remove a store without a commit: it holds no trained weights."""
         if self.writer is not None:
             self.writer.close()
         if self.io is not None and self._manifest is not None and self._manifest.last == 0:

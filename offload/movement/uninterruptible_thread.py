@@ -1,8 +1,8 @@
-"""Runs work on a thread that no signal interrupts, for a caller that one may.
+"""Runs work on a thread that no signal interrupts, for a caller that can be interrupted.
 
-Python runs signal handlers on the main thread, and what they raise comes up at any line there.  A
-transfer that is half begun, or that goes on after its caller has gone, would land in memory that
-has become somebody else's.
+Python runs signal handlers on the main thread. What they raise can come up at any line there. A
+transfer that is torn, or that continues after its caller has left, would write to memory that is
+already used for something else.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Task:
 
 
 class UninterruptibleThread:
-    """One thread."""
+    """A thread that runs work for the main thread."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._left = False  # whether a caller may have gone before his work was over
+        self._left = False  # whether an interrupted caller may have left work unfinished
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -46,7 +46,11 @@ class UninterruptibleThread:
             del task  # it may hold memory
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Does ``work`` there, and returns when it is over, whatever is raised meanwhile."""
+        """Run ``work`` on the thread and return its result.
+
+        An exception that interrupts the wait is raised after the work is over. On a thread other
+        than the main thread, ``work`` runs directly.
+        """
         if threading.current_thread() is not threading.main_thread():
             return work()
         self.finish()
@@ -65,7 +69,7 @@ class UninterruptibleThread:
         return result
 
     def finish(self) -> None:
-        """Waits for work whose caller was interrupted."""
+        """Wait for work whose caller was interrupted."""
         if self._left:
             behind = _Task(_nothing)
             self._tasks.put(behind)
@@ -73,14 +77,17 @@ class UninterruptibleThread:
             self._left = False
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._tasks.put(None)
         self._thread.join()
 
 
 def unsignalled(work: Callable[[], None], name: str) -> None:
-    """Does ``work`` once, on a thread of its own, and returns when it is over.  Whoever is
-    interrupted before it has begun may call again: ``work`` may come twice, and both at a time."""
+    """Run ``work`` on a new thread, and return when it is over.
+
+    A caller that was interrupted before ``work`` began may call again. So ``work`` may run twice,
+    also at the same time.
+    """
     task = _Task(work)
     thread = threading.Thread(target=task.do, name=name)
     try:
@@ -100,4 +107,4 @@ def unsignalled(work: Callable[[], None], name: str) -> None:
 
 
 def _nothing() -> None:
-    """Comes after all that was there before."""
+    """Do nothing: a task that ends after all tasks queued before it."""

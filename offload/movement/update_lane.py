@@ -1,4 +1,4 @@
-"""Threads that update, clear and merge: what the machine wants done with memory itself."""
+"""Threads that run the machine's work on memory: updates, clears and merges."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UpdateWork = Clear | Accumulate | Update
 
 
 def is_on_device(task: UpdateWork) -> bool:
-    """Whether the device does it, and not the processors."""
+    """Return whether the device runs the task, and not the CPU."""
     return task.on_device if isinstance(task, Update) else task.place.tier is Tier.DEVICE
 
 
 class UpdateLane:
-    """Does one task after the other, and reports its end to ``finished``.
+    """A thread that runs one task after the other, and reports its end to ``finished``.
 
     Args:
-        work_on: does a task; says whether what it gave is finite.
-        spoiled: told of a unit whose values are not finite, before ``finished``.
-        name: of its thread.
+        work_on: runs a task and returns whether its result is finite.
+        spoiled: called with a unit whose values are not finite, before ``finished``.
+        name: the name of the thread.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class UpdateLane:
         self._thread.start()
 
     def put(self, task: UpdateWork) -> None:
-        """Queues a task."""
+        """Queue a task."""
         self._tasks.put((task, time.perf_counter_ns()))
 
     def close(self) -> None:
-        """Ends the thread after what is queued, and joins it."""
+        """Finish the queued tasks, end the thread and join it."""
         self._tasks.put(None)
         self._thread.join(timeout=60)
 
@@ -94,7 +94,7 @@ class UpdateLane:
             self._trace.add("update", name, started, time.perf_counter_ns(), task.state.nbytes)
 
     def _in_order(self, task: UpdateWork) -> bool:
-        """Does a task; one that touches device memory is ordered with copies and compute."""
+        """Run a task; if it uses device memory, order it with copies and compute."""
         if isinstance(task, Update):
             touched = [task.visit] if task.visit else [task.weights, task.grads, task.state]
         else:

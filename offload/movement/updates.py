@@ -1,7 +1,7 @@
-"""What the update lanes do: run the rule on a subgroup, and merge gradients that arrive.
+"""The work of the update lanes: run the rule on a subgroup, and merge gradients that arrive.
 
-Parameters without a gradient in this step keep their weights, state and step count, so a subgroup
-is updated in runs of neighbours that have a gradient and share their count.
+Parameters without a gradient in this step keep their weights, state and step count. A subgroup is
+therefore updated in runs of neighbours that have a gradient and the same step count.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from .pools import Arenas
 
 @dataclass(frozen=True)
 class Run:
-    """Elements ``[start, stop)`` of a chunk whose parameters are at step ``step``, and whose
-    gradients are multiplied by ``scale``.
+    """Elements ``[start, stop)`` of a chunk that one call of the rule updates.
 
-    ``position`` is that of the first element in its parameter.
+    Attributes:
+        step: the step of their parameters.
+        scale: the factor of their gradients.
+        position: the position of the first element in its parameter.
     """
 
     start: int
@@ -46,14 +48,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Arrived:
-    """How one unit's gradients came: parameters that replace, and parameters that add."""
+    """How one unit's gradients arrived.
+
+    Attributes:
+        fresh: the parameters whose gradients replace earlier ones.
+        added: the parameters whose gradients are added to earlier ones.
+    """
 
     fresh: tuple[int, ...]
     added: tuple[int, ...]
 
 
 class GradLayout:
-    """Where each chunk's gradients lie in the host's copy of a unit's gradients."""
+    """Dtypes and offsets of each chunk's gradients in the host's copy of a unit's gradients."""
 
     def __init__(self, units: Sequence[Unit], accumulated: int) -> None:
         self.dtypes: list[list[torch.dtype]] = []
@@ -71,20 +78,26 @@ class GradLayout:
 
 
 class Updater:
-    """Owned by the engine.  The update lanes run its tasks; hooks hand it facts under a lock, and
-    let it measure gradients that are gathered where they are kept."""
+    """The tasks of the update lanes, and the facts that they need.
+
+    Hooks pass it facts under a lock, and let it measure gradients that are gathered where they are
+    kept. The engine owns it.
+    """
 
     def __init__(
         self, layout: Layout, arenas: Arenas, rules: Sequence[Rule], ledger: Ledger,
         accumulated: int,
     ) -> None:  # fmt: skip
-        """``rules``: by param group."""
+        """
+        Args:
+            rules: by param group.
+        """
         self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
         self.grads = GradLayout(layout.units, accumulated)
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         self._lock = threading.Lock()
-        # The lanes call rules side by side, those of others one after the other: they may keep
-        # what they work with in themselves.
+        # The lanes run reentrant rules at the same time. Other rules may keep working state in
+        # the rule object, so they run one at a time.
         others = threading.Lock()
         self._calls: list[AbstractContextManager[object]] = [
             nullcontext() if is_reentrant(rule) else others for rule in rules
@@ -96,15 +109,15 @@ class Updater:
     # -- facts from the other threads -----------------------------------------------------------
 
     def arrived(self, unit: int, arrival: Arrived) -> None:
-        """Says how the gradients come that are about to be copied out."""
+        """Record how the gradients that are about to be copied out must be merged."""
         with self._lock:
             self._arrived.setdefault(unit, []).append(arrival)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the hyper-parameters, before the first update of a step.
+        """Copy the hyper-parameters, before the first update of a step.
 
         Raises:
-            ValueError: one of them makes no sense, or not with the state that there is.
+            ValueError: one of them is invalid, or does not match the existing state.
         """
         for rule, group in zip(self.rules, groups, strict=True):
             check_kept(rule, group)
@@ -113,7 +126,7 @@ class Updater:
         self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
 
     def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """The name of a hyper-parameter that was changed after the step's first update."""
+        """Return the name of a hyper-parameter that was changed after the step's first update."""
         for taken, group in zip(self._snapshot or (), groups, strict=False):
             for key, value in taken.items():
                 if key in group and not _same(group[key], value):
@@ -123,7 +136,7 @@ class Updater:
     # -- work -----------------------------------------------------------------------------------
 
     def work_on(self, task: Clear | Accumulate | Update) -> bool:
-        """Runs one task; called on an update lane.  False: an update's values are not finite."""
+        """Run one task on an update lane. Returns false if an update produced non-finite values."""
         if isinstance(task, Update):
             return self._update(task)
         if isinstance(task, Clear):
@@ -160,7 +173,7 @@ class Updater:
                     target[span].add_(source[span])
 
     def measure(self, unit: int, place: Place) -> None:
-        """Takes the norms of a unit's gradients, which lie in ``place`` as they are kept."""
+        """Measure the norms of a unit's gradients, which lie in ``place`` as they are kept."""
         for number, chunk in enumerate(self.layout.units[unit].chunks):
             if chunk.group is not None:
                 flat = self._grads(unit, place, number)
@@ -175,7 +188,7 @@ class Updater:
         return self.arenas.typed(place, offset, dtype, numel)
 
     def _parts(self, task: Update) -> RecordParts:
-        """Where state, weights and gradients of an update's subgroup live."""
+        """Return where state, weights and gradients of an update's subgroup live."""
         subgroup = self._subgroups[task.subgroup]
         chunk = self.layout.units[task.unit].chunks[subgroup.chunk]
 
@@ -192,7 +205,7 @@ class Updater:
         )
 
     def visit(self, task: Update) -> tuple[RecordParts, RecordParts]:
-        """Where an update's parts live, and where they are while they visit the device."""
+        """Return where an update's parts live, and where they are while on the device."""
         assert task.visit is not None
         parts, visit = self._parts(task), visit_in(self.layout, self._subgroups[task.subgroup])
         offsets = (0, visit.weights_offset, visit.grads_offset)
@@ -232,10 +245,10 @@ class Updater:
         return finite
 
     def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:
-        """The runs of a subgroup; borders between parameters belong to the one before.
+        """Return the runs of a subgroup; padding between parameters belongs to the one before.
 
-        Compact moments are rounded by an element's place in its parameter, and blocks end with it,
-        so that each parameter is a run of its own there.
+        Compact moments are rounded by an element's position in its parameter, and their blocks end
+        with the parameter. With them, each parameter is a run of its own.
         """
         present = self.ledger.turns(unit)
         runs: list[Run] = []
@@ -265,7 +278,7 @@ class Updater:
 
 
 def _kept(value: Any) -> Any:
-    """A hyper-parameter as it is now: one in a tensor may be changed in place."""
+    """Return a copy of a hyper-parameter: one in a tensor may be changed in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

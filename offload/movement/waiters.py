@@ -1,4 +1,4 @@
-"""Who waits for a grant of the machine's, and what for."""
+"""Threads that wait for a grant of the machine, and the lanes that they wait for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..schedule.messages import (
     Write,
 )
 
-# The lane of the work that whoever waits is kept by.
+# The lane on which each kind of work runs, and which a thread waits for.
 LANES: dict[type, str] = {
     Read: "read", Write: "write", CopyIn: "copy_in", CopyOut: "copy_out",
     Clear: "update", Accumulate: "update", Update: "update", Commit: "write",
@@ -26,12 +26,21 @@ LANES: dict[type, str] = {
 
 
 class Waiter:
-    """Somebody who waits for a grant; ``asker`` is his thread, ``lane`` what he waited for last."""
+    """A request that waits for its grant.
+
+    Attributes:
+        asker: the thread that made the request.
+        lane: the lane whose work it waited for last.
+        abandoned: an exception ended the wait; the grant is to be returned.
+    """
 
     __slots__ = ("abandoned", "asker", "error", "event", "grant", "lane", "signal", "ticket")
 
     def __init__(self, ticket: int, signal: Signal, lane: str) -> None:
-        """``lane``: of a wait that no work has ended."""
+        """
+        Args:
+            lane: the lane to name if no finished work ends the wait.
+        """
         self.ticket, self.signal = ticket, signal
         self.asker = threading.get_ident()
         self.event = OneShotEvent()

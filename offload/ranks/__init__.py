@@ -1,1 +1,1 @@
-"""Many ranks: models that torch.distributed has sharded, wrapped rank by rank."""
+"""Models that ``torch.distributed`` has sharded or replicated, wrapped rank by rank."""

@@ -1,9 +1,9 @@
-"""Between a sharded model and the engine that has its shards: what the one does, the other is
-told.
+"""The connection between a model that FSDP2 has sharded and the engine that holds its shards.
 
-FSDP2 gathers a module's weights when it is about to run: until then their update must be over.  It
-leaves the reduced gradient of each shard in ``p.grad``: the engine takes it from there, and leaves
-its stand-in, so that norms, scales and sums of whole gradients go on to the engine by themselves.
+FSDP2 gathers a module's weights when the module is about to run. Their update must be over before
+that. FSDP2 leaves the reduced gradient of each shard in ``p.grad``. The engine takes it from there
+and puts its own tensor in its place, so that norms, scales and sums of whole gradients reach the
+engine.
 """
 
 from __future__ import annotations
@@ -26,15 +26,34 @@ from .digest import digest
 from .fsdp_private import Shard, ShardedModule
 from .shards import Shards
 
+# Note [Edits of shards]
+# ~~~~~~~~~~~~~~~~~~~~~~
+# The shard of a parameter lies in the engine's memory, so FSDP2 reads the engine's weights without
+# a copy. Exception: where a rank has fewer rows than FSDP2 allocates (``Shard.even`` is false), the
+# shard stays in FSDP2's memory and is a copy. ``_renew`` refreshes it if the unit's weights have
+# changed since (``_copied``), but never over an edit of the user.
+#
+# Users may change a shard in place, under ``no_grad`` or through ``.data``. The engine must then
+# adopt the new value. ``take_edits`` looks for such changes before a forward, before a step, and
+# before all weights are read. It detects them in two ways:
+#
+# - The version of the parameter or of the shard differs from ``_versions``.
+# - Writes through ``.data`` change neither version. ``lend`` therefore records a digest when any
+#   code but FSDP2 gets the shard. The digest is compared only while the unit's weights have not
+#   changed otherwise (``ExternalForwardAdapter.version``).
+
 
 class Bridge:
-    """Hooks on a sharded model, from ``attach`` on; ``give_back`` takes them away."""
+    """The hooks on a sharded model: set by ``attach``, removed by ``give_back``."""
 
     def __init__(
         self, model: nn.Module, modules: Sequence[ShardedModule], shards: Shards,
         external_forward: ExternalForwardAdapter, group_check: ParamGroupCheck,
     ) -> None:  # fmt: skip
-        """``group_check``: of the whole model."""
+        """
+        Args:
+            group_check: checks the param groups of the whole model.
+        """
         self._external_forward, self._modules, self._group_check = (
             external_forward,
             modules,
@@ -46,7 +65,7 @@ class Bridge:
         self._index = {id(p): index for index, p in enumerate(parts.parameters)}
         self._by_param = {id(shard.param): number for number, shard in enumerate(self._shards)}
         self._units: dict[int, tuple[int, ...]] = {}  # by module
-        self._members: dict[int, tuple[int, ...]] = {}  # its shards
+        self._members: dict[int, tuple[int, ...]] = {}  # by module, its shards
         for each in modules:
             numbers = [
                 self._by_param[id(s.param)] for s in each.shards if id(s.param) in self._by_param
@@ -54,18 +73,21 @@ class Bridge:
             for module in each.modules:
                 self._members[id(module)] = tuple(numbers)
                 self._units[id(module)] = tuple(sorted(set(map(self._unit_of, numbers))))
-        self._versions: dict[int, tuple[int, int]] = {}  # of each shard, as the engine has it
-        self._copied: dict[int, int] = {}  # the version of its unit that a copy is of
-        # Of those that were lent, the version of their unit then, and a digest.
-        self._lent: dict[int, tuple[int, int]] = {}
+        # By shard; see Note [Edits of shards].
+        self._versions: dict[int, tuple[int, int]] = {}  # its version when the engine last looked
+        self._copied: dict[int, int] = {}  # the version of its unit that a copy was made from
+        self._lent: dict[int, tuple[int, int]] = {}  # version of its unit and digest, when lent
         self._handles: list[Any] = []
         self._over = False
         self._model = model
-        # What shards were before, until all ranks have come so far.
+        # The original shards, until all ranks have an engine.
         self._before: dict[int, tuple[torch.Tensor, ...]] | None = {}
 
     def attach(self) -> None:
-        """Shards are the engine's from now on.  After an exception ``give_back`` undoes it."""
+        """Move the shards to the engine's memory and set the hooks.
+
+        If this raises, ``give_back`` undoes it.
+        """
         me = weakref.ref(self)
         for shard, p in zip(self._shards, self._local, strict=True):
             self._take_over(me, shard, p)
@@ -76,13 +98,13 @@ class Bridge:
         self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
 
     def begin(self) -> None:
-        """There is one on every rank: nothing goes back to what was before."""
+        """Drop the original shards: every rank has an engine, and nothing will be undone."""
         self._before = None
 
     # -- weights --------------------------------------------------------------------------------
 
     def _take_over(self, me: weakref.ref[Bridge], shard: Shard, p: nn.Parameter) -> None:
-        """The shard lies where the engine has it."""
+        """Move a shard to the engine's memory."""
         number = self._by_param[id(shard.param)]
         assert self._before is not None
         self._before[number] = shard.kept()
@@ -98,8 +120,10 @@ class Bridge:
         return self._external_forward.parts.unit_of[index]
 
     def _renew(self, number: int) -> None:
-        """A shard that could not be moved is a copy of what the engine has, where that has changed
-        since: what users have written to it meanwhile is theirs."""
+        """Refresh a shard that is a copy, if the engine's weights have changed since.
+
+        What users have written to it meanwhile is kept.
+        """
         shard = self._shards[number]
         if shard.even or self._versions[number] != shard.version:
             return
@@ -111,8 +135,11 @@ class Bridge:
 
     @torch_private.without_grad
     def lend(self, number: int, *, looked_at: bool) -> None:
-        """A shard is handed out: its update is over first.  ``looked_at``: by someone who may
-        change it so that no version tells of it."""
+        """Make a shard current before its use: wait for its update.
+
+        Args:
+            looked_at: the user gets it, and may change it without a change of its version.
+        """
         unit = self._unit_of(number)
         self._external_forward.catch_up(unit)
         self._renew(number)
@@ -123,7 +150,7 @@ class Bridge:
             self._lent[number] = made, digest(self._shards[number].local)
 
     def _changed(self, number: int) -> bool:
-        """Whether someone has changed a shard in place since the engine last looked."""
+        """Return whether the user has changed a shard in place since the engine last looked."""
         shard, lent = self._shards[number], self._lent.pop(number, None)
         if shard.version != self._versions[number]:
             return True
@@ -140,7 +167,7 @@ class Bridge:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins."""
+        """Prepare for a forward of the whole model."""
         if not torch_private.in_backward():
             if torch.is_grad_enabled():
                 self._group_check.check()
@@ -148,11 +175,11 @@ class Bridge:
         self._external_forward.before_forward()
 
     def after_forward(self, output: Any) -> None:
-        """It has ended; ``None``: it has raised."""
+        """Handle the end of that forward; ``output`` is ``None`` if it raised."""
         self._external_forward.after_forward(output)
 
     def before_gathering(self, each: ShardedModule) -> None:
-        """The weights of a module, and of those that come with it, are about to be gathered."""
+        """Make the weights current that a module and its prefetches are about to gather."""
         device = self._external_forward.device
         with each.gathering(device):
             for module in (each.module, *each.brings):
@@ -162,11 +189,13 @@ class Bridge:
                     self._renew(number)
 
     def take_edits(self) -> None:
-        """What was changed in a shard, in place, since the engine last looked is its weight.
+        """Pass in-place changes of shards since the last look to the engine.
+
+        See Note [Edits of shards].
 
         Raises:
             OffloadError: a parameter was replaced by another, or this step's backward has updated
-                what was changed; that is said once.
+                what was changed. The latter is reported once.
         """
         if self._over:
             return
@@ -185,14 +214,14 @@ class Bridge:
             self._external_forward.replace(edited)
 
     def _accept(self) -> None:
-        """What shards are now is known."""
+        """Record the current versions of all shards."""
         for number, shard in enumerate(self._shards):
             self._versions[number] = shard.version
 
     # -- gradients ------------------------------------------------------------------------------
 
     def appeared(self, number: int) -> None:
-        """The reduced gradient of a shard has come, or was added."""
+        """Handle a reduced gradient of a shard that was set or accumulated."""
         self._mirror(number)
         shard, p = self._shards[number], self._local[number]
         self._external_forward.appeared(self._index[id(p)])
@@ -200,7 +229,7 @@ class Bridge:
             shard.hold(p.grad)
 
     def _mirror(self, number: int) -> None:
-        """The engine sees the gradient that the user does."""
+        """Give the engine's parameter the gradient of the user's."""
         shard, p = self._shards[number], self._local[number]
         gradient = shard.gradient()
         if gradient is not p.grad:
@@ -208,7 +237,7 @@ class Bridge:
             p.grad = gradient
 
     def before_step(self) -> None:
-        """Gradients are about to be applied."""
+        """Take edits and gradients, before the step."""
         self._group_check.check()
         self.take_edits()
         for number, p in enumerate(self._local):
@@ -216,17 +245,17 @@ class Bridge:
                 self._mirror(number)
 
     def after_step(self) -> None:
-        """What was a plain gradient of the user's is the engine's now."""
+        """Set ``p.grad`` of the user's parameters to the engine's tensors."""
         for number, p in enumerate(self._local):
             if isinstance(p.grad, OffloadedGradient):
                 self._shards[number].hold(p.grad)
-            elif p.grad is None:  # the engine has gone back, and dropped them all
+            elif p.grad is None:  # the engine was rolled back and has dropped all gradients
                 self._shards[number].param.grad = None
         if self._external_forward.at_once:
             self._renew_copies()
 
     def _renew_copies(self) -> None:
-        """Shards that are copies get their weights: not before these have come to the device."""
+        """Refresh the shards that are copies, once their weights are on the device."""
         numbers = [number for number, shard in enumerate(self._shards) if not shard.even]
 
         def renew() -> None:
@@ -236,10 +265,10 @@ class Bridge:
         self._external_forward.copied(set(map(self._unit_of, numbers)), renew)
 
     def before_rollback(self) -> None:
-        """Gradients and edits are about to be dropped."""
+        """Do nothing: ``after_rollback`` drops edits and gradients."""
 
     def after_rollback(self) -> None:
-        """They were."""
+        """Drop edits and gradients, and reshard gathered weights."""
         self._lent.clear()
         self._accept()
         self._copied.clear()
@@ -248,14 +277,17 @@ class Bridge:
             each.spread()
 
     def went_back(self) -> None:
-        """A step was not taken: weights are those of a commit, and there is no gradient."""
+        """Handle a step that was not taken: weights are those of a commit, without gradients."""
         self.after_rollback()
 
     # -- the end --------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Shards are FSDP2's own again: with what those of the engine's model hold, which are
-        ordinary parameters again too; or as they were, if not all ranks had come so far."""
+        """Remove the hooks and return the shards to FSDP2.
+
+        They get the weights of the engine's model, whose parameters are ordinary again. If not all
+        ranks have got an engine, they become what they were before.
+        """
         remove_all(self._handles)
         self._over = True
         for number, shard in enumerate(self._shards):
@@ -270,7 +302,7 @@ class Bridge:
 
 
 class _Watcher:
-    """Tells a bridge, as long as there is one, that someone looks at a shard."""
+    """Reports to the bridge, while it exists, that code is about to read a shard."""
 
     __slots__ = ("_me", "_number")
 
@@ -282,7 +314,7 @@ class _Watcher:
 
     def _bridge(self) -> Bridge:
         bridge = self._me()
-        if bridge is None:  # its memory is gone
+        if bridge is None:  # its memory is freed
             raise OffloadError("the optimizer of this parameter was closed")
         return bridge
 

@@ -1,5 +1,7 @@
-"""Models that ``DistributedDataParallel`` replicates, as a way to be spread over ranks: every rank
-has all weights and gradients, and the state of some rows of each parameter (ZeRO-1)."""
+"""Models that ``DistributedDataParallel`` replicates, as a ``ParallelStrategy``.
+
+Every rank has all weights and gradients, and the state of some rows of each parameter (ZeRO-1).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Replica:
     """One parameter, whole on every rank; see ``LocalShard``.
 
     Attributes:
-        whole: its memory, which it keeps.
+        whole: its own memory, with all rows.
     """
 
     def __init__(self, name: str, p: nn.Parameter, rank: int, size: int) -> None:
@@ -34,11 +36,11 @@ class Replica:
 
     @property
     def local(self) -> torch.Tensor:
-        """Memory of the whole parameter's."""
+        """This rank's rows, a view of the whole parameter's memory."""
         return self.of_rank(self.whole, self._rank)
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """A rank's rows; a single number is one."""
+        """Return the range of a rank's rows; a scalar is one row."""
         return rows_of_rank(rows_in(self.whole), rank, self._size)
 
     def first_row(self, rank: int) -> int:
@@ -50,7 +52,7 @@ class Replica:
         return self.of_rank(value, self._rank)
 
     def of_rank(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's rows of a tensor like the parameter."""
+        """Return a rank's rows of a tensor of the parameter's shape."""
         first, last = self.rows(rank)
         if not whole.dim():
             return whole if last > first else whole.unsqueeze(0)[:0]
@@ -65,12 +67,12 @@ class ReplicatedModule:
 
 
 class Replicated:
-    """See ``ParallelStrategy``: inside of ``DistributedDataParallel``."""
+    """The model inside ``DistributedDataParallel``. See ``ParallelStrategy``."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         """
         Raises:
-            OffloadError: it cannot be wrapped.
+            OffloadError: the model cannot be wrapped.
         """
         inner: nn.Module = ddp.module
         if ddp.is_multi_device_module:

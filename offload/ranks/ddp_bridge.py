@@ -1,5 +1,8 @@
-"""Between a replicated model and the engine that has the rows of this rank: gradients go to the one
-when a step is taken, updated weights to the other, before it uses them."""
+"""The connection between a replicated model and the engine that holds the rows of this rank.
+
+Gradients go to the engine when a step is taken. Updated weights come from all ranks to the model
+before it uses them.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,40 @@ from .gathering import GatheredUnit, Gatherer, Round
 from .pending_param import manage_replica
 from .shards import Shards
 
+# Note [Rounds of gathered weights]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# After a step each rank has updated only its own rows. A *round* copies the rows of every unit from
+# all ranks into the whole parameters. It passes through three states:
+#
+# - Owed: ``owe`` runs just before the engine's weights change. It hides the parameters (their class
+#   becomes a ``PendingParam``) and marks their units as awaited. ``_owed`` holds the round.
+# - Under way: ``begin`` queues the round on the gathering thread, stores it in ``_round`` and
+#   clears ``_owed``. One C function makes these three calls, so a signal handler that raises leaves
+#   the round either owed or under way.
+# - Arrived, unit by unit: the first use of a parameter (a forward hook of its module, or
+#   ``PendingParam``) calls ``arrive_unit``. It waits for the unit, shows its parameters, and the
+#   unit is no longer awaited.
+#
+# A round is a sequence of collectives, so all ranks must run the same rounds in the same order. If
+# an exception leaves a round owed, the next use of weights, or the next step, begins it.
+
 
 class ReplicaBridge:
-    """Hooks on a replicated model, from ``attach`` on; parameters and units by their number in it.
+    """The hooks on a replicated model: set by ``attach``, removed by ``give_back``.
 
-    A parameter is *awaited* from a step on until its unit has come from all ranks and somebody
-    uses it.
+    Parameters and units are identified by their number in the model. A unit is *awaited* from a
+    step until its weights have come from all ranks and are used. See Note [Rounds of gathered
+    weights].
     """
 
     def __init__(
         self, ddp: DistributedDataParallel, modules: Sequence[ReplicatedModule], shards: Shards,
         external_forward: ExternalForwardAdapter, gatherer: Gatherer, group_check: ParamGroupCheck,
     ) -> None:  # fmt: skip
-        """``group_check``: of the whole model."""
+        """
+        Args:
+            group_check: checks the param groups of the whole model.
+        """
         self._ddp, self._external_forward, self._gatherer, self._group_check = (
             ddp,
             external_forward,
@@ -50,9 +74,9 @@ class ReplicaBridge:
             self._members[unit].append(number)
         self._units = [self._gathered(each, shards, trained=True) for each in modules]
         self._whole = [self._gathered(each, shards, trained=False) for each in modules]
-        self._awaited: set[int] = set()  # units
-        self._owed: Sequence[GatheredUnit] | None = None  # not begun yet
-        self._round: Round | None = None  # the last that was
+        self._awaited: set[int] = set()  # units whose weights are awaited
+        self._owed: Sequence[GatheredUnit] | None = None  # the round that is not begun yet
+        self._round: Round | None = None  # the last round that was begun
         self._versions: list[int] = []
         self._handles: list[Any] = []
         self._managed: list[ParamHandle] = []
@@ -60,7 +84,10 @@ class ReplicaBridge:
         self._modules, self._at_root = modules, module_private.has_compiled(ddp)
 
     def attach(self) -> None:
-        """Parameters may be awaited from now on.  After an exception ``give_back`` undoes it."""
+        """Manage the parameters, set the hooks and start the gathering thread.
+
+        If this raises, ``give_back`` undoes it.
+        """
         self._external_forward.until_closed(self._gatherer)
         self._gatherer.start()
         me, ddp = weakref.ref(self), self._ddp
@@ -76,7 +103,7 @@ class ReplicaBridge:
         self._external_forward.look_outside(weakref.WeakMethod(self.take_edits))
 
     def _gathered(self, part: ReplicatedModule, shards: Shards, *, trained: bool) -> GatheredUnit:
-        """What of a unit changes in a step (``trained``), or all of it."""
+        """Return what a round gathers of a unit: its trained parameters, or all of them."""
         index = {id(p): number for number, p in enumerate(self._external_forward.parts.parameters)}
         replicas = [r for r in part.shards if r.param.requires_grad or not trained]
         rows: list[torch.Tensor | None] = []
@@ -91,9 +118,14 @@ class ReplicaBridge:
     # -- weights --------------------------------------------------------------------------------
 
     def owe(self, *, frozen: bool = False) -> None:
-        """The engine is about to have other weights than the model, ``frozen`` ones too: they are
-        awaited from now on.  Every rank owes as many rounds, and comes to each: right away, or,
-        where an exception came in between, when weights are used next."""
+        """Mark all weights as awaited: the engine is about to change them.
+
+        Every rank owes the same rounds and begins each of them: right away, or, after an exception
+        in between, at the next use of weights. See Note [Rounds of gathered weights].
+
+        Args:
+            frozen: weights that are not trained change too.
+        """
         self.begin()
         self._owed = self._whole if frozen else self._units
         for unit, gathered in enumerate(self._owed):
@@ -107,10 +139,10 @@ class ReplicaBridge:
             self._managed[number].hide(self.replicas[number].param, self.replicas[number].whole)
 
     def begin(self) -> None:
-        """What is owed begins."""
+        """Begin the round that is owed, if any."""
         if self._owed is not None:
             under_way, begin = self._gatherer.prepared(self._owed)
-            # Owed or under way: C makes the calls, and no signal handler runs in between.
+            # One C call makes all three calls, so that no signal handler runs in between.
             told: list[partial[Any]] = [
                 partial(setattr, self, "_round", under_way), partial(setattr, self, "_owed", None),
                 begin,
@@ -118,11 +150,11 @@ class ReplicaBridge:
             tuple(map(partial.__call__, told))
 
     def arrive(self, number: int) -> None:
-        """Somebody uses a parameter."""
+        """Wait for the current weights of a parameter before its use."""
         self.arrive_unit(self._unit_of[number])
 
     def arrive_unit(self, unit: int) -> None:
-        """Somebody uses a unit's parameters."""
+        """Wait for the current weights of a unit before their use."""
         if unit not in self._awaited:
             return
         self.begin()
@@ -134,17 +166,17 @@ class ReplicaBridge:
         self._awaited.discard(unit)
 
     def arrive_all(self) -> None:
-        """All weights are current."""
+        """Wait for all current weights."""
         for unit in sorted(self._awaited):
             self.arrive_unit(unit)
 
     def read(self, number: int) -> torch.Tensor:
-        """A copy of a parameter's weight."""
+        """Return a copy of a parameter's weight."""
         self.arrive(number)
         return self.replicas[number].whole.clone()
 
     def name(self, number: int) -> str:
-        """Of a parameter."""
+        """Return the name of a parameter."""
         return self.replicas[number].name
 
     def _note_versions(self, numbers: Sequence[int] | range) -> None:
@@ -154,8 +186,10 @@ class ReplicaBridge:
             self._versions[number] = torch_private.version_of(self.replicas[number].param)
 
     def take_edits(self) -> None:
-        """What was changed in a parameter, in place, since the engine last looked is its weight:
-        every rank has changed it in the same way, as that model asks."""
+        """Pass in-place changes of parameters since the last look to the engine.
+
+        Every rank must have made the same changes, as ``DistributedDataParallel`` requires.
+        """
         if self._over:
             return
         index = {id(p): number for number, p in enumerate(self._external_forward.parts.parameters)}
@@ -176,7 +210,7 @@ class ReplicaBridge:
     # -- the loop -------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins."""
+        """Prepare for a forward of the whole model."""
         if self._at_root:
             self.arrive_all()
         if not torch_private.in_backward():
@@ -186,11 +220,11 @@ class ReplicaBridge:
         self._external_forward.before_forward()
 
     def after_forward(self, output: Any) -> None:
-        """It has ended; ``None``: it has raised."""
+        """Handle the end of that forward; ``output`` is ``None`` if it raised."""
         self._external_forward.after_forward(output)
 
     def before_step(self) -> None:
-        """Gradients are about to be applied: this rank's rows of them are the engine's."""
+        """Give this rank's rows of the gradients to the engine, before the step."""
         if torch_private.joins_uneven(self._ddp):
             raise OffloadError(
                 "ddp.join() lets ranks take different numbers of steps, but each step needs all of "
@@ -208,7 +242,7 @@ class ReplicaBridge:
         self.owe()
 
     def after_step(self) -> None:
-        """They are the user's again, and weights are on their way."""
+        """Take the gradients back from the engine and begin to gather the weights."""
         for p in self._local.values():
             p.grad = None
         self.begin()
@@ -216,33 +250,33 @@ class ReplicaBridge:
             self.arrive_all()
 
     def went_back(self) -> None:
-        """No step was taken: all weights are those of a commit, those that are not trained too."""
+        """Handle a step that was not taken: all weights, even frozen ones, are a commit's."""
         self.begin()
         self.arrive_all()
         self.owe(frozen=True)
         self.after_rollback()
 
     def before_rollback(self) -> None:
-        """Weights are about to be those of a commit; if there is none, they are what they are."""
+        """Prepare for weights of the last commit; without a commit they stay as they are."""
         self.arrive_all()
         self.take_edits()
         self.owe(frozen=True)
 
     def after_rollback(self) -> None:
-        """They are, and come."""
+        """Drop gradients and begin to gather the weights of the commit."""
         for replica in self.replicas:
             replica.param.grad = None
         self.begin()
 
     @property
     def failed(self) -> bool:
-        """Whether weights did not come once."""
+        """Whether a round has failed."""
         return self._gatherer.failed
 
     # -- the end --------------------------------------------------------------------------------
 
     def give_back(self) -> None:
-        """Parameters are ordinary ones again, with their weights."""
+        """Remove the hooks and make the parameters ordinary ones again, with their weights."""
         self._over = True
         remove_all(self._handles)
         self._gatherer.remove()

@@ -1,4 +1,4 @@
-"""What users hold of a model that ``DistributedDataParallel`` replicates."""
+"""The optimizer of a model that ``DistributedDataParallel`` replicates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .world import World
 
 
 class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
-    """By parameter, its whole state, gathered from all ranks, which all ask for it."""
+    """The whole state of each parameter, gathered from all ranks; every rank must ask for it."""
 
     def __init__(
         self, of_shards: LazyState, bridge: ReplicaBridge, shards: Shards, world: World
@@ -37,7 +37,7 @@ class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         self._world.together("optimizer.state")
         has = [p in self for p in self._replicas]
-        # The first rank has rows of them all.
+        # The first rank has rows of all parameters.
         return (
             p
             for p, found in zip(self._replicas, self._world.gathered(has)[0], strict=True)
@@ -61,7 +61,7 @@ class ReplicatedState(Mapping[torch.Tensor, dict[str, Any]]):
 
 
 def whole_state(replica: Replica, mine: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """A parameter's state out of the rows of all ranks; every rank calls it."""
+    """Assemble a parameter's state from the rows of all ranks; every rank must call it."""
     rows = replica.local.shape if replica.local.numel() else None
     split = {
         k: v.dtype for k, v in mine.items() if isinstance(v, torch.Tensor) and v.shape == rows
@@ -89,8 +89,11 @@ def _whole(
 
 
 class ReplicatedOptimizer(SpreadOptimizer):
-    """Each rank has the state of its rows; ``state_dict`` and ``state`` are whole on every rank, as
-    those of torch's optimizers are, and every rank asks for them."""
+    """The optimizer of a replicated model. Each rank has the state of its rows.
+
+    ``state_dict`` and ``state`` are whole on every rank, as with torch's optimizers. Every rank
+    must ask for them.
+    """
 
     def __init__(
         self, engine: Engine, inner: torch.optim.Optimizer, bridge: ReplicaBridge, shards: Shards,
@@ -100,7 +103,7 @@ class ReplicatedOptimizer(SpreadOptimizer):
         self._bridge, self._world = bridge, world
         self.__dict__["state"] = ReplicatedState(LazyState(engine.state), bridge, shards, world)
 
-    def _state(self) -> dict[str, Any]:  # whole: every rank calls it, and needs memory for it
+    def _state(self) -> dict[str, Any]:  # whole: every rank must call it and have memory for it
         self._world.together("optimizer.state_dict()")
         found = self._engine.state_dict()["state"]
         replicas = {id(replica.param): replica for replica in self._bridge.replicas}
@@ -118,6 +121,6 @@ class ReplicatedOptimizer(SpreadOptimizer):
         return self._bridge.failed
 
     def give_back(self) -> None:
-        """See ``SpreadOptimizer``."""
+        """Unwrap the model with its trained weights; see ``SpreadOptimizer.give_back``."""
         self._bridge.arrive_all()
         super().give_back()

@@ -1,4 +1,4 @@
-"""A number that tells whether a tensor has changed, without a copy of it."""
+"""A checksum that tells whether a tensor has changed, without a copy of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _ODD = 0x5851F42D4C957F2D
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Of a contiguous tensor's bytes and their places; two that differ have the same one once in
-    2**31 or so.  One pass, and 24 MiB beside."""
+    """Return a checksum of a contiguous tensor's bytes and their positions.
+
+    Two different tensors have the same one with a probability of about 2**-31. It takes one pass
+    and 24 MiB of extra memory.
+    """
     words = tensor.detach().reshape(-1).view(torch.uint8)
     if words.numel() % 4 == 0 and words.data_ptr() % 4 == 0:
         words = words.view(torch.int32)
@@ -25,6 +28,6 @@ def digest(tensor: torch.Tensor) -> int:
 
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Odd, so that no word is lost."""
+    """Return random factors. They are odd, so that no word is multiplied to zero."""
     made = torch.Generator().manual_seed(0)
     return (torch.randint(-(1 << 62), 1 << 62, (_CHUNK,), generator=made) * 2 + 1).to(device)

@@ -1,4 +1,4 @@
-"""The commit that all ranks of a run have, as files that others read."""
+"""Export of the commit that all ranks of a run share, as files for other tools."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def export_run(
     run: RunStores, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
 ) -> Exported:  # fmt: skip
-    """Writes whole parameters out of the rows of all ranks, as ``export_store`` does those of one
-    store; memory for a few parts is taken.  One process does it, and no rank need run.
+    """Write whole parameters, assembled from the rows of all ranks, as ``export_store`` does.
+
+    One process does it, with memory for a few parts; no rank needs to run.
 
     Raises:
-        OffloadError: ``out`` is there already, too little of its disk is free, or training went on
-            meanwhile.
-        IoError, CorruptionError: a store cannot be read; nothing was exported.
+        OffloadError: ``out`` exists, its disk has too little room, or training continued meanwhile.
+        IoError, CorruptionError: a store cannot be read. Nothing was exported.
     """
     source = RunSource(run)
     try:

@@ -1,4 +1,4 @@
-"""Sharded models that have no memory yet, or are to have the weights of files."""
+"""Memory and weights for sharded models on ``meta``, or with weights in files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from .parts import SpreadModule, rows_in
 
 
 def memory_of(device: torch.device | str | None) -> torch.device:
-    """Where parameters of a device are; ``None``: the accelerator's, where there is one."""
+    """Return the torch device of parameters on ``device``.
+
+    ``None`` means the current accelerator if there is one, else the CPU.
+    """
     if device is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device("cpu" if str(device) == "sim" else device)
 
 
 def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
-    """Shards on ``meta`` come to ``device``, with arbitrary contents; buffers keep theirs.
+    """Move shards on ``meta`` to ``device``, with arbitrary contents; buffers keep their values.
 
     Raises:
-        OffloadError: some parameters are on ``meta``, and others are not.
+        OffloadError: only some of the parameters are on ``meta``.
     """
     on_meta = [p.is_meta for p in model.parameters()]
     if not any(on_meta):
@@ -51,11 +54,14 @@ def fill_from_files(
 ) -> None:  # fmt: skip
     """Give every shard its rows of a tensor in files, and buffers their values there.
 
-    Memory for one tensor is taken.  ``ignored``: patterns of names that the model need not use.
+    This takes memory for one tensor.
+
+    Args:
+        ignored: patterns of names that the model need not use.
 
     Raises:
         ValueError: the files lack a parameter, have it in another shape, or have tensors that the
-            model does not use; nothing was changed.
+            model does not use. Nothing was changed.
     """
     files = open_weights(path, model)
     found = partition(model, {})

@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded, as a way to be spread over ranks."""
+"""Models that FSDP2 has sharded, as a ``ParallelStrategy``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from .fsdp_private import ShardedModule, sharded_modules
 
 
 class FullySharded:
-    """See ``ParallelStrategy``: after ``fully_shard``."""
+    """A model after ``fully_shard``. See ``ParallelStrategy``."""
 
     def __init__(
         self, model: nn.Module, *, device: torch.device | str | None, filled: bool
     ) -> None:
-        """``filled``: weights come from elsewhere, so that shards need not have any memory yet;
-        they get it on ``device``.
+        """
+        Args:
+            filled: weights come from elsewhere, so shards need no memory yet and get it here.
+            device: the device of that memory.
 
         Raises:
             OffloadError: the model is not sharded in a way that can be wrapped.
@@ -32,7 +34,7 @@ class FullySharded:
         _refuse(model, self.parts)
 
     def refuse(self, config: OffloadConfig) -> None:
-        """All that others are refused is all that this one is."""
+        """Accept all options that ``refuse_options`` accepts."""
 
 
 def _refuse(model: nn.Module, modules: list[ShardedModule]) -> None:

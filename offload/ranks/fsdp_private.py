@@ -1,4 +1,4 @@
-"""What FSDP2 keeps to itself, in one place: its parameters as they are sharded, and where."""
+"""The private interfaces of FSDP2, in one place: its sharded parameters and their memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from torch.distributed.tensor import DTensor
 from ..errors import OffloadError
 from ..training import torch_private
 
-_local = DTensor._local_tensor  # a slot: its own getter and setter
-_data = torch.Tensor.data  # as well
+_local = DTensor._local_tensor  # the slot's descriptor, with getter and setter
+_data = torch.Tensor.data  # likewise
 _WATCHER = "_overspill_watcher"
 _FSDP = "torch.distributed.fsdp."
 
 
 class Watcher(Protocol):
-    """Who is told before a shard is looked at."""
+    """Receives a call before a shard is read."""
 
     def lend(self, *, looked_at: bool) -> None:
-        """Its weights are to be current.  ``looked_at``: they may be changed, and no version tells
-        of it."""
+        """Make the shard's weights current.
+
+        Args:
+            looked_at: the caller may change them without a change of their version.
+        """
 
 
 class Sharded(DTensor):
-    """The class of a sharded parameter whose shard is an engine's: whoever looks at the shard gets
-    the current weights."""
+    """The class of a sharded parameter whose shard an engine holds.
+
+    Reading the shard makes its weights current first.
+    """
 
     __slots__ = ()
 
@@ -60,25 +65,25 @@ class Sharded(DTensor):
     ) -> Any:
         with torch_private.without_overrides():
             found = func(*args, **(kwargs or {}))
-        if _writes_lists(getattr(func, "__name__", "")):  # no version tells of that
+        if _writes_lists(getattr(func, "__name__", "")):  # these do not change versions
             given = args[0] if args else (kwargs or {})["self"]
             torch.autograd.graph.increment_version([p for p in given if isinstance(p, cls)])
         return found
 
 
 def _by_fsdp() -> bool:
-    """Whether who asks for a parameter's shard is FSDP2, which gathers it and writes nothing."""
+    """Return whether the caller is FSDP2, which gathers a shard and writes nothing to it."""
     asks = sys._getframe(2).f_globals.get("__name__", "")
     return isinstance(asks, str) and asks.startswith(_FSDP)
 
 
 def _writes_lists(name: str) -> bool:
-    """Whether an operation changes the tensors in its first list."""
+    """Return whether an operation changes the tensors in its first list."""
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
 
 class Shard:
-    """One parameter as FSDP2 keeps it on this rank."""
+    """One parameter as FSDP2 holds it on this rank."""
 
     def __init__(self, name: str, of: Any) -> None:
         self.name, self._of = name, of
@@ -91,10 +96,11 @@ class Shard:
 
     @property
     def in_place(self) -> bool:
-        """Whether the module still has this parameter, where the engine has its shard."""
+        """Whether the module still has this parameter, and the engine still has its shard."""
         info = self._of._module_info
         there = info.module._parameters.get(info.param_name)
-        gathered = getattr(self._of, "_unsharded_param", None)  # the root's stay after evaluation
+        # The root's parameters stay gathered after evaluation.
+        gathered = getattr(self._of, "_unsharded_param", None)
         return isinstance(self.param, Sharded) and (there is self.param or there is gathered)
 
     @property
@@ -104,52 +110,55 @@ class Shard:
 
     @property
     def even(self) -> bool:
-        """Whether this rank has as many rows as FSDP2 keeps room for."""
+        """Whether this rank has as many rows as FSDP2 allocates, so that there is no padding."""
         return bool(self._of.padded_sharded_param_size == self._of.sharded_size)
 
     def first_row(self, rank: int) -> int:
-        """Where a rank's rows begin in the whole parameter."""
+        """Return where a rank's rows begin in the whole parameter."""
         return min(rank * int(self._of.padded_sharded_param_size[0]), self.param.shape[0])
 
     @property
     def offloads(self) -> bool:
-        """Whether FSDP2 itself keeps it in host memory."""
+        """Whether FSDP2 itself keeps the shard in host memory."""
         return bool(self._of.offload_to_cpu)
 
     @property
     def version(self) -> tuple[int, int]:
-        """Grows with every edit that torch knows of: of the whole, and of the shard itself."""
+        """The versions of the parameter and of the shard, which torch increments with each edit."""
         return self.param._version, self.local._version
 
     def managed(self, watcher: Watcher) -> None:
-        """``watcher`` is told before anyone looks at the shard."""
+        """Call ``watcher`` from now on before the shard is read."""
         p = self.param
         p.__dict__[_WATCHER] = watcher
         p.__class__ = Sharded  # type: ignore[assignment]
 
     def plain(self) -> None:
-        """It is a parameter like any other again."""
+        """Make it an ordinary parameter again."""
         p = self.param
         p.__class__ = DTensor  # type: ignore[assignment]
         p.__dict__.pop(_WATCHER, None)
 
     def move_to(self, memory: torch.Tensor) -> None:
-        """The shard lies in ``memory`` from now on, of the same shape; its bytes are there."""
+        """Move the shard to ``memory`` of the same shape, which holds its bytes already.
+
+        If the shard is padded, it stays where it is and gets a copy of these bytes.
+        """
         if self.even:
-            memory = memory.data  # with a version of its own, that only users' edits move
+            memory = memory.data  # an alias with its own version, which only users' edits change
             self._of._sharded_param_data = memory.view(-1)
             _local.__set__(self.param, memory)  # type: ignore[attr-defined]
         else:
             self.local.copy_(memory)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """What ``restore`` needs to have it as it is now."""
+        """Return the current state for ``restore``."""
         if self.even:
             return self.local, self._of._sharded_param_data
         return (self.local.detach().clone(),)
 
     def restore(self, kept: tuple[torch.Tensor, ...]) -> None:
-        """It is as it was when it was ``kept``."""
+        """Restore the state that ``kept`` returned."""
         if len(kept) == 2:
             local, self._of._sharded_param_data = kept
             _local.__set__(self.param, local)  # type: ignore[attr-defined]
@@ -157,24 +166,24 @@ class Shard:
             self.local.detach().copy_(kept[0])
 
     def gradient(self) -> torch.Tensor | None:
-        """This rank's part of ``p.grad``."""
+        """Return this rank's part of ``p.grad``."""
         grad = self.param.grad
         if grad is None:
             return None
         return grad._local_tensor if isinstance(grad, DTensor) else grad
 
     def hold(self, gradient: torch.Tensor) -> None:
-        """``p.grad`` has ``gradient`` as this rank's part."""
+        """Set this rank's part of ``p.grad``."""
         grad = self.param.grad
         assert isinstance(grad, DTensor)
         grad._local_tensor = gradient
 
     def part_of(self, value: Any) -> Any:
-        """See ``LocalShard``."""
+        """Return this rank's part of a ``DTensor``; see ``LocalShard``."""
         return value.to_local() if isinstance(value, DTensor) else value
 
     def like_whole(self, part: torch.Tensor) -> torch.Tensor:
-        """A tensor that is sharded as the parameter is, of which ``part`` is this rank's."""
+        """Return a tensor sharded like the parameter, of which ``part`` is this rank's."""
         p = self.param
         assert isinstance(p, DTensor)
         return DTensor.from_local(
@@ -189,7 +198,7 @@ class ShardedModule:
         self.name = name
         self.module: nn.Module = module  # type: ignore[assignment]
         self._state, self._groups = module._get_fsdp_state(), _groups_of(module)
-        self.modules = [self.module]  # those that were given to fully_shard together
+        self.modules = [self.module]  # the modules that were given to fully_shard together
         if any(id(p.sharded_param) not in names for g in self._groups for p in g.fsdp_params):
             raise OffloadError(
                 f"a parameter of module {name!r} was replaced after fully_shard, which still uses "
@@ -212,17 +221,20 @@ class ShardedModule:
         return any(group.mesh_info.mesh.ndim != 1 for group in self._groups)
 
     def spread(self) -> None:
-        """What is gathered is let go, and gathered anew for the next use: the root's stays after a
-        forward without gradients, and whatever was after one that raised."""
+        """Reshard the module's parameters, so that the next use gathers them again.
+
+        The root's stay gathered after a forward without gradients, and any module's after a forward
+        that raised.
+        """
         _spread(self._groups)
 
     @property
     def brings(self) -> list[nn.Module]:
-        """The modules whose weights its forward gathers ahead, besides its own."""
+        """The modules whose weights its forward prefetches, besides its own."""
         return [state._modules[0] for state in self._state._states_to_forward_prefetch]
 
     def gathering(self, device: torch.device) -> AbstractContextManager[object]:
-        """The stream that weights are taken on to be gathered is the present one."""
+        """Return a context that selects the stream on which FSDP2 reads weights to gather them."""
         context = getattr(self._state, "_comm_ctx", None)
         stream = getattr(context, "all_gather_copy_in_stream", None)
         if device.type == "cpu" or stream is None:
@@ -231,7 +243,7 @@ class ShardedModule:
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that it gathers."""
+    """Return the groups of parameters that a module gathers."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -241,19 +253,20 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 def _spread(groups: Sequence[Any]) -> None:
     for group in groups:
-        group.wait_for_unshard()  # what is on its way
-        group._to_sharded()  # not ``reshard``, which keeps them for a forward that has not ended
+        group.wait_for_unshard()  # a prefetch may be in progress
+        group._to_sharded()  # not ``reshard``, which may keep them for an unfinished forward
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a module of it, or a parameter is a ``DTensor``."""
+    """Return whether a module was given to ``fully_shard``, or a parameter is a ``DTensor``."""
     return any(isinstance(m, FSDPModule) for m in model.modules()) or any(
         isinstance(p, DTensor) for p in model.parameters()
     )
 
 
 def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """Those that share the first of its groups of parameters; ``None``: it has none."""
+    """Return the ranks that share the model's first group of parameters; ``None`` without
+    groups."""
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     return next(
         (group.mesh_info.shard_process_group for m in modules for group in _groups_of(m)), None
@@ -261,7 +274,7 @@ def ranks_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:
-    """All modules that ``fully_shard`` was called on, the root first; nothing stays gathered."""
+    """Return all modules that ``fully_shard`` was called on, the root first, and reshard them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _spread(_groups_of(module))

@@ -1,8 +1,9 @@
-"""Weights that each rank has updated a part of come to all of them, unit by unit, in one order, on
-a thread of their own: training goes on meanwhile, and waits for a unit when it needs it.
+"""Gathers updated weights of replicated models from all ranks, on a thread of its own.
 
-That thread alone speaks on its group, and does the same after every step on every rank, whatever
-the loop does there: a rank that evaluates, or saves, while others do not, keeps nobody waiting.
+Weights come unit by unit. Training continues meanwhile, and waits for a unit when it needs it. Only
+this thread uses its process group, and it runs the same collectives after every step on every rank.
+So a rank that evaluates or saves while others do not blocks no other rank. See Note [Rounds of
+gathered weights] in ``ddp_bridge.py``.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from ..errors import OffloadError
 from ..movement.accelerators.base import Accelerator, Event
 from .ddp import Replica
 
-_BORDER = 16  # bytes; each parameter's rows begin on one, whatever their dtype
+_BORDER = 16  # bytes; alignment of each parameter's rows, enough for every dtype
 
-# Waits until the last step has updated units of the engine; has rows of theirs copied.
+# Waits until the last step has updated these units of the engine, then calls a copy function.
 Updated = Callable[[Collection[int], Callable[[], None]], None]
-# From torch 2.13 on it has the first name.
+# Torch 2.13 introduced the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 @dataclass(frozen=True)
 class GatheredUnit:
-    """What comes together.
+    """The parameters that are gathered together.
 
-    ``units``: the engine's, which have this rank's rows.  ``replicas``: the whole parameters;
-    ``rows``: of each, where this rank's updated rows are, if it has some.
+    Attributes:
+        units: the engine's units that hold this rank's rows.
+        replicas: the whole parameters.
+        rows: for each parameter, the memory of this rank's updated rows, if it has any.
     """
 
     units: Collection[int]
@@ -42,7 +45,7 @@ class GatheredUnit:
     rows: Sequence[torch.Tensor | None]
 
     def offsets(self) -> list[int]:
-        """Where each parameter's rows begin in a rank's bytes, and how many those are."""
+        """Return where each parameter's rows begin in a rank's bytes, then the total size."""
         found = [0]
         for replica in self.replicas:
             nbytes = replica.of_rank(replica.whole, 0).nbytes  # no rank has more
@@ -51,10 +54,13 @@ class GatheredUnit:
 
 
 class Round:
-    """All units, once, on their way."""
+    """One pass over all units, in progress or finished."""
 
     def __init__(self, units: Sequence[GatheredUnit], over: Event) -> None:
-        """``over``: of what compute does yet with the weights as they were."""
+        """
+        Args:
+            over: the end of compute's queued work with the previous weights.
+        """
         self.units, self.over = units, over
         self.came = [threading.Event() for _ in units]
         self.events: list[Event | None] = [None] * len(units)
@@ -62,7 +68,11 @@ class Round:
 
 
 class Gatherer:
-    """Brings units to all ranks, when told to.  ``failed``: once it could not."""
+    """The thread that gathers units from all ranks.
+
+    Attributes:
+        failed: whether a round has failed.
+    """
 
     def __init__(
         self, updated: Updated, accelerator: Accelerator, ranks: dist.ProcessGroup
@@ -76,19 +86,19 @@ class Gatherer:
         )
 
     def start(self) -> None:
-        """From now on rounds may begin."""
+        """Start the thread, so that rounds can begin."""
         self._thread.start()
 
     def prepared(self, units: Sequence[GatheredUnit]) -> tuple[Round, partial[None]]:
-        """A round, and what begins it: a call into C."""
+        """Return a round, and the call into C that begins it."""
         made = Round(units, self._accelerator.record())
         return made, partial(self._jobs.put, partial(self._gather_all, made))
 
     def wait(self, under_way: Round, number: int) -> None:
-        """The calling thread's compute goes on with one of a round's units.
+        """Order the calling thread's compute after the gathering of one unit of a round.
 
         Raises:
-            OffloadError: it did not come; its cause is attached.
+            OffloadError: the unit could not be gathered; the cause is attached.
         """
         under_way.came[number].wait()
         if under_way.error is not None:
@@ -101,7 +111,7 @@ class Gatherer:
             self._accelerator.wait(event)
 
     def remove(self) -> None:
-        """Ends the thread, when all that was begun is over."""
+        """Finish all rounds that were begun, and end the thread."""
         self._jobs.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -145,7 +155,7 @@ class Gatherer:
 
 
 def _typed(flat: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    """Of a tensor's shape and dtype, in flat bytes."""
+    """Return flat bytes at an offset as a tensor of the shape and dtype of ``like``."""
     return flat[at : at + like.nbytes].view(like.dtype).view(like.shape)
 
 
@@ -157,7 +167,10 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _work(jobs: Jobs) -> None:
-    """Nothing of an engine is known between jobs, so that it can end when nobody has it."""
+    """Run the queued jobs.
+
+    Between jobs the thread holds no reference to an engine, so that an unused one can be collected.
+    """
     while (job := jobs.get()) is not None:
         job()
         del job

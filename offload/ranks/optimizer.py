@@ -1,4 +1,4 @@
-"""What users hold of a model whose shards are an engine's."""
+"""The optimizers that users hold of models that are spread over ranks."""
 
 from __future__ import annotations
 
@@ -31,39 +31,43 @@ log = logging.getLogger("overspill")
 
 
 class AroundSteps(Protocol):
-    """Who stands between the model and its engine where a step is taken."""
+    """Connects the model with its engine around steps and rollbacks."""
 
     def before_step(self) -> None:
-        """Gradients are about to be applied."""
+        """Prepare to apply the gradients."""
 
     def after_step(self) -> None:
-        """They were."""
+        """Handle the end of a step that was taken."""
 
     def went_back(self) -> None:
-        """They were not: weights are those of the last commit instead."""
+        """Handle a step that was not taken: weights are those of the last commit instead."""
 
     def before_rollback(self) -> None:
-        """Weights are about to be those of the last commit."""
+        """Prepare for weights of the last commit."""
 
     def after_rollback(self) -> None:
-        """They are, and there is no gradient."""
+        """Handle the end of a rollback: weights are those of the last commit, without gradients."""
 
 
 class Holder(Protocol):
-    """Who has the model and its ranks."""
+    """Owner of the model and of the connection to its ranks."""
 
     model: nn.Module
     world: World
 
     def let_go(self) -> None:
-        """The model is nobody's, and as it was spread before."""
+        """Detach overspill and restore the sharding from before ``wrap``."""
 
     def release(self, *, broken: bool = False) -> None:
-        """Nobody speaks with the other ranks any more; ``broken``: something may be on its way."""
+        """Stop communication with the other ranks.
+
+        Args:
+            broken: messages may be left unread.
+        """
 
 
 class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
-    """By parameter of the sharded model, its state: tensors are sharded as the parameter is."""
+    """The state of each parameter of the sharded model, with tensors sharded like the parameter."""
 
     def __init__(self, of_shards: LazyState, shards: Shards) -> None:
         self._of_shards = of_shards
@@ -98,7 +102,7 @@ class ShardedState(Mapping[torch.Tensor, dict[str, Any]]):
 
 
 def spread(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A shard's state, of which every tensor of its shape is a part of a whole one."""
+    """Return a shard's state, with each tensor of the shard's shape as part of a whole one."""
     return {
         name: shard.like_whole(value)
         if isinstance(value, torch.Tensor) and value.shape == shard.local.shape
@@ -108,8 +112,11 @@ def spread(shard: Shard, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SpreadOptimizer(OffloadedOptimizer):
-    """The optimizer over a model that is spread over ranks: ``param_groups`` are the wrapped one's;
-    each rank updates its own rows of every parameter."""
+    """The optimizer of a model that is spread over ranks.
+
+    Its ``param_groups`` are those of the wrapped optimizer. Each rank updates its own rows of every
+    parameter.
+    """
 
     def __init__(
         self, engine: Engine, inner: torch.optim.Optimizer, steps: AroundSteps, shards: Shards,
@@ -119,13 +126,13 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._steps, self._holder = steps, holder
         whole = [p for group in inner.param_groups for p in group["params"]]
         by_id: dict[int, LocalShard] = {id(s.param): s for s in shards.shards}
-        # By number in the whole model's state dict: those that this rank has rows of, and the
-        # number in that of the shards.
+        # By number in the whole model's state dict: the shards that have rows on this rank, and
+        # their numbers in the state dict of the shards.
         self._piece_of = {n: by_id[id(p)] for n, p in enumerate(whole) if id(p) in by_id}
         self._numbers = {number: place for place, number in enumerate(self._piece_of)}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates all parameters that have a gradient; returns the closure's result, if any."""
+        """Update all parameters that have a gradient, and return the closure's result, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -135,7 +142,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         returns = external_forward.returns
         try:
             self._take_step()
-        finally:  # every rank went back, and waits for the others
+        finally:  # if the engine was rolled back, so were all ranks, and each waits for the others
             if external_forward.returns != returns:
                 self._steps.went_back()
         if external_forward.returns == returns:
@@ -143,11 +150,11 @@ class SpreadOptimizer(OffloadedOptimizer):
         return loss
 
     @torch_private.without_grad
-    def _take_step(self) -> None:  # not by ``super().step``, which may run all hooks a second time
+    def _take_step(self) -> None:  # not ``super().step``, which may run all hooks a second time
         self._engine.step()
 
     def _whole_groups(self) -> list[dict[str, Any]]:
-        """The param groups, as state dicts have them."""
+        """Return the param groups in the format of state dicts."""
         start, groups = 0, []
         for group in self.param_groups:
             count = len(group["params"])
@@ -156,10 +163,10 @@ class SpreadOptimizer(OffloadedOptimizer):
         return groups
 
     def load_state_dict(self, state_dict: Any) -> None:  # type: ignore[override]
-        """Takes over state in torch's own format, as ``state_dict`` gives it.
+        """Load state in torch's own format, as ``state_dict`` returns it.
 
         Raises:
-            ValueError: other groups, or tensors of other shapes; nothing was changed.
+            ValueError: the groups differ, or tensors have other shapes. Nothing was changed.
         """
         if not isinstance(state_dict, Mapping):
             raise OffloadError(
@@ -173,7 +180,7 @@ class SpreadOptimizer(OffloadedOptimizer):
         mine = [len(group["params"]) for group in self.param_groups]
         if theirs != mine:
             raise ValueError(f"the state has param groups of {theirs} parameters, expected {mine}")
-        # A state has the key that its param has in the groups, whatever that is.
+        # The keys of the state are those in the groups; they need not be numbers.
         keys = [key for given in whole["param_groups"] for key in given["params"]]
         given_state = whole["state"]
         state = {
@@ -192,16 +199,16 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._engine.load_state({"state": state, "param_groups": groups})
 
     def commit(self) -> None:
-        """See ``OffloadedOptimizer.commit``; every rank calls it."""
-        self._engine.quiesce()  # so that edits count
+        """Commit the current state; every rank must call it. See ``OffloadedOptimizer.commit``."""
+        self._engine.quiesce()  # so that edits are included
         self._require_finite("commit")
         super().commit()
 
     def rollback(self) -> Any:
-        """See ``OffloadedOptimizer.rollback``; every rank calls it."""
+        """Restore the last commit; every rank must call it. See ``OffloadedOptimizer.rollback``."""
         runtime = self._engine.runtime
         if runtime.store.writer is None:
-            return super().rollback()  # which says so
+            return super().rollback()  # raises the error
         self._require_finite("rollback")
         self._steps.before_rollback()
         extra = super().rollback()
@@ -209,9 +216,10 @@ class SpreadOptimizer(OffloadedOptimizer):
         return extra
 
     def _require_finite(self, what: str) -> None:
-        """
+        """Require finite values on all ranks.
+
         Raises:
-            OffloadError: values are not finite on some rank, whose last step is no commit.
+            OffloadError: values are not finite on some rank, so its last step cannot be committed.
         """
         external_forward = self._engine.external_forward
         external_forward.landed()
@@ -225,8 +233,10 @@ class SpreadOptimizer(OffloadedOptimizer):
             )
 
     def save(self, path: str | Path) -> None:
-        """Commits, and exports whole weights and state to the new folder ``path``, as on one rank.
-        Every rank calls it; the first one writes, out of the stores of all, which it must see.
+        """Commit, and export whole weights and state to the new folder ``path``, as on one rank.
+
+        Every rank must call it. The first rank writes. It reads the stores of all ranks, which it
+        must be able to access.
 
         Raises:
             OffloadError: as on one rank.
@@ -248,37 +258,42 @@ class SpreadOptimizer(OffloadedOptimizer):
         self._holder.world.of_first(export)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``overspill.named_weights``; every rank takes all of them."""
+        """Iterate over the whole weights; every rank must take all of them.
+
+        See ``overspill.named_weights``.
+        """
         for name, p in self._holder.model.named_parameters():
             whole = self._holds(name, p).detach()
             yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole.clone()
 
     def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        """What holds a parameter's weight, which the model shows as ``p``."""
+        """Return the parameter that holds the weight which the model shows as ``p``."""
         return p
 
     def give_back(self) -> None:
-        """The model is an ordinary one again, spread as before, with its trained weights; every
-        rank calls it."""
+        """Unwrap the model: it is ordinary again, spread as before, with its trained weights.
+
+        Every rank must call it.
+        """
         self._engine.give_back()
         self._holder.let_go()
         self.close()
 
     @property
     def _broken(self) -> bool:
-        """Whether something may be left on its way between ranks."""
+        """Whether messages between ranks may be left unread."""
         return False
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        if raised is not None:  # nobody would see the error while this waits for the others
+        if raised is not None:  # the error would be hidden while this waits for the other ranks
             self._holder.world.votes.ends(failing=True)
         super().__exit__(kind, raised, trace)
 
     def close(self) -> None:
-        """Ends all threads and frees all memory; every rank calls it."""
+        """End all threads and free all memory; every rank must call it."""
         try:
             super().close()
         except OffloadError as error:
@@ -290,7 +305,7 @@ class SpreadOptimizer(OffloadedOptimizer):
 
 
 class ShardedOptimizer(SpreadOptimizer):
-    """Over a model that FSDP2 has sharded: its parameters are ``DTensor``s, and so is its state."""
+    """The optimizer of a model that FSDP2 has sharded; parameters and state are ``DTensor``s."""
 
     def __init__(
         self, engine: Engine, inner: torch.optim.Optimizer, steps: AroundSteps, shards: Shards,
@@ -304,16 +319,16 @@ class ShardedOptimizer(SpreadOptimizer):
         self._sharded = {number: every[id(p)] for number, p in enumerate(whole)}  # as ``_piece_of``
 
     def _holds(self, name: str, p: nn.Parameter) -> nn.Parameter:
-        shard = self._by_name.get(name)  # what is shown may be gathered, and in another dtype
+        shard = self._by_name.get(name)  # ``p`` may be gathered, and in another dtype
         return p if shard is None else shard.param
 
-    def _state(self) -> dict[str, Any]:  # of ``DTensor``s; every rank calls it
+    def _state(self) -> dict[str, Any]:  # has ``DTensor``s; every rank must call it
         found = self._engine.state_dict()["state"]
         state = {
             number: spread(self._sharded[number], found[place])
             for number, place in self._numbers.items() if place in found
         }  # fmt: skip
-        # The first rank has rows of every parameter, and so knows what each has for state.
+        # The first rank has rows of every parameter, so it knows the state of each.
         likes = {number: _like(each) for number, each in state.items()}
         for number, like in self._holder.world.gathered(likes)[0].items():
             if number not in state:
@@ -322,14 +337,14 @@ class ShardedOptimizer(SpreadOptimizer):
 
 
 def _like(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state without its values: of what is sharded, the dtype."""
+    """Return a parameter's state with the dtype in place of each sharded tensor."""
     return {
         name: value.dtype if isinstance(value, DTensor) else value for name, value in state.items()
     }
 
 
 def _empty(shard: Shard, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter of which this rank has no rows."""
+    """Return the state of a parameter of which this rank has no rows."""
     return {
         name: shard.like_whole(torch.empty_like(shard.local, dtype=value))
         if isinstance(value, torch.dtype)

@@ -1,4 +1,4 @@
-"""What a rank has of a model that is spread over several, however that is done."""
+"""The interface of models that are spread over ranks, for every parallel strategy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from ..errors import OffloadError
 
 
 class LocalShard(Protocol):
-    """One parameter, of which this rank has rows: those that are one after the other in its first
-    dimension, as many as on the other ranks, but for the last ones."""
+    """One parameter of which this rank has some rows.
+
+    The rows are contiguous in its first dimension. All ranks have equally many, except for the last
+    ones.
+    """
 
     @property
     def name(self) -> str:
-        """In the model."""
+        """The name in the model."""
         ...
 
     @property
@@ -29,15 +32,18 @@ class LocalShard(Protocol):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's rows, maybe none."""
+        """This rank's rows, possibly none."""
         ...
 
     def first_row(self, rank: int) -> int:
-        """Where a rank's rows begin in the whole parameter."""
+        """Return where a rank's rows begin in the whole parameter."""
         ...
 
     def part_of(self, value: Any) -> Any:
-        """Of what is as the whole parameter is, this rank's rows; all else as it is."""
+        """Return this rank's rows of a value that is shaped like the whole parameter.
+
+        Other values are returned unchanged.
+        """
         ...
 
 
@@ -46,27 +52,27 @@ class SpreadModule(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the module, in the model."""
+        """The name of the module in the model."""
         ...
 
     @property
     def module(self) -> nn.Module:
-        """Whose parameters they are."""
+        """The module that owns the parameters."""
         ...
 
     @property
     def shards(self) -> Sequence[LocalShard]:
-        """Its parameters, each in one part of the model alone."""
+        """Its parameters. Each belongs to one part of the model only."""
         ...
 
 
 class ParallelStrategy(Protocol):
-    """How a model is spread.
+    """The way in which a model is spread over ranks.
 
     Attributes:
-        model: whose names parameters have in stores.
-        held: the modules that users have.
-        parts: of ``model``, all of them.
+        model: the model whose parameter names are used in stores.
+        held: the modules that users hold.
+        parts: all parts of ``model``.
     """
 
     model: nn.Module
@@ -74,28 +80,30 @@ class ParallelStrategy(Protocol):
     parts: Sequence[SpreadModule]
 
     def refuse(self, config: OffloadConfig) -> None:
-        """
+        """Refuse options that the strategy does not support.
+
         Raises:
-            ValueError: an option is not for it.
+            ValueError: an option is not supported.
         """
         ...
 
 
 def rows_in(tensor: torch.Tensor) -> int:
-    """A single number is one row."""
+    """Return the number of rows; a scalar is one row."""
     return tensor.shape[0] if tensor.dim() else 1
 
 
 def rows_of_rank(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """The first of a rank's rows, and the first that is not: as ``torch.chunk`` cuts."""
+    """Return the range of a rank's rows, [first, last), split as ``torch.chunk`` does."""
     each = -(-rows // size)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def require_initialised() -> None:
-    """
+    """Require an initialised ``torch.distributed``.
+
     Raises:
-        OffloadError: torch.distributed is not in use.
+        OffloadError: it is not initialised.
     """
     if not dist.is_initialized():
         raise OffloadError(

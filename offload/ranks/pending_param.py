@@ -1,5 +1,4 @@
-"""What a replicated parameter is for Python code while its updated weights are on their way: the
-first that uses it waits for them."""
+"""Replicated parameters whose updated weights are on their way: their first use waits for them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ..training.operations import ABOUT, LAYOUT, LIKE, is_view
 from ..training.param_handle import ParamHandle, PlaceholderParam, known
 from ..training.parameters import OnloadedParam
 
-_ANY_TIME = (ABOUT | LAYOUT | LIKE) - {"__reduce_ex__"}  # what asks for no values
+_ANY_TIME = (ABOUT | LAYOUT | LIKE) - {"__reduce_ex__"}  # operations that read no values
 
 
 class PendingParam(PlaceholderParam):
@@ -53,14 +52,14 @@ class PendingParam(PlaceholderParam):
 
 
 def arrive(p: Any) -> None:
-    """Returns when the weights are current, and the parameter is ``OnloadedParam``."""
+    """Wait until the weights are current; the parameter then is an ``OnloadedParam``."""
     mine = known(p)
     access: Any = mine.access
     access.arrive(mine.index)
 
 
 def manage_replica(p: nn.Parameter, number: int, name: str, access: Any) -> ParamHandle:
-    """Makes a parameter one that may be awaited; it is not yet."""
+    """Manage a parameter so that it can be awaited; its weights are current for now."""
     spec = ParamSpec(number, name, tuple(p.shape), tuple(p.stride()), p.numel(), 0)
     made = ParamHandle(p, spec, access, OnloadedParam, PendingParam)
     made.show(p, p.data)

@@ -1,4 +1,4 @@
-"""How training goes on from the stores of many ranks: on as many, on others, or on one."""
+"""Resumes training from the stores of many ranks: on as many ranks, on others, or on one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FACTS = ("its shape", "its dtype", "the param group that trains it")
 
 
 class Rows(Mapping[str, Any]):
-    """One parameter's state, of which each tensor is read when it is asked for."""
+    """One parameter's state, each tensor of which is read on access."""
 
     def __init__(self, source: RunSource, name: str, start: int, stop: int) -> None:
         self._source, self._name, self._rows = source, name, (start, stop)
@@ -60,14 +60,14 @@ def resumed_shards(
     model: nn.Module, folders: Sequence[Path], optimizer: torch.optim.Optimizer | None,
     options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
-    """See ``resume``: every rank calls it, with the same arguments."""
+    """Resume on many ranks; every rank must call it with the same arguments. See ``resume``."""
 
     def bring(sharding: Sharding) -> tuple[OffloadedOptimizer, Any]:
         given = {name: value for name, value in options.items() if value is not None}
         sharding.refuse(OffloadConfig.from_options({"nvme": folders, **given}))
         world = sharding.world
         run = find_run(folders) or RunStores([find_store(folders)], ranks=False)
-        world.gathered(None)  # nobody changes a store before all have looked
+        world.gathered(None)  # no rank changes a store before all have read it
         same = run.ranks and len(run.stores) == world.size and options.get("nvme") is None
         if same:
             _require_units(sharding, run.stores[world.rank])
@@ -85,7 +85,7 @@ def resumed_whole(
     model: nn.Module, run: RunStores, folders: Sequence[Path],
     optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
-    """See ``resume``: the model is on one rank, the stores are those of several."""
+    """Resume on one rank from the stores of several. See ``resume``."""
     source = RunSource(run)
     try:
         optimizer = optimizer or _optimizer(model, source)
@@ -106,7 +106,7 @@ def resumed_whole(
 
 
 def _agreed(run: RunStores, rank: int) -> OwnedStore:
-    """A rank's own store, at the commit that all have."""
+    """Open a rank's own store at the commit that all ranks have."""
     wanted, directories = run.generations[rank], run.stores[rank].directories
     store = own_store(directories)
     try:
@@ -121,9 +121,10 @@ def _agreed(run: RunStores, rank: int) -> OwnedStore:
 
 
 def _require_units(sharding: Sharding, store: FoundStore) -> None:
-    """
+    """Require stores of a model that was spread in the same way.
+
     Raises:
-        OffloadError: the ranks' stores are of a model that was spread otherwise, on some rank.
+        OffloadError: the stores of some rank have other parameters.
     """
     theirs = sorted(names_in(store))
     mine = sorted(name for name, _ in sharding.shards.named_parameters())
@@ -139,7 +140,7 @@ def _same(
     sharding: Sharding, store: OwnedStore, folders: Sequence[Path],
     optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
-    """As many ranks as there were: each goes on in its store."""
+    """Resume on the same number of ranks: each continues in its own store."""
     source = RunSource(RunStores([store]))
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
@@ -160,7 +161,10 @@ def _others(
     sharding: Sharding, run: RunStores, folders: Sequence[Path],
     optimizer: torch.optim.Optimizer | None, options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
-    """Other ranks than there were: each reads its rows out of all stores, and begins its own."""
+    """Resume on another number of ranks.
+
+    Each reads its rows out of all stores, and starts a store of its own.
+    """
     world, source, before = sharding.world, RunSource(run), None
     try:
         optimizer = optimizer or _optimizer(sharding.model, source)
@@ -172,11 +176,11 @@ def _others(
             start = shard.first_row(world.rank)
             stop = start + rows_in(p)
             rows[shard.name] = p, start, stop
-            # Beside the model's own, which is kept until all ranks have come so far.
+            # Uses new memory: the model's own is kept until all ranks have an engine.
             torch_private.become(p, source.weight(shard.name, start, stop).to(p.device))
         mine = sharding.optimizer_over(optimizer)
         extra = _fill(sharding.model, mine, source, rows, world.rank)
-        world.refuse_runs(config.nvme or (), {world.size})  # older than the one to go on with
+        world.refuse_runs(config.nvme or (), {world.size})  # an older run, not the resumed one
         own = sharding.config(config, mine)
         make = _from_step(run.step, sharding.made_by(optimizer, resumed=True))
         made = opened(sharding.shards, mine, own, make)
@@ -198,7 +202,7 @@ def _optimizer(model: nn.Module, source: RunSource) -> torch.optim.Optimizer:
 def _formats(
     source: RunSource, options: dict[str, Any], folders: Sequence[Path]
 ) -> dict[str, Any]:  # fmt: skip
-    """The options, with the formats of the stores."""
+    """Return the options, completed with the formats of the stores."""
     layout = source.run.stores[0].layout
     given = formats_of(layout.description, options)
     given.pop("durable", None)
@@ -212,9 +216,10 @@ def _formats(
 def _require_like(
     source: RunSource, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> None:
-    """
+    """Require stores of the same model and optimizer.
+
     Raises:
-        OffloadError: the stores are those of another model, or optimizer.
+        OffloadError: they are of another model or optimizer.
     """
     rule, kept = rules_for(optimizer)[0].name, source.optimizer
     if rule != kept:
@@ -242,8 +247,13 @@ def _fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, source: RunSource,
     rows: Mapping[str, tuple[nn.Parameter, int, int]], rank: int,
 ) -> Any:  # fmt: skip
-    """The optimizer's state is that of the stores, read when it is taken over; hyper-parameters,
-    buffers and random generators are theirs from now on.  Gives the commit's ``extra``."""
+    """Set the optimizer, buffers and random generators to what the stores hold.
+
+    The optimizer's state is read when it is loaded.
+
+    Returns:
+        The commit's ``extra``.
+    """
     facts = source.facts_of(rank)
     buffers = UnmanagedState(model, source.buffers)
     if rank == 0:
@@ -259,7 +269,7 @@ def _fill(
 
 
 class _Before:
-    """What a model and its optimizer were, apart from weights and state."""
+    """The former state of a model and its optimizer, except for weights and optimizer state."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._groups = [
@@ -282,7 +292,7 @@ def _kept(value: Any) -> Any:
 
 
 def _from_step(step: int, make: Callable[[Engine], Made]) -> Callable[[Engine], Made]:
-    """``make``, for an engine that has taken so many steps."""
+    """Wrap ``make`` for an engine that has already taken ``step`` steps."""
 
     def made(engine: Engine) -> Made:
         runtime = engine.runtime

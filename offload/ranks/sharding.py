@@ -1,4 +1,4 @@
-"""A model that is spread over ranks, and its shards, on the way to an engine."""
+"""The setup of an engine for this rank's shards of a model that is spread over ranks."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from .world import World
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made")
-# What says how weights are made or moved, which is FSDP2's here, or DDP's.
 _OWN = ("device", "extra", "init", "rates", "verbose", "weights")  # may differ by rank
+# These control how weights are created or moved, which FSDP2 or DDP does here.
 _NOT_HERE = ("precision", "frozen", "units", "resident", "init", "tokens")
 
 
 class Sharding:
-    """What a rank has of a model, before there is an engine and while there is one.
+    """This rank's part of a model, before and while it has an engine.
 
     Attributes:
-        model: whose names parameters have in stores.
+        model: the model whose parameter names are used in stores.
         world: the ranks.
         shards: this rank's part, as a model of its own.
     """
@@ -55,8 +55,10 @@ class Sharding:
     def __init__(
         self, model: nn.Module, world: World, *, device: torch.device | str | None, filled: bool
     ) -> None:
-        """``filled``: weights come from elsewhere; those of shards, on ``device``, are of no
-        account.
+        """
+        Args:
+            filled: weights come from elsewhere, so the values of the shards do not matter.
+            device: the device of shards that have no memory yet.
 
         Raises:
             OffloadError: the model is not spread over ranks in a way that can be wrapped.
@@ -80,23 +82,28 @@ class Sharding:
         self._conversions: Conversions | None = None
 
     def refuse(self, config: OffloadConfig) -> None:
-        """
+        """Refuse options that this strategy does not support.
+
         Raises:
-            ValueError: an option is not for the way in which the model is spread.
+            ValueError: an option is not supported.
         """
         refuse_options(config)
         self._way.refuse(config)
 
     def fill(self, weights: Path, ignored: Sequence[str] = ()) -> None:
-        """Shards get their rows of what is in files."""
+        """Fill the shards with their rows of tensors in files."""
         fill_from_files(self.model, self._parts, weights, self.world.rank, ignored)
 
     def release(self, *, broken: bool = False) -> None:
-        """Nobody speaks with the other ranks any more; ``broken``: weights did not come."""
+        """Stop communication with the other ranks.
+
+        Args:
+            broken: a round of weights failed, and messages of it may be left unread.
+        """
         self.world.close(broken=broken)
 
     def let_go(self) -> None:
-        """The model is nobody's, and as it was spread before."""
+        """Detach overspill and restore the sharding from before ``wrap``."""
         for bridge in self._bridges:
             bridge.give_back()
         self._bridges.clear()
@@ -107,7 +114,7 @@ class Sharding:
                 module.__dict__.pop(name, None)
 
     def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
-        """This rank's options.
+        """Return this rank's options.
 
         Raises:
             ValueError: ranks were given different options, or optimizers.
@@ -133,7 +140,7 @@ class Sharding:
         return replace(self.world.share(whole), rates=rates, units=units, resident=units)
 
     def _rates(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> Rates:
-        """The machine's, measured by the first of its ranks."""
+        """Return the machine's rates, which the first of its ranks measures."""
 
         def measure() -> Rates:
             accelerator = make_accelerator(config.device, config.rates)
@@ -150,8 +157,11 @@ class Sharding:
     def made_by(
         self, optimizer: torch.optim.Optimizer, *, resumed: bool = False
     ) -> Callable[[Engine], SpreadOptimizer]:
-        """What makes the optimizer that users hold, once there is an engine; ``resumed``: that has
-        other weights than the model."""
+        """Return a function that creates the user's optimizer for an engine.
+
+        Args:
+            resumed: the engine's weights differ from the model's.
+        """
 
         def make(engine: Engine) -> SpreadOptimizer:
             runtime, external_forward = engine.runtime, engine.external_forward
@@ -159,7 +169,7 @@ class Sharding:
             if runtime.store.writer is not None:
                 runtime.store.writer.agree_by(self.world.votes)
             made = self._made(engine, optimizer, resumed=resumed)
-            self.world.gathered(None)  # from here on there is one on every rank
+            self.world.gathered(None)  # from here on every rank has an engine
             for bridge in self._bridges:
                 bridge.begin()
             marks = {
@@ -200,11 +210,11 @@ class Sharding:
         return ReplicatedOptimizer(engine, optimizer, replicated, shards, self, self.world)
 
     def optimizer_over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """One like it, over this rank's shards.
+        """Return an optimizer like the given one over this rank's shards.
 
         Raises:
-            ValueError: it has a parameter that the model has not.
-            OffloadError: it keeps an average, which is for one rank.
+            ValueError: it has a parameter that is not in the model.
+            OffloadError: it keeps an average, which only works on one rank.
         """
         if any(DECAY in group for group in optimizer.param_groups):
             raise OffloadError("overspill.ema is for a model on one rank yet")
@@ -224,8 +234,13 @@ def on_all_ranks(
     model: nn.Module, work: Callable[[Sharding], Made], *, device: torch.device | str | None,
     filled: bool,
 ) -> Made:  # fmt: skip
-    """What ``work`` gives, which brings a model to its engine: on every rank, or on none.  The
-    first rank says what all have to say."""
+    """Run ``work``, which gives a model its engine, so that it succeeds on all ranks or on none.
+
+    Only the first rank logs messages at level ``INFO`` and below.
+
+    Returns:
+        The result of ``work``.
+    """
     require_initialised()
     replicated = isinstance(model, DistributedDataParallel)
     ranks = model.process_group if isinstance(model, DistributedDataParallel) else ranks_of(model)
@@ -256,9 +271,10 @@ def on_all_ranks(
 
 
 def refuse_options(config: OffloadConfig) -> None:
-    """
+    """Refuse options that models spread over ranks do not support.
+
     Raises:
-        ValueError: one of them is not for a model that is spread over ranks.
+        ValueError: an option is not supported.
     """
     for each in fields(config):
         if each.name in _NOT_HERE and getattr(config, each.name) != each.default:
@@ -274,7 +290,7 @@ def refuse_options(config: OffloadConfig) -> None:
 
 
 class _Quiet(logging.Filter):
-    """One rank speaks for all."""
+    """Drops messages at level ``INFO`` and below on all ranks but the first."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""A rank's shards as a model of their own: ordinary parameters, which an engine takes over as it
-does any model's, and an optimizer over them."""
+"""A rank's shards as a model of their own, and an optimizer over them.
+
+The shards are ordinary parameters, which an engine takes over like those of any model.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,29 @@ from torch import nn
 from ..training import module_private
 from .parts import LocalShard, SpreadModule
 
-_DOT = "/"  # in names of modules, which may have none of the others
-BUFFERS, ROOT = "(buffers)", "(model)"  # no module has such a name
+_DOT = "/"  # stands for "." in the names of modules and parameters, which may not contain it
+BUFFERS, ROOT = "(buffers)", "(model)"  # no module of the model has such a name
 
 
 class Shards(nn.Module):
-    """Holds this rank's shards, by part of the model.  A shard without rows is left out.
+    """This rank's shards, grouped by part of the model. A shard without rows is left out.
 
-    Its buffers are the model's, whatever they are when they are asked for, so that they are
-    committed with the weights.
+    Its buffers are the model's current ones at each access, so that they are committed with the
+    weights.
+
+    Attributes:
+        shards: the shards that have rows on this rank.
+        empty: the shards that have none.
+        local: for each of ``shards``, its parameter in this model.
+        units: the names of the submodules that hold these parameters.
     """
 
-    stands_in = True  # see ``OriginalWeights``: what it has is the model's
+    stands_in = True  # its parameters and buffers are the model's; see ``OriginalWeights``
 
     def __init__(self, model: nn.Module, parts: Sequence[SpreadModule]) -> None:
         super().__init__()
         self.shards: list[LocalShard] = []
-        self.empty: list[LocalShard] = []  # of which this rank has no rows
+        self.empty: list[LocalShard] = []
         self.local: list[nn.Parameter] = []
         self.units: list[str] = []
         for each in parts:
@@ -49,12 +57,12 @@ class Shards(nn.Module):
         self._share_buffers()
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``, whose walks over modules and buffers all begin here."""
+        """See ``nn.Module``. All its walks over modules and buffers begin here."""
         self._share_buffers()
         yield from super().named_modules(*args, **options)
 
     def _share_buffers(self) -> None:
-        """A forward may have given a name another tensor."""
+        """Adopt the model's current buffers: a forward may have replaced the tensor of a name."""
         kept = _Buffers()
         for prefix, module in self._of_model():
             for name, buffer in module.named_buffers(recurse=False):
@@ -62,10 +70,10 @@ class Shards(nn.Module):
                 persistent = module_private.is_persistent(module, name)
                 kept.register_buffer(path, buffer, persistent=persistent)
                 kept.owners[path] = module, name
-        self.add_module(BUFFERS, kept)  # in the place of the last one
+        self.add_module(BUFFERS, kept)  # replaces the previous one
 
     def forward(self) -> None:
-        """Nothing runs here."""
+        """Raise ``NotImplementedError``: the shards are not run as a model."""
         raise NotImplementedError
 
 
@@ -84,7 +92,7 @@ class _Buffers(nn.Module):
 
 
 class ShardGroup(dict[str, Any]):
-    """A param group whose parameters are the shards of another's; all else is that one's own."""
+    """A param group over shards. All keys except ``params`` refer to the original group."""
 
     def __init__(self, whole: dict[str, Any], params: list[nn.Parameter]) -> None:
         super().__init__(whole)
@@ -126,8 +134,10 @@ class ShardGroup(dict[str, Any]):
 
 
 def optimizer_over(shards: Shards, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer like the given one, over a rank's shards, with its hyper-parameters and what
-    state it has."""
+    """Return an optimizer like the given one over a rank's shards.
+
+    It shares the hyper-parameters and has the shards' part of the existing state.
+    """
     local = {id(s.param): p for s, p in zip(shards.shards, shards.local, strict=True)}
     groups = [
         ShardGroup(group, [local[id(p)] for p in group["params"] if id(p) in local])

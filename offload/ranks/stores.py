@@ -1,5 +1,4 @@
-"""The stores that ranks have left below one folder: which are of one run, and what they hold as a
-whole."""
+"""The stores of many ranks below one folder: those of one run, and what they hold together."""
 
 from __future__ import annotations
 
@@ -23,24 +22,24 @@ _RANK = re.compile(r"rank-(\d{5})-of-(\d{5})")
 
 
 def rank_folder(rank: int, size: int) -> str:
-    """The name of a rank's own folder below a run's."""
+    """Return the name of a rank's own folder below a run's."""
     return f"rank-{rank:05d}-of-{size:05d}"
 
 
 def with_ranks(folder: Path) -> list[Path]:
-    """The folder, and those of ranks below it."""
+    """Return the folder, and those of ranks below it."""
     below = folder.iterdir() if folder.is_dir() else ()
     return [folder, *(each for each in below if _RANK.fullmatch(each.name))]
 
 
 def holds_store(folder: Path) -> bool:
-    """Whether there is a store that is to be kept."""
+    """Return whether the folder has a store that must be kept."""
     found = read_manifest(folder) if folder.is_dir() else None
     return found is not None and bool(found.kept or found.damage)
 
 
 def runs_in(folders: Iterable[Path]) -> set[int]:
-    """Of how many ranks there are runs below folders; a rank may lack its store."""
+    """Return the numbers of ranks of the runs below folders; a rank may lack its store."""
     names = [each for folder in folders if folder.is_dir() for each in folder.iterdir()]
     return {
         int(match[2]) for each in names
@@ -49,7 +48,7 @@ def runs_in(folders: Iterable[Path]) -> set[int]:
 
 
 def in_the_way(folder: Path, ranks: int) -> IoError:
-    """The error for a folder that holds a run of so many, where another one is to begin."""
+    """Return the error for a folder that holds a run of ``ranks``, where a new run is to start."""
     who = "one rank" if ranks == 1 else f"{ranks} ranks"
     return IoError(
         f"{folder}: holds a run of {who}; continue it with overspill.resume(model, "
@@ -60,12 +59,12 @@ def in_the_way(folder: Path, ranks: int) -> IoError:
 
 
 def whole_name(name: str) -> str:
-    """What a model calls a parameter that is ``name`` among a rank's shards."""
+    """Return the model's name of a parameter that is called ``name`` among a rank's shards."""
     return name.split(".", 1)[1].replace("/", ".")
 
 
 def names_in(store: FoundStore) -> list[str]:
-    """Of all parameters of one store, as that has them."""
+    """Return the names of all parameters of one store, as the store has them."""
     units = store.layout.description["units"]
     return [p["name"] for unit in units for chunk in unit["chunks"] for p in chunk["params"]]
 
@@ -74,26 +73,31 @@ class RunStores:
     """The stores of all ranks of one run, and the commit that all of them have."""
 
     def __init__(self, stores: Sequence[FoundStore], *, ranks: bool = True) -> None:
-        """``ranks``: they are shards; else one store of a whole model.
+        """
+        Args:
+            ranks: the stores hold shards; otherwise there is one store of a whole model.
 
         Raises:
             IoError: a rank's store was never committed.
-            CorruptionError: one is damaged, or they have no commit in common.
+            CorruptionError: a store is damaged, or they have no commit in common.
         """
         self.stores, self.ranks = list(stores), ranks
         self.generations = _in_common(self.stores)
 
     @property
     def step(self) -> int:
-        """Of the commit that all have."""
+        """The step of the commit that all have."""
         return self.generations[0].step
 
 
 def _in_common(stores: Sequence[FoundStore]) -> list[Generation]:
-    """Of each store, the last commit that all have.  A rank may have made one more, which the
-    others did not come to: then the data of the one before it is untouched."""
+    """Return, for each store, the last commit that all have.
+
+    A rank may have made one more, which the others did not reach. The data of the commit before it
+    is then untouched.
+    """
     for store in stores:
-        store.last()  # or raises
+        store.last()  # raises if there is no commit
     mine = [{(g.number, g.step): g for g in store.generations[-2:]} for store in stores]
     common = set(mine[0]).intersection(*mine)
     if not common:
@@ -110,11 +114,13 @@ def _in_common(stores: Sequence[FoundStore]) -> list[Generation]:
 
 
 def find_run(folders: Sequence[Path]) -> RunStores | None:
-    """The newest whole set of ranks' stores below the folders of a run, or the store of one rank in
-    them, if that is newer; ``None``: no ranks have left any.
+    """Return the newest complete set of ranks' stores below the folders of a run.
+
+    If the folders themselves hold the store of one rank, and it is newer, that is returned.
+    ``None``: there are no ranks' stores.
 
     Raises:
-        IoError: no set is whole.
+        IoError: no set is complete.
         CorruptionError: see ``RunStores``.
     """
     sizes = runs_in(folders)
@@ -139,8 +145,10 @@ def find_run(folders: Sequence[Path]) -> RunStores | None:
 
 
 class RunSource:
-    """What a run's commit holds, of whole parameters, read in parts; as ``StoreSource`` of one
-    store."""
+    """The contents of a run's commit as whole parameters, read in parts.
+
+    It corresponds to ``StoreSource`` of one store.
+    """
 
     def __init__(self, run: RunStores) -> None:
         self.run, self.generation = run, run.generations[0]
@@ -154,27 +162,27 @@ class RunSource:
             raise
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for source in self._sources:
             source.close()
 
     def facts_of(self, rank: int) -> Mapping[str, Any]:
-        """What a rank's commit says of the run; of one more than there were, the first one's."""
+        """Return the facts in a rank's commit, or in the first rank's if there is no such rank."""
         return self._sources[rank if rank < len(self._sources) else 0].facts
 
     @cached_property
     def members(self) -> list[list[str]]:
-        """The parameters of every param group; rank 0 has rows of them all."""
+        """The parameters of every param group; rank 0 has rows of all of them."""
         return [[self._named(name) for name in group] for group in self.facts_of(0)["members"]]
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Of the first rank."""
+        """The buffers of the first rank."""
         return {self._named(k): v for k, v in self.facts_of(0)["buffers"].items()}
 
     @cached_property
     def _weights(self) -> dict[str, list[StreamedTensor]]:
-        """By parameter, its rows on each rank that has some."""
+        """By parameter, its rows on each rank that has any."""
         found: dict[str, list[StreamedTensor]] = {}
         for source in self._sources:
             for tensor in source.parameters():
@@ -183,7 +191,7 @@ class RunSource:
 
     @cached_property
     def _state(self) -> dict[str, dict[str, Any]]:
-        """By parameter, its state: tensors by their rows on each rank, and the steps it took."""
+        """By parameter, its state: tensors as their rows on each rank, and its step count."""
         found: dict[str, dict[str, Any]] = {}
         for source in self._sources:
             tree = source.state_dict()
@@ -202,12 +210,12 @@ class RunSource:
         return found
 
     def weights(self) -> list[StreamedTensor]:
-        """Every parameter once, whole, then the buffers."""
+        """Return every whole parameter once, then the buffers."""
         joined = [one_after_the_other(name, rows) for name, rows in self._weights.items()]
         return joined + [in_memory(name, value) for name, value in self.buffers.items()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, of whole parameters, as ``StoreSource.state_dict``."""
+        """Return the optimizer's state of whole parameters, as ``StoreSource.state_dict``."""
         names = [name for group in self.members for name in group]
         number_of = {name: number for number, name in enumerate(names)}
         groups = [
@@ -226,28 +234,28 @@ class RunSource:
     # -- rows -----------------------------------------------------------------------------------
 
     def weight(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a parameter, as it is stored."""
+        """Return rows of a parameter, as it is stored."""
         return rows_of(self._weights[name], start, stop)
 
     def state(self, name: str, key: str, start: int, stop: int) -> Any:
-        """Rows of one tensor of a parameter's state, fp32; or its step."""
+        """Return rows of one tensor of a parameter's state, in fp32, or its step."""
         value = self._state[name][key]
         return rows_of(value, start, stop) if isinstance(value, list) else value
 
     def state_names(self, name: str) -> list[str]:
-        """What the state of a parameter consists of; nothing, if it took no step."""
+        """Return the names in a parameter's state; empty if it took no step."""
         return list(self._state.get(name, ()))
 
     # -- what it is of --------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> str:
-        """The name of its rule."""
+        """The name of the optimizer's rule."""
         return str(self.run.stores[0].layout.description["optimizer"])
 
     @cached_property
     def parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype, int | None]]:
-        """Shape, dtype and param group of every whole parameter; ``None``: it is not trained."""
+        """Shape, dtype and param group (``None``: not trained) of every whole parameter."""
         chunk_of = {
             self._named(p["name"]): chunk
             for store in self.run.stores for unit in store.layout.description["units"]
@@ -264,10 +272,10 @@ class RunSource:
 
 
 def rows_of(parts: Sequence[StreamedTensor], start: int, stop: int) -> torch.Tensor:
-    """Rows of a tensor that lies in parts, one after the other."""
+    """Return rows of a tensor that is stored in consecutive parts."""
     found, first = [], 0
     for part in parts:
-        if not part.shape:  # a single number, which one rank has
+        if not part.shape:  # a scalar, which only one rank has
             return whole(part)
         count = part.shape[0]
         low, high = max(start, first), min(stop, first + count)

@@ -1,4 +1,4 @@
-"""How ranks agree on a commit: each comes here when its record is durable, and all must come."""
+"""Agreement of all ranks on each commit, once its record is durable on every rank."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ..errors import OffloadError
 
 log = logging.getLogger("overspill")
 
-PATIENCE_S = 600.0  # for a rank that is slower
-CLOSING_S = 30.0  # once this one ends
-FAILING_S = 1.0  # once this one ends because of an error, which nobody would see meanwhile
+PATIENCE_S = 600.0  # wait for a slower rank
+CLOSING_S = 30.0  # once this rank closes
+FAILING_S = 1.0  # once this rank closes after an error, which the wait would hide
 _LOOK_S = 0.0005
 
 
 class Votes:
-    """One engine's, on a group that only the thread that commits uses.
+    """The votes of one engine, on a group that only the commit thread uses.
 
-    A rank that ends does not wait for long: others may wait for it where no engine knows of it.
-    Nothing is lost by that: where all records are durable, ``resume`` finds the commit, sealed or
-    not, and where one is missing the commit before is whole.
+    A rank that closes does not wait long: others may wait for it where their engine does not know.
+    This loses no data. If all records are durable, ``resume`` finds the commit, sealed or not. If
+    one is missing, the commit before it is complete.
 
     Attributes:
-        abandoned: a commit was not waited for to the end, as this rank has ended.
-        broken: some commit was not agreed on, and the group may have something left of it.
+        abandoned: this rank has closed, and did not wait for a commit to the end.
+        broken: the ranks did not agree on a commit, and messages of it may be left on the group.
     """
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
@@ -38,16 +38,20 @@ class Votes:
         self.abandoned = self.broken = False
 
     def ends(self, *, failing: bool = False) -> None:
-        """This rank ends; ``failing``: with an error."""
+        """Limit the wait for other ranks, because this rank closes.
+
+        Args:
+            failing: it closes after an error.
+        """
         until_s = time.monotonic() + (FAILING_S if failing else CLOSING_S)
         with self._lock:
             self._until_s = until_s if self._until_s is None else min(self._until_s, until_s)
 
     def agreed(self, number: int, step: int) -> None:
-        """Returns when every rank has come to the same commit; on the thread that commits.
+        """Block the commit thread until every rank has come to the same commit.
 
         Raises:
-            OffloadError: one has another, or did not come.
+            OffloadError: a rank has another commit, or did not come.
         """
         mine = torch.tensor([number, step])
         found = [torch.empty_like(mine) for _ in range(self._size)]

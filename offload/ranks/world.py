@@ -1,4 +1,4 @@
-"""The ranks that train a model together, and what they share of a machine."""
+"""The ranks that train a model together: their communication, and their shares of a machine."""
 
 from __future__ import annotations
 
@@ -30,25 +30,42 @@ from ..planning.budgets import (
 from .stores import holds_store, in_the_way, rank_folder, runs_in
 from .voting import Votes
 
-PATIENCE = timedelta(minutes=10)  # for a rank that does not answer
-WORD_S = 5.0  # between two words of a rank that others wait for
+PATIENCE = timedelta(minutes=10)  # wait for a rank that does not answer
+WORD_S = 5.0  # interval between messages of a rank that others wait for
 Given = TypeVar("Given")
+
+# Note [Errors on one rank]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
+# Ranks that build an engine together exchange messages with ``gathered``, a collective. If one rank
+# raises, the others would wait for it in their next ``gathered`` until the group times out.
+#
+# ``all_or_none`` prevents that. A rank whose work raises takes part in one more ``gathered``, with
+# a ``_Failed`` as its message, and then raises its own error. On the other ranks that call of
+# ``gathered`` raises ``OtherRankError``. Two conditions must hold:
+#
+# - The work ends with a ``gathered`` on every rank. A rank that returned earlier could not receive
+#   an error of another rank.
+# - The error did not interrupt a ``gathered``. If it did (``_lost``), the other ranks are in that
+#   call, or have ended, and another message would not reach them.
 
 
 class OtherRankError(OffloadError):
-    """Another rank could not do what all have to do together."""
+    """Another rank could not do its part of what all ranks do together."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """The last word of a rank that has an error."""
+    """The last message of a rank that has an error; see Note [Errors on one rank]."""
 
     why: str
 
 
 class _Pair:
-    """Two groups of ranks for the words of one engine, and one for weights where it needs that.
-    They are used again when it has ended: torch finds new ones by names that it does not forget."""
+    """The process groups of one engine: two for messages, and one for weights if needed.
+
+    Later engines use the same groups, because torch never forgets the names of groups that it has
+    created.
+    """
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members, self.of = members, dist.group.WORLD
@@ -57,7 +74,7 @@ class _Pair:
         self._weights: dist.ProcessGroup | None = None
 
     def weights(self) -> dist.ProcessGroup:
-        """For weights, on whatever device they are."""
+        """Return the group for weights, on any device."""
         if self._weights is None:
             self._weights = self._new(None)
         return self._weights
@@ -71,10 +88,10 @@ class _Pair:
 
     @classmethod
     def free(cls, members: tuple[int, ...]) -> _Pair:
-        """One that nobody uses, the same on all ranks."""
+        """Return groups that no engine uses, the same on all ranks; create them if needed."""
         known = [p for p in _PAIRS if p.of is dist.group.WORLD and p.members == members]
         usable: list[Any] = []
-        if known:  # one that ended on an error may be of no use to some rank
+        if known:  # after an error, a group may be unusable on some ranks
             usable = [None] * len(members)
             dist.all_gather_object(usable, [not p.taken for p in known], group=known[0].words)
         free = [pair for number, pair in enumerate(known) if all(each[number] for each in usable)]
@@ -85,24 +102,30 @@ class _Pair:
         return pair
 
 
-_PAIRS: list[_Pair] = []  # in the order in which they were made, the same on all ranks
+_PAIRS: list[_Pair] = []  # in order of creation, which is the same on all ranks
 
 
 class World:
-    """``size`` ranks, of which ``local_size`` are on this machine.
+    """All ranks of a model: ``size`` of them, of which ``local_size`` are on this machine.
 
-    Words of the engine's own go over groups that nobody else uses, in host memory: ``group`` for
-    the training thread, ``votes`` for the thread that commits.
+    The engine's own messages use groups in host memory that nothing else uses.
+
+    Attributes:
+        group: the group for messages of the training thread.
+        votes: the votes of the commit thread, on a group of its own.
     """
 
     def __init__(self, ranks: dist.ProcessGroup, *, weights: bool = False) -> None:
-        """``weights``: they will exchange some."""
+        """
+        Args:
+            weights: the ranks will exchange weights.
+        """
         members = tuple(dist.get_process_group_ranks(ranks))
         self._pair = _Pair.free(members)
         if weights:
             self._pair.weights()
         self.group, self.votes = self._pair.words, Votes(self._pair.votes)
-        self._lost = False  # whether a word was begun and not ended
+        self._lost = False  # whether a ``gathered`` was begun and did not end
         self.rank, self.size = dist.get_rank(ranks), len(members)
         machines = self.gathered(f"{socket.gethostname()}:{_boot()}")
         here = [i for i, name in enumerate(machines) if name == machines[self.rank]]
@@ -110,14 +133,14 @@ class World:
         self._first_here = here[0]
 
     def weights(self) -> dist.ProcessGroup:
-        """The group of a thread that exchanges weights."""
+        """Return the group of a thread that exchanges weights."""
         return self._pair.weights()
 
     def gathered(self, mine: Given) -> list[Given]:
-        """What every rank has given, by rank.
+        """Exchange values, and return those of all ranks, by rank.
 
         Raises:
-            OtherRankError: one gives nothing, because of an error (see ``all_or_none``).
+            OtherRankError: a rank has an error instead; see Note [Errors on one rank].
         """
         found: list[Any] = [None] * self.size
         self._lost = True
@@ -129,22 +152,28 @@ class World:
         return found
 
     def all_or_none(self, work: Callable[[], Given]) -> Given:
-        """What ``work`` gives.  An error of it on one rank is one on all: where the others wait for
-        its next word, they hear of it.  Its own last word (``gathered``) is that it went well."""
+        """Run ``work`` so that an error on one rank becomes an error on all.
+
+        ``work`` must end with a ``gathered``. See Note [Errors on one rank].
+
+        Returns:
+            The result of ``work``.
+        """
         try:
             return work()
         except OtherRankError:
             raise
         except BaseException as error:
-            if not self._lost:  # else the others are amid a word, or gone: they hear no other
+            if not self._lost:  # else the others are in that call, or have ended
                 with suppress(OtherRankError, RuntimeError):
                     self.gathered(_Failed(f"{type(error).__name__}: {error}"))
             raise
 
     def require_alike(self, given: Mapping[str, Any]) -> None:
-        """
+        """Require that all ranks give the same values.
+
         Raises:
-            ValueError: ranks have given different values.
+            ValueError: the values differ.
         """
         everyone = self.gathered(dict(given))
         for name in given:
@@ -157,16 +186,17 @@ class World:
                     )
 
     def of_first_here(self, make: Callable[[], Given]) -> Given:
-        """What the first rank of each machine makes; inside of ``all_or_none``."""
+        """Return what the first rank of each machine makes; to be used inside ``all_or_none``."""
         made = make() if self.local_rank == 0 else None
         return self.gathered(made)[self._first_here]  # type: ignore[return-value]
 
     def of_first(self, make: Callable[[], Given]) -> Given:
-        """What the first rank makes, however long that takes; the others wait for it, and hear from
-        it meanwhile.
+        """Return what the first rank makes, however long it takes, while the others wait.
+
+        The first rank sends messages meanwhile, so that the wait does not time out.
 
         Raises:
-            Exception: it could not; what it raised, and ``OtherRankError`` on the others.
+            Exception: what ``make`` raised on the first rank; on the others ``OtherRankError``.
         """
         done: list[Given] = []
         raised: list[Exception] = []
@@ -193,7 +223,7 @@ class World:
         return self.all_or_none(wait)
 
     def norm(self, squares: float) -> float:
-        """The global L2 norm, of every rank's sum of squares: the same on all of them."""
+        """Return the global L2 norm, the same on all ranks, from every rank's sum of squares."""
         mine = torch.tensor([squares], dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
@@ -202,10 +232,10 @@ class World:
         return math.sqrt(math.fsum(values) if finite else math.nan)
 
     def together(self, what: str) -> None:
-        """Returns when every rank has come here.
+        """Block until every rank has come here.
 
         Raises:
-            OffloadError: one did not, for minutes.
+            OffloadError: a rank did not come within ``PATIENCE``.
         """
         try:
             dist.monitored_barrier(self.group, timeout=PATIENCE)
@@ -215,16 +245,19 @@ class World:
             ) from None
 
     def close(self, *, broken: bool = False) -> None:
-        """The next engine over these ranks may have the groups, unless something is left on
-        them."""
+        """Release the groups for the next engine, unless messages may be left on them."""
         self._pair.taken = broken or self.votes.broken or self._lost
 
     # -- shares ---------------------------------------------------------------------------------
 
     def refuse_runs(self, folders: Collection[Path], sizes: Collection[int] | None = None) -> None:
-        """
+        """Refuse folders that already hold a run.
+
+        Args:
+            sizes: refuse only runs of these numbers of ranks.
+
         Raises:
-            IoError: some rank sees a run in the folders; ``sizes``: one of so many ranks.
+            IoError: some rank sees such a run.
         """
         there = runs_in(folders)
         if any(map(holds_store, folders)):
@@ -235,8 +268,11 @@ class World:
                 raise in_the_way(Path(folder), size)
 
     def share(self, config: OffloadConfig) -> OffloadConfig:
-        """The options of one rank: its part of host memory and disks, directories of its own,
-        which are made."""
+        """Return the options of one rank: its part of the machine, and directories of its own.
+
+        Host memory and disk space are divided, and so are threads unless their number is given. The
+        directories are created.
+        """
         host = parse_size(config.host_memory, "host_memory")
 
         def of_machine() -> tuple[int, int | None]:
@@ -265,7 +301,7 @@ class World:
         return mine
 
     def rates(self, whole: Rates) -> Rates:
-        """Of a machine's, what one of its ranks has while all are at work."""
+        """Return the rates of one of a machine's ranks while all of them work."""
         shared = (
             "disk_read_bytes_s", "disk_write_bytes_s", "disk_both_bytes_s", "dram_bytes_s",
             "update_params_s", "update_beside_params_s",
@@ -275,7 +311,7 @@ class World:
 
 
 def _boot() -> str:
-    """What tells two machines of one name apart."""
+    """Return an ID of the machine's boot, which tells apart machines with one host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a model that is spread over ranks gets an engine for its shards, rank by rank."""
+"""Wraps a model that is spread over ranks: gives each rank an engine for its shards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ __all__ = ["is_spread", "wrapped_shards"]
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether it is one model with those of other ranks."""
+    """Return whether the model is one with those of other ranks."""
     return isinstance(model, DistributedDataParallel) or is_sharded(model)
 
 
 def wrapped_shards(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> SpreadOptimizer:
-    """See ``wrap``: every rank calls it, with the same options."""
+    """Wrap a model that is spread over ranks. See ``wrap``.
+
+    Every rank must call it with the same options.
+    """
     refuse_options(config)
 
     def bring(sharding: Sharding) -> SpreadOptimizer:

@@ -1,1 +1,1 @@
-"""The devices that the engine computes on, behind the one protocol of ``base``."""
+"""Accelerators: the devices that the engine computes on, behind one protocol (see ``base``)."""

@@ -1,9 +1,10 @@
-"""What the engine asks of a device: memory, copies that run by themselves, and events.
+"""The interface between the engine and a device: memory, asynchronous copies and events.
 
-Work on a device runs on streams.  What one stream was given runs in order; between streams nothing
-is ordered unless one waits for an event of the other.  Three implementations follow: ``cpu``, where
-host memory is the device, ``sim``, which finds missing waits without a GPU, and ``streams``, which
-is every device that torch has streams for.
+Device work runs on streams. Work on one stream runs in order. Work on different streams is
+unordered unless one stream waits for an event of the other.
+
+There are three implementations. ``cpu`` uses host memory as the device. ``sim`` finds missing waits
+without a GPU. ``streams`` supports every device that torch has streams for.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ ARENA_ALIGN = 4096
 
 
 class OverlapError(AssertionError):
-    """Two streams touch the same device memory and nothing orders them: a wait is missing."""
+    """Unordered accesses of two streams to the same device memory: a wait is missing."""
 
 
 class Event(Protocol):
-    """A point in the work of one stream.  It tells that work is over, not that it went well."""
+    """A point in the work of one stream. It signals completion, not success."""
 
     def done(self) -> bool:
-        """Whether the stream has passed the point; does not block."""
+        """Return whether the stream has passed the point; does not block."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks the calling thread, without the GIL, until the stream has passed the point."""
+        """Block the calling thread, without the GIL, until the stream has passed the point."""
         ...
 
 
 @dataclass(frozen=True)
 class CopyDone:
-    """The end of one copy, on the clock of ``time.perf_counter_ns``."""
+    """The end of one copy; times are those of ``time.perf_counter_ns``."""
 
     started_ns: int
     finished_ns: int
@@ -65,11 +66,14 @@ class CopyDone:
 
 
 OnDone = Callable[[CopyDone], None]
-Fill = Callable[[torch.Tensor, torch.Tensor], None]  # of a slot, from a page
+Fill = Callable[[torch.Tensor, torch.Tensor], None]  # fills a slot (first) from a page (second)
 
 
 class InOrder:
-    """Compute in the calling thread: what it is given is over at once.  See ``Accelerator``."""
+    """Base of accelerators whose compute runs synchronously in the calling thread.
+
+    See ``Accelerator`` for the methods.
+    """
 
     def stream(self) -> Hashable:
         return None
@@ -88,56 +92,58 @@ class InOrder:
 
 
 class Accelerator(Protocol):
-    """One device.  Every method may be called from any thread."""
+    """One device. All methods are thread-safe."""
 
     @property
     def name(self) -> str:
-        """``"cpu"``, ``"sim"``, or what torch calls the device: ``"cuda:0"``."""
+        """``"cpu"``, ``"sim"``, or torch's name of the device, such as ``"cuda:0"``."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where parameters appear; for ``sim`` the CPU."""
+        """The device of the parameters; the CPU for ``sim``."""
         ...
 
     @property
     def has_device_memory(self) -> bool:
-        """Whether weights must be copied to be used.  If not, there is nothing to allocate."""
+        """Whether weights must be copied before use. If not, no device memory is allocated."""
         ...
 
     @property
     def limits(self) -> Rates:
-        """What a simulated machine is slowed down to; all ``None`` for a real one."""
+        """The rates of a simulated machine; all ``None`` for a real one."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of device memory, 4096-aligned; its contents are arbitrary.
+        """Allocate device memory: a flat uint8 tensor, 4096-aligned, with arbitrary contents.
 
-        The caller accounts for it, and gives it back with ``free``.
+        The caller accounts for it and returns it with ``free``.
         """
         ...
 
     def free(self, memory: torch.Tensor) -> None:
-        """Gives back what ``allocate`` gave, whoever still has a view of it; also after ``close``.
-        Nothing may be under way there."""
+        """Free memory from ``allocate``, even if views of it still exist.
+
+        This also works after ``close``. No work may be in progress on the memory.
+        """
         ...
 
     def page_lock(self, address: int, nbytes: int) -> bool:
-        """Lock host memory, until ``close``, so that copies run beside compute.
+        """Page-lock host memory until ``close``, so that its copies overlap with compute.
 
         Returns:
-            Whether it is locked.  What the driver or a limit refuses stays pageable: copies of it
-            are correct, but slower.  The first refusal is logged as a warning.
+            Whether it is locked. Memory that the driver or a limit refuses to lock stays pageable:
+                its copies are correct but slower. The first refusal is logged as a warning.
         """
         ...
 
     def copy_in(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
-        """Starts a copy from host (``src``) to device (``dst``), both flat uint8 of one length.
+        """Start a copy from host (``src``) to device (``dst``), both flat uint8 of one length.
 
         Copies of one direction run in the order of the calls, each after its ``after`` events.
-        ``on_done`` is called once, on a thread of the accelerator, also if the copy fails; it must
+        ``on_done`` is called once, on a thread of the accelerator, even if the copy fails. It must
         be cheap.
 
         Raises:
@@ -150,64 +156,82 @@ class Accelerator(Protocol):
         self, slot: torch.Tensor, page: torch.Tensor, fill: Fill, *, after: Sequence[Event],
         on_done: OnDone,
     ) -> Event:  # fmt: skip
-        """Has ``fill`` make weights in ``slot`` of a ``page``, behind the copies of ``copy_in``; to
-        a device, a page in host memory is first copied to the slot's end.  ``fill`` is called with
-        weights and page where compute has them, and does it or gives it the device to do; else as
-        ``copy_in``."""
+        """Call ``fill`` to unpack a ``page`` into weights in ``slot``, in order with ``copy_in``.
+
+        If the accelerator has device memory, a page in host memory is first copied to the end of
+        the slot. ``fill`` receives the weights and the page in compute's memory. It does the work
+        or enqueues it on the device. Events and errors are as for ``copy_in``.
+        """
         ...
 
     def copy_out(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
-        """Starts a copy from device (``src``) to host (``dst``); else as ``copy_in``."""
+        """Start a copy from device (``src``) to host (``dst``); otherwise as ``copy_in``."""
         ...
 
     def lend(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor where compute has its tensors, for ``fetch``; freed with its last
-        view, as any other."""
+        """Allocate a destination for ``fetch``: flat uint8, in the memory that compute uses.
+
+        It is an ordinary tensor, freed with its last view.
+        """
         ...
 
     def fetch(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
-        """As ``copy_in``, to what ``lend`` gave; also where the device is host memory."""
+        """Copy as ``copy_in``, into memory from ``lend``; also if the device is host memory."""
         ...
 
     def spill(
         self, dst: torch.Tensor, src: torch.Tensor, *, after: Sequence[Event], on_done: OnDone
     ) -> Event:
-        """As ``copy_out``, from memory of compute's that the engine has not allocated, which is
-        kept until the copy has ended."""
+        """Copy as ``copy_out``, from compute's memory that the engine did not allocate.
+
+        The memory is kept alive until the copy ends.
+        """
         ...
 
     def keep(self, memory: torch.Tensor) -> None:
-        """Compute of the calling thread reads what ``lend`` gave, whoever lets go of it."""
+        """Let the calling thread's compute read ``memory``, which ``lend`` returned.
+
+        After its last view is dropped, the memory is reused only once the work that this compute
+        had enqueued by then is over.
+        """
         ...
 
     def record(self) -> Event:
-        """The point up to which the calling thread's compute stream has been given work."""
+        """Return the point up to which work was enqueued on the calling thread's compute stream."""
         ...
 
     def stream(self) -> Hashable:
-        """The stream that the calling thread's compute goes to, equal to itself alone; ``None``
-        where there is but one order."""
+        """Return the calling thread's compute stream; it compares equal only to itself.
+
+        ``None`` if the device has a single order of execution.
+        """
         ...
 
     def join(self, streams: Iterable[Hashable], memory: Iterable[torch.Tensor] = ()) -> None:
-        """Compute that the calling thread starts from now on comes after all that ``streams`` were
-        given, and may read ``memory``, which they allocated, whoever lets go of it."""
+        """Order the calling thread's later compute after all work enqueued on ``streams``.
+
+        That compute may read ``memory``, which those streams allocated, even after its other users
+        have dropped it.
+        """
         ...
 
     def instant(self) -> Instant:
-        """When compute will have done what the calling thread's stream has been given."""
+        """Return the instant at which compute finishes the work enqueued so far.
+
+        This is the work that the calling thread's compute stream has been given.
+        """
         ...
 
     def wait(self, event: Event) -> None:
-        """Compute that the calling thread starts from now on comes after ``event``."""
+        """Order the calling thread's later compute after ``event``."""
         ...
 
     def used(self, memory: torch.Tensor) -> None:
-        """Compute of the calling thread is about to read or write this device memory.
+        """Declare that the calling thread's compute is about to read or write this device memory.
 
         Raises:
             OverlapError: ``sim`` only; compute has not waited for the last use of that memory.
@@ -215,29 +239,31 @@ class Accelerator(Protocol):
         ...
 
     def update_stream(self) -> AbstractContextManager[object]:
-        """Within it, the calling thread's compute goes to the stream of optimizer updates."""
+        """Return a context in which compute runs on the stream of optimizer updates."""
         ...
 
     def gather_stream(self) -> AbstractContextManager[object]:
-        """Within it, the calling thread's compute goes to the stream of what ranks exchange."""
+        """Return a context in which compute runs on the stream for exchange between ranks."""
         ...
 
     def allocated_bytes(self) -> tuple[int, int] | None:
-        """Of the device's memory, what the whole process has now, and the most that it had at once;
-        ``None`` where nobody counts."""
+        """Return the device memory of the whole process: (current, peak) bytes.
+
+        ``None`` if the device keeps no such statistics.
+        """
         ...
 
     def synchronize(self) -> None:
-        """Blocks until everything given to the device is over."""
+        """Block until all work given to the device is over."""
         ...
 
     def close(self) -> None:
-        """Lets copies end, joins threads and unlocks memory.  A second call does nothing."""
+        """Finish queued copies, join threads and unlock memory. A second call does nothing."""
         ...
 
 
 def copied_bytes(dst: torch.Tensor, src: torch.Tensor) -> int:
-    """Length of a copy between two flat uint8 tensors.
+    """Return the length of a copy between two flat uint8 tensors.
 
     Raises:
         ValueError: one is not flat, not contiguous or not uint8, or the lengths differ.
@@ -254,19 +280,19 @@ def copied_bytes(dst: torch.Tensor, src: torch.Tensor) -> int:
 
 
 def halves(slot: torch.Tensor, page: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a slot has room for: weights, and behind them a page."""
+    """Split a slot into the room for its weights and, behind it, the room for a page."""
     size = page.numel()
     return slot.narrow(0, 0, slot.numel() - size), slot.narrow(0, slot.numel() - size, size)
 
 
 def aligned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """``nbytes`` of new memory that start on a multiple of ``ARENA_ALIGN``, flat uint8."""
+    """Allocate ``nbytes`` as flat uint8 whose address is a multiple of ``ARENA_ALIGN``."""
     memory = torch.empty(nbytes + ARENA_ALIGN, dtype=torch.uint8, device=device)
     return memory.narrow(0, -memory.data_ptr() % ARENA_ALIGN, nbytes)
 
 
 def deliver(on_done: OnDone, copy: CopyDone) -> None:
-    """Calls ``on_done``; what it raises is logged, since nobody stands above this thread."""
+    """Call ``on_done``; log what it raises, since this thread has no caller to raise it to."""
     try:
         on_done(copy)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The accelerator of a run: the protocol's names, and the choice by name."""
+"""Creation of an accelerator by name, and the names of its protocol."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ __all__ = ["Accelerator", "CopyDone", "Event", "OnDone", "OverlapError", "make_a
 
 
 def make_accelerator(device: str | torch.device | None, rates: Rates | None) -> Accelerator:
-    """The accelerator called ``device``: ``"cuda"``, ``"cuda:1"``, another accelerator of torch's
-    such as ``"xpu"``, ``"cpu"`` or ``"sim"``.
+    """Create the accelerator called ``device``; the caller closes it.
 
-    ``None`` takes the current accelerator where there is one, else the CPU.  ``rates`` limit
-    ``"sim"`` and mean nothing to the others.  The caller closes it.
+    Args:
+        device: ``"cuda"``, ``"cuda:1"``, another of torch's accelerators such as ``"xpu"``,
+            ``"cpu"`` or ``"sim"``. ``None`` selects the current accelerator if there is one, else
+            the CPU.
+        rates: the limits of ``"sim"``; other devices ignore them.
 
     Raises:
-        ValueError: no such kind of device.
-        OffloadError: the device is not on this machine.
+        ValueError: the kind of device is unknown.
+        OffloadError: this machine does not have the device.
     """
     present = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -44,7 +46,7 @@ def make_accelerator(device: str | torch.device | None, rates: Rates | None) -> 
 
 
 def _numbered(kind: str, index: str, present: torch.device | None) -> torch.device:
-    """The device of that kind and number, which is there."""
+    """Return the device of this kind and number; raise ``OffloadError`` if it does not exist."""
     count = torch.accelerator.device_count() if present and present.type == kind else 0
     if count == 0:
         built = VENDORS.get(kind, Vendor()).built()

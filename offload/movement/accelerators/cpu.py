@@ -1,4 +1,4 @@
-"""The device is host memory: weights are used in place and nothing is copied."""
+"""The accelerator for ``device='cpu'``: weights are used in place, in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .lane import CopyJob, CopyLane
 
 
 class _Passed:
-    """An event of a stream that runs everything at once."""
+    """An event of compute, which runs synchronously: it has always passed."""
 
     def done(self) -> bool:
         return True
@@ -28,7 +28,7 @@ class _Passed:
 
 
 class _Copied:
-    """The end of a copy."""
+    """The event that a copy sets at its end."""
 
     def __init__(self) -> None:
         self.passed = OneShotEvent()
@@ -41,9 +41,12 @@ class _Copied:
 
 
 class CpuAccelerator(InOrder):
-    """See ``Accelerator``.  Asking it for device memory, or a copy of weights, is a bug of the
-    engine.  What autograd saves is copied to where disks read and write, and back; weights that are
-    kept in another format are unpacked."""
+    """Host memory as the device. See ``Accelerator``.
+
+    The engine never asks it for device memory or copies of weights; such a call is a defect. It
+    copies saved tensors between compute's memory and the buffers that disks use, and unpacks
+    weights that are stored in another format.
+    """
 
     name = "cpu"
     limits = Rates()

@@ -1,4 +1,4 @@
-"""One direction of the simulated link: a thread that copies memory at a set rate."""
+"""One direction of a simulated link: a thread that copies memory at a given rate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ __all__ = ["CopyJob", "CopyLane", "copy"]
 
 @dataclass(frozen=True)
 class CopyJob:
-    """A copy that waits for its turn.  ``finish`` is told when it is over, before ``on_done``.
+    """A queued copy.
 
-    ``do``: what makes ``dst`` of ``src``, if it is more than a copy.
+    Attributes:
+        finish: called when the copy is over, before ``on_done``.
+        do: produces ``dst`` from ``src`` if that takes more than a copy.
     """
 
     dst: torch.Tensor
@@ -34,13 +36,19 @@ class CopyJob:
 
 
 def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Without the GIL, and on this one thread: torch would wake a second team of compute
-    threads."""
+    """Copy without the GIL, on the calling thread only.
+
+    ``Tensor.copy_`` would start a second set of compute threads.
+    """
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), dst.numel())
 
 
 class CopyLane:
-    """Owns its thread.  ``disturb`` is called on it before every copy: it may sleep or raise."""
+    """A thread that runs queued copies in order. It owns the thread.
+
+    Args:
+        disturb: called on the thread before every copy; it may sleep or raise.
+    """
 
     def __init__(
         self,
@@ -56,11 +64,11 @@ class CopyLane:
         self._thread.start()
 
     def put(self, job: CopyJob) -> None:
-        """Queues a copy."""
+        """Queue a copy."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Lets what was queued end, and joins the thread."""
+        """Finish the queued copies and join the thread."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -86,4 +94,4 @@ class CopyLane:
             finished_ns = time.perf_counter_ns()
             job.finish()
             deliver(job.on_done, CopyDone(started_ns, finished_ns, job.dst.numel(), error))
-            del job  # its tensors must not live on while the queue is empty
+            del job  # keeps no tensors alive while the queue is empty

@@ -1,12 +1,13 @@
-"""Which access to device memory is ordered before which: vector clocks, without any device.
+"""Check the order of accesses to device memory with vector clocks, without any device.
 
-Every stream counts its operations.  An operation's clock says, for every stream, up to which count
-that stream's operations come before it: those it was given earlier, those of the events it waits
-for, and so on through these.  Two accesses to the same bytes, one of them a write, must be ordered
-by such a chain; else they may run at the same time, on whatever day the timing allows it.
+Every stream counts its operations. The clock of an operation gives, for every stream, the count up
+to which that stream's operations come before it. These are earlier operations of its own stream,
+those of the events it waits for, and so on transitively. Two accesses to the same bytes, one of
+them a write, must be ordered by such a chain. Otherwise they may run at the same time whenever the
+timing allows it.
 
-Example: ``copy_in`` writes a slot at its count 5 and compute reads it.  Compute's clock must hold
-``copy_in >= 5``; it does after ``wait`` for the event of that copy, or of a later one.
+Example: ``copy_in`` writes a slot at its count 5, and compute reads it. Compute's clock must hold
+``copy_in >= 5``. It does after ``wait`` for the event of that copy, or of a later one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Clock = Mapping[str, int]
 
 
 def join(*clocks: Clock) -> dict[str, int]:
-    """The earliest clock that is not before any of ``clocks``."""
+    """Return the earliest clock that is not before any of ``clocks``."""
     joined: dict[str, int] = {}
     for clock in clocks:
         for stream, count in clock.items():
@@ -43,7 +44,7 @@ class _Access:
         return self.start < other.stop and other.start < self.stop
 
     def outside(self, other: _Access) -> list[_Access]:
-        """The parts of this access that ``other`` does not cover."""
+        """Return the parts of this access that ``other`` does not cover."""
         if not self.overlaps(other):
             return [self]
         parts = []
@@ -59,35 +60,36 @@ class _Access:
 
 
 class Ordering:
-    """The clocks of all streams and the last accesses to every byte.  The caller locks."""
+    """The clocks of all streams and the last accesses to every byte. The caller locks."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
         self._accesses: list[_Access] = []
 
     def clock(self, stream: str) -> Clock:
-        """What comes before the next operation of ``stream``, its own ones included."""
+        """Return the operations that precede the next one of ``stream``, including its own."""
         return self._clocks.get(stream, {})
 
     def everything(self) -> Clock:
-        """A clock after all that any stream was given."""
+        """Return a clock that is after all operations of all streams."""
         return join(*self._clocks.values())
 
     def follow(self, stream: str, clocks: Iterable[Clock]) -> Clock:
-        """The next operations of ``stream`` come after ``clocks``; returns its new clock."""
+        """Order the next operations of ``stream`` after ``clocks``, and return its new clock."""
         self._clocks[stream] = joined = join(self.clock(stream), *clocks)
         return joined
 
     def access(
         self, stream: str, start: int, nbytes: int, *, writes: bool, after: Iterable[Clock]
     ) -> Clock:
-        """Gives ``stream`` an operation on ``nbytes`` bytes at ``start``, after ``after``.
+        """Add an operation of ``stream`` on ``nbytes`` bytes at ``start``, ordered after ``after``.
 
-        Returns the operation's clock.
+        Returns:
+            The clock of the operation.
 
         Raises:
-            OverlapError: an earlier access to these bytes is not ordered before this one; then
-                nothing was recorded.
+            OverlapError: an earlier access to these bytes is not ordered before this one. Nothing
+                was recorded.
         """
         before = join(self.clock(stream), *after)
         count = before.get(stream, 0) + 1
@@ -107,7 +109,10 @@ class Ordering:
         return clock
 
     def _remember(self, access: _Access) -> None:
-        """Keeps the access; older ones that whatever follows it also follows are cut away."""
+        """Record the access, and remove the parts of older ones that it supersedes.
+
+        An operation that is ordered after this access is also ordered after those.
+        """
         kept: list[_Access] = []
         for other in self._accesses:
             superseded = access.writes or (other.stream == access.stream and not other.writes)

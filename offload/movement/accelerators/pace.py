@@ -1,4 +1,4 @@
-"""Work that takes the time a set rate says, whatever the machine underneath needs."""
+"""Rate limits: make work take the time of a given rate, independent of the real machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """One lane of a set rate: ``hold`` blocks until it would have done an amount of work.
+    """A lane with a given rate: ``hold`` blocks until the lane would have finished its work.
 
-    Work that was ready while the lane was busy begins when the work before it was due, not when
-    this thread woke up, so that a row of pieces is not slower than the lane.  For one thread.
+    Work that was ready while the lane was busy begins when the previous work was due, not when this
+    thread woke up. A series of pieces is therefore not slower than the lane. Not thread-safe.
 
     Args:
-        per_s: amount per second; ``None`` does not limit.
-        latency_s: added to every piece.
+        per_s: amount per second; ``None`` means no limit.
+        latency_s: time added to every piece.
     """
 
     def __init__(self, per_s: float | None, latency_s: float = 0.0) -> None:
@@ -23,13 +23,13 @@ class Pace:
         self.free_ns = 0  # when the last piece was due
 
     def hold(self, amount: float, ready_ns: int) -> None:
-        """Blocks until ``amount``, ready to begin at ``ready_ns``, is due."""
+        """Block until ``amount`` of work, ready to begin at ``ready_ns``, is due."""
         needed_s = self._latency_s + (amount / self._per_s if self._per_s is not None else 0.0)
         self.free_ns = max(ready_ns, self.free_ns) + int(needed_s * 1e9)
         sleep_until(self.free_ns)
 
 
 def sleep_until(instant_ns: int) -> None:
-    """Blocks, without the GIL, until ``time.perf_counter_ns`` has reached an instant."""
+    """Block, without holding the GIL, until ``time.perf_counter_ns`` reaches an instant."""
     while (left_ns := instant_ns - time.perf_counter_ns()) > 0:
         time.sleep(left_ns / 1e9)

@@ -1,13 +1,16 @@
-"""A device made of host memory: it runs every path of a GPU's, and finds missing waits.
+"""A simulated device in host memory, which runs all code paths of a GPU and finds missing waits.
 
-Its arena is memory of its own, so that a changed host copy never shows on the device.  Copies are
-real, run on one thread per direction, and take the time that the given rates say.  Compute happens
-at once on the thread that calls it; whether the engine has ordered it after the copies is checked
-with a clock per stream, for all timings alike: an access without an edge from the last one raises
-even when it happens to find the right bytes.
+The device arena is separate memory, so a changed host copy never shows on the device. Copies are
+real. They run on one thread per direction and take as long as the given rates say. Compute runs
+synchronously in the calling thread.
 
-What orders: the stream's own order; ``after`` and ``wait``; and, for what a thread starts later,
-``done() is True`` and ``synchronize()`` of an event, or being called as that copy's ``on_done``.
+A vector clock per stream checks that the engine orders compute after the copies, for all possible
+timings. An access that is not ordered after the previous one raises, even if it happens to read the
+right bytes.
+
+These order operations: the order of a stream; ``after`` and ``wait``; and, for later work of a
+thread, an event whose ``done()`` returned true or whose ``synchronize()`` returned, or a call of
+the copy's ``on_done`` on that thread.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ POISON = 0xFF  # NaN in every float format that weights have
 
 
 class _Thread(threading.local):
-    """What one host thread is: the stream it computes on, and what it knows to be over."""
+    """Per host thread: its current stream, and the clock of what it knows to be over."""
 
     def __init__(self) -> None:
         self.stream = COMPUTE
@@ -59,13 +62,14 @@ class _SimEvent:
 
 
 class SimAccelerator(InOrder):
-    """See ``Accelerator``.
+    """A simulated device. See ``Accelerator``.
 
     Args:
-        rates: of the machine; ``None`` fields and ``None`` itself do not limit.  The link's are
-            kept here, those of disk, update and compute by whoever does that work: ``limits``.
-        disturb: called as ``disturb(lane, nbytes)`` on the copying thread before each copy;
-            tests sleep in it, or raise what is then delivered as the copy's error.
+        rates: rates of the simulated machine; ``None``, also as a field, means no limit. This class
+            applies the link rates. The classes that read disks, update and compute apply the
+            others, which they find in ``limits``.
+        disturb: called as ``disturb(lane, nbytes)`` on the copying thread before each copy. Tests
+            sleep in it, or raise an error that is then delivered as the copy's.
     """
 
     name = "sim"
@@ -92,13 +96,13 @@ class SimAccelerator(InOrder):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._refuse_closed()
-        # As on a real device, forked children have nothing of it; it lives with its last view.
+        # As on a real device, forked children do not share it. Its last view frees it.
         arena = torch.from_numpy(allocate_host(nbytes).array).fill_(POISON)
         self._arenas.append(arena)
         return arena
 
     def free(self, memory: torch.Tensor) -> None:
-        return None  # it goes with its last view
+        return None  # the last view frees it
 
     def page_lock(self, address: int, nbytes: int) -> bool:
         return True
@@ -175,7 +179,10 @@ class SimAccelerator(InOrder):
         self, lane: str, dst: torch.Tensor, src: torch.Tensor, after: Sequence[Event],
         on_done: OnDone,
     ) -> Event:  # fmt: skip
-        """Memory that comes and goes has no addresses to watch: who does not wait reads poison."""
+        """Copy memory outside the arena, whose addresses are reused and cannot be checked.
+
+        A missing wait shows as poison in the result instead.
+        """
         self._refuse_closed()
         copied_bytes(dst, src)
         events = [self._own(event) for event in after]
@@ -198,7 +205,12 @@ class SimAccelerator(InOrder):
         touched: torch.Tensor | None = None,
         do: Callable[[], None] | None = None,
     ) -> Event:
-        """``touched``: what is written on the device, if more than the copy; ``do``: by this."""
+        """Start a copy between host memory and the arena.
+
+        Args:
+            touched: the device memory that is written, if it is more than the copy's.
+            do: the work that replaces the plain copy.
+        """
         self._refuse_closed()
         copied_bytes(dst, src)
         device, host = (dst, src) if lane == COPY_IN else (src, dst)
@@ -285,7 +297,7 @@ class SimAccelerator(InOrder):
         return event
 
     def _learn(self, clock: Clock) -> None:
-        """The calling thread knows that ``clock`` is over: what it starts comes after."""
+        """Record that the calling thread knows ``clock`` to be over; its later work comes after."""
         self._thread.known = join(self._thread.known, clock)
 
     def _refuse_closed(self) -> None:

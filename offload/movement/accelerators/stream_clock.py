@@ -1,4 +1,4 @@
-"""When a device came to its events, by the host's clock."""
+"""Times of device events on the host's clock."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import threading
 import time
 from typing import Any
 
-SIGHTINGS = 256  # of events by the host, after which the device's clock is set anew
+SIGHTINGS = 256  # events that the host sees in one round, before the clocks are aligned again
 
 
 class StreamClock:
-    """Sets a device's clock, whose events tell the time between two of them alone, by the host's.
+    """Convert times of device events to the host's clock.
 
-    The host sees an event some time after it has happened, by chance soon after: the shortest
-    delay among many sightings tells how far the two clocks have drifted apart (Cristian, 1989).
+    Device events only give the time between two of them. The host sees an event some time after it
+    happened, and sometimes soon after. The shortest delay among many observations shows how far the
+    two clocks have drifted apart (Cristian, 1989).
     """
 
     def __init__(self, base: Any) -> None:
-        """``base``: an event of torch's that keeps its time, recorded just now."""
+        """Synchronize with ``base``, a torch event with timing that was recorded just now."""
         base.synchronize()
-        # Together: read without the lock, which a signal handler might find held by its own thread.
+        # One tuple, read without the lock: a signal handler may run while its thread holds it.
         self._base = base, time.perf_counter_ns()
-        self._lock = threading.Lock()  # of whoever sees events
-        self._next = base  # the first event of this round: what the next one counts from
+        self._lock = threading.Lock()  # held by the threads that call ``saw``
+        self._next = base  # the first event of this round, which becomes the next base
         self._seen = 0
         self._least_ns = math.inf
 
     def ns(self, event: Any) -> int:
-        """When a passed event of torch's happened, by ``time.perf_counter_ns``."""
+        """Return when a passed torch event happened, as a ``time.perf_counter_ns``."""
         base, base_ns = self._base
         return base_ns + int(base.elapsed_time(event) * 1e6)
 
     def saw(self, event: Any, seen_ns: int) -> None:
-        """The host has just seen that ``event`` is over."""
+        """Record that the host saw ``event`` over at ``seen_ns``."""
         with self._lock:
             late_ns = seen_ns - self.ns(event)
             if late_ns < 0:  # it cannot have been seen before it happened
@@ -50,7 +51,7 @@ class StreamClock:
 
 
 class StreamInstant:
-    """See ``Instant``: a point of a stream."""
+    """A point of a stream. See ``Instant``."""
 
     def __init__(self, event: Any, clock: StreamClock) -> None:
         self._event, self._clock = event, clock

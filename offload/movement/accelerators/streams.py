@@ -1,7 +1,7 @@
-"""A device that torch serves with streams and events: a GPU of any vendor.
+"""The accelerator for any device that torch serves with streams and events, such as a GPU.
 
-Side streams for copies and updates, page-locked host memory.  Importing it needs no device;
-constructing it does.
+It uses side streams for copies and updates, and page-locked host memory. Importing the module needs
+no device; constructing the accelerator does.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Copy:
     finished: _StreamEvent
     nbytes: int
     on_done: OnDone
-    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]  # kept until its end
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]  # kept alive until the copy ends
 
 
 class _Maker:
-    """Makes streams and events of one device."""
+    """Creates streams and events of one device."""
 
     def __init__(self, device: torch.device, vendor: Vendor) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class _Maker:
 
 
 class _CopyStream:
-    """One direction: a stream, and a thread that tells of each copy's end, in order."""
+    """One copy direction: a stream, and a thread that reports the end of each copy in order."""
 
     def __init__(self, name: str, make: _Maker, clock: StreamClock) -> None:
         self.stream = make.stream()
@@ -89,7 +89,7 @@ class _CopyStream:
         on_done: OnDone,
         then: Callable[[], None] | None = None,
     ) -> Event:
-        """Gives the stream all ``(dst, src)`` pieces of one copy, and what ``then`` has it do."""
+        """Enqueue all ``(dst, src)`` pieces of one copy, then the work that ``then`` adds."""
         started, finished = self._make.event(timing=True), self._make.event(timing=True)
         with self._make.on(self.stream):
             for event in after:
@@ -117,13 +117,14 @@ class _CopyStream:
                 now_ns = time.perf_counter_ns()
                 done = CopyDone(now_ns, now_ns, copy.nbytes, error)
             told = copy.on_done
-            # Before anybody is told: who uses its tensors next frees them after that use.
+            # Drop the tensors before the callback. The next user must hold the last reference, so
+            # that the memory is freed only after that use.
             del copy
             deliver(told, done)
-            del told, done  # nor may what they hold live on while the queue is empty
+            del told, done  # keeps nothing alive while the queue is empty
 
     def close(self) -> None:
-        """Lets what was queued end, and joins the thread."""
+        """Finish the queued copies and join the thread."""
         self._copies.put(None)
         self._thread.join()
 
@@ -135,7 +136,11 @@ def _event_of(event: Event) -> Any:
 
 
 class StreamsAccelerator:
-    """See ``Accelerator``.  ``device`` is of any kind that torch has streams for, with an index."""
+    """A device with streams. See ``Accelerator``.
+
+    Args:
+        device: of any kind that torch has streams for, with an index.
+    """
 
     limits = Rates()
     has_device_memory = True
@@ -161,7 +166,7 @@ class StreamsAccelerator:
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._refuse_closed()
         memory = aligned_bytes(nbytes, self.device)
-        # The memory may have had users on the stream that the allocator knows; ours are others.
+        # The allocator may reuse memory with pending work on its own stream; ours are different.
         self.synchronize()
         return memory
 
@@ -173,8 +178,9 @@ class StreamsAccelerator:
         if self._vendor.register is None:
             self._warn_pageable(nbytes, "PyTorch has no call for it on this device", "")
             return False
-        # As a whole: CUDA refuses any copy, a user's too, from one registered piece to the next.
-        # Noted before: a signal that came meanwhile is raised once the driver is through.
+        # Registered in one call: CUDA refuses any copy, also a user's, that crosses the border of
+        # two registered pieces. Recorded before the call: a signal that arrives during it raises as
+        # soon as the driver returns.
         self._locked.append((address, nbytes))
         try:
             self._vendor.register(address, nbytes, self.device)
@@ -197,7 +203,11 @@ class StreamsAccelerator:
     def _pieces(
         self, host: torch.Tensor, device: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """``(host, device)`` pairs, each of which lies in one registered piece or in none."""
+        """Split a copy so that each piece lies in one registered piece of memory, or in none.
+
+        Returns:
+            ``(host, device)`` pairs.
+        """
         start = host.data_ptr()
         stop = start + host.numel()
         borders = (each for at, nbytes in self._locked for each in (at, at + nbytes))
@@ -245,8 +255,8 @@ class StreamsAccelerator:
 
     def lend(self, nbytes: int) -> torch.Tensor:
         self._refuse_closed()
-        # From the memory of the stream that fills it: what compute has in line may go on using its
-        # own, and the copy waits for none of that.
+        # Allocated on the stream that fills it: memory of compute's stream may be in use by queued
+        # work, and the copy would have to wait for that.
         with self._make.on(self._in.stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
@@ -323,7 +333,7 @@ class StreamsAccelerator:
             self._in.close()
             self._out.close()
             self.synchronize()
-        finally:  # after an error of the device nothing of it runs any more
+        finally:  # after a device error nothing runs on it any more
             while self._locked:
                 address, _ = self._locked.pop()
                 assert self._vendor.unregister is not None

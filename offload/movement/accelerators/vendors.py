@@ -1,7 +1,7 @@
-"""What each vendor's devices have of their own: registration of host memory, and kinds of events.
+"""Vendor-specific parts of devices: registration of host memory, and options of events and streams.
 
-The only file here that knows CUDA's names.  Everything else goes through ``torch.accelerator`` and
-the device's module, which is the same for all; kernels are ``optim``'s.
+This is the only file here that uses CUDA's names. All else goes through ``torch.accelerator`` and
+the device's module, which are the same for all vendors. Kernels belong to ``optim``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ class Vendor:
     """How devices of one kind (``torch.device.type``) are used.
 
     Attributes:
-        register: page-locks ``(address, bytes)`` of host memory for a device, or raises
+        register: page-locks ``(address, bytes)`` of host memory for a device. On failure it raises
             ``RuntimeError`` with the reason and leaves no error pending in the driver's library.
-            ``None``: there is no way; copies then are those of pageable memory, right and slow.
-        unregister: undoes it, by address; leaves no error pending either.
-        event_options: for the events of the device's module, beside ``enable_timing``.
-        urgent: for a stream whose short kernels go before compute's that have not begun.
-        built: why torch knows no such device although it may be there, or ``None``.
+            ``None``: there is no such call, and copies use pageable memory, which is correct but
+            slow.
+        unregister: undoes ``register``, by address; also leaves no error pending.
+        event_options: options for events of the device's module, besides ``enable_timing``.
+        urgent: options for a stream whose short kernels run before queued kernels of compute.
+        built: returns why this build of torch cannot use the device, or ``None``.
     """
 
     register: Callable[[int, int, torch.device], None] | None = None
@@ -56,10 +57,10 @@ def _unregister_cuda(address: int) -> None:
 
 
 def _clear_pending_cuda_error() -> None:
-    """Clear the error that a failed call of the runtime has left for this thread.
+    """Clear the error that a failed runtime call left pending for this thread.
 
-    ``cudaGetLastError`` does it, which PyTorch does not expose but calls after every kernel launch:
-    without this, the next kernel of the user would be reported as failed.
+    ``cudaGetLastError`` clears it. PyTorch does not expose that function, but calls it after every
+    kernel launch. Without this call, the user's next kernel would be reported as failed.
     """
     with suppress(RuntimeError):
         torch.empty(1, device="cuda").fill_(0)
@@ -70,12 +71,12 @@ def _cuda_built() -> str | None:
     return None if known else "this PyTorch is built without CUDA"
 
 
-# ROCm answers to CUDA's names.  Of kinds that are not here, torch's own interface is all there is.
+# ROCm uses CUDA's names. Kinds that are not listed only have torch's generic interface.
 VENDORS: dict[str, Vendor] = {
     "cuda": Vendor(
         register=_register_cuda,
         unregister=_unregister_cuda,
-        event_options={"blocking": True},  # whoever waits sleeps, and does not spin
+        event_options={"blocking": True},  # waiting threads sleep instead of spinning
         urgent={"priority": -1},
         built=_cuda_built,
     )
