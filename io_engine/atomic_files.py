@@ -20,7 +20,7 @@
 # reader opens first (the entries) are removed first and placed last; see `replacing_folder`. Before
 # the first file is replaced, the draft is renamed to `NAME.HEX.complete`. Files are placed as hard
 # links, so the draft stays complete. If merging fails or the process is killed, the draft remains
-# until the user removes it. Without hard links files are moved, and only those that were not placed
+# until the user removes it. Without hard links files are moved, and only files not placed yet
 # remain in the draft.
 #
 # A killed writer leaves its draft behind, without the lock. The next writer of the same target
@@ -344,7 +344,7 @@ def _stem(name: str) -> str:
 
 
 def _locked_folder(place: Path, stem: str) -> tuple[Path, int]:
-    """Create a folder under a name that is nobody else's, and lock it."""
+    """Create a folder under a unique name, and lock it."""
     while True:
         folder = place / f".{stem}.{secrets.token_hex(16)}.part"
         folder.mkdir()

@@ -95,7 +95,7 @@ class Backend(Protocol):
         """Ends the current or the next wait in ``collect``."""
 
     def add_memory(self, address: int, nbytes: int) -> None:
-        """A hint: many transfers will use this memory, until ``drop_memory`` has returned."""
+        """Announce memory for many transfers, until ``drop_memory`` has returned."""
 
     def drop_memory(self, address: int, nbytes: int) -> None:
         """Takes the hint back; to be called before the memory is unmapped.  From any thread."""

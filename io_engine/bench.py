@@ -67,22 +67,22 @@ def bench(
     keep: bool = True,
     progress: Callable[[Measurement], None] | None = None,
 ) -> BenchReport:
-    """Reads, writes, and does both at once, under every setting; ``IoEngine`` then uses the best.
+    """Measure reads, writes, and both at once under every setting; ``IoEngine`` uses the best.
 
     Args:
-        directory: the place to try.
-        nbytes: size of the store, and of the memory beside it; more than the device's own cache
-            gives truer figures.
-        backends: which to try; ``None``: all that work here.
+        directory: the directory to measure.
+        nbytes: size of the store, and of the memory for it; more than the device's own cache gives
+            more realistic figures.
+        backends: which to measure; ``None``: all that work here.
         block_sizes, queue_depths: bytes of one transfer, and transfers in flight.
         rounds: measured passes per mode; the median counts.
-        checksum: with the cost of checking, as in earnest.
-        keep: remember the best for this directory.
-        progress: called with each measurement as it comes.
+        checksum: include the cost of checksums, as in normal use.
+        keep: remember the best setting for this directory.
+        progress: called with each measurement.
 
     Raises:
         IoError: the directory cannot be used; need, have and remedy are named.
-        ValueError: an argument makes no sense.
+        ValueError: an argument is invalid.
     """
     if rounds < 1 or not block_sizes or not queue_depths:
         raise ValueError("a bench needs at least one round, one block size and one queue depth")

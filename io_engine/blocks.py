@@ -18,7 +18,7 @@ from .errors import IoError, refused
 from .types import SECTOR_BYTES, round_up
 
 THREADS = 4  # reads under way
-KEPT_BLOCKS = 16  # those that two tensors, or two fields of a record, have in common
+KEPT_BLOCKS = 16  # blocks that two tensors, or two fields of a record, share
 
 Bytes = NDArray[np.uint8]
 

@@ -112,7 +112,7 @@ class _Mapping:
         }
 
     def begin_transfer(self) -> None:
-        """From now on the memory is needed until ``end_transfer``."""
+        """Keep the memory mapped until ``end_transfer``."""
         with self._lock:
             self._transfers += 1
 
@@ -132,8 +132,10 @@ class _Mapping:
             self.close()
 
     def populate(self) -> None:
-        """Takes the pages now rather than in the first transfer, on all processors: the system
-        zeroes them, which takes a second for each 1 to 4 GB of them on one."""
+        """Allocate the pages now rather than in the first transfer, on all processors.
+
+        The kernel zeroes them, which takes a second for each 1 to 4 GB on one processor.
+        """
         starts = range(0, self.nbytes, POPULATED_BYTES)
         if len(starts) == 1:
             code = self._populate(0)
@@ -142,7 +144,7 @@ class _Mapping:
             pool = ThreadPoolExecutor(workers, "overspill-populate")
             try:
                 code = next(filter(None, pool.map(self._populate, starts)), 0)
-            finally:  # nobody takes pages of what an interrupt gives back
+            finally:  # no pages are allocated in memory that an interrupt frees
                 pool.shutdown(cancel_futures=True)
         if code == 0:
             return
@@ -188,7 +190,9 @@ class Lease:
 
     @property
     def view(self) -> memoryview:
-        """The same memory for whatever takes a buffer, such as ``torch.frombuffer``; writable.
+        """Return the memory for functions that take a buffer, such as ``torch.frombuffer``.
+
+        It is writable.
 
         Raises:
             OffloadError: the lease has been released.

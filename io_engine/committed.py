@@ -70,7 +70,7 @@ class FoundStore:
 class OwnedStore(FoundStore):
     """A store that no other process can change: it was read while ``locks`` were held.
 
-    ``IoEngine.reopen`` takes the locks over; a ``with`` block gives them up if nobody did.
+    ``IoEngine.reopen`` takes over the locks; otherwise the end of a ``with`` block releases them.
     """
 
     locks: Locks = field(repr=False)

@@ -50,7 +50,7 @@ class Flight:
 
 
 class _Line:
-    """Who is at one extent, and who waits for it."""
+    """The requests that use one extent, and the requests waiting for it."""
 
     __slots__ = ("active", "waiting", "writing")
 
@@ -134,11 +134,11 @@ class Dispatcher:
                 self._hurry_line(self._lines[ticket.extent])
 
     def wait_all(self) -> None:
-        """Returns when nothing is in flight.
+        """Wait until nothing is in flight.
 
         Raises:
-            OffloadError: the first failure since the last call that nobody has waited for and no
-                ``on_done`` was told of.
+            OffloadError: the first failure since the last call that was not raised by a ``wait``
+                and not passed to an ``on_done``.
             Exception: what an ``on_done`` raised.
         """
         if self.on_own_thread():
@@ -210,7 +210,7 @@ class Dispatcher:
             self._lines.pop(extent, None)
 
     def _hurry_line(self, line: _Line) -> None:
-        """What an urgent request waits for is as urgent as itself."""
+        """Make all requests of an extent urgent, because an urgent one waits for them."""
         for flight in (*line.active, *line.waiting):
             flight.urgent = True
             if flight.submitted:

@@ -321,11 +321,11 @@ class IoEngine:
     def make_durable(
         self, items: Sequence[tuple[str, Sequence[Extent]]], description: Mapping[str, Any]
     ) -> Manifest:
-        """Begins a manifest for extents of this engine; from now on the files stay after close.
+        """Begin a manifest for extents of this engine; from now on the files stay after close.
 
         Args:
-            items: name and alternating extents of each.
-            description: what they mean, for whoever reads the store; JSON.
+            items: the name and the alternating extents of each item.
+            description: the meaning of the items, for readers of the store; JSON.
 
         Raises:
             IoError: the manifest cannot be written.
@@ -372,10 +372,10 @@ class IoEngine:
         return True
 
     def wait_all(self) -> None:
-        """Waits until nothing is on its way.
+        """Wait until nothing is in flight.
 
         Raises:
-            OffloadError: the first failure that neither ``wait`` nor ``on_done`` has told of.
+            OffloadError: the first failure that neither ``wait`` nor ``on_done`` has reported.
             Exception: what an ``on_done`` raised.
         """
         self._dispatcher.wait_all()

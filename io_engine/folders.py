@@ -46,7 +46,7 @@ def exchange(one: Path, other: Path) -> bool:
 def merge(draft: Path, target: Path, is_part: Named, is_entry: Named, *, links: bool) -> None:
     """Replace the files of a folder one by one; see ``replacing_folder`` of atomic_files.
 
-    ``links``: keep the draft's files, as hard links to those that were placed.
+    ``links``: keep the draft's files, as hard links to the new ones.
     """
     names = os.listdir(draft)
     present = [name for name in os.listdir(target) if name != draft.parent.name]

@@ -1,15 +1,15 @@
-"""The manifest of a durable store: which extents hold which item, and what each commit says.
+"""The manifest of a durable store: which extents hold which item, and the commits.
 
-One file beside each store file.  All begin with the layout; that of the first directory goes on
-with commits.  A commit is one record, written after the data it speaks of has been flushed, and
-then flushed itself: from that instant it holds.  A seal follows it, so that a commit that is
-damaged later can be told from one that was never finished.  Before the first commit that anybody
-may want, a mark is flushed in every other directory: each knows by itself that it must be kept.
+There is one file next to each store file.  All begin with the layout; in the first directory it is
+followed by commits.  A commit is one record, written after its data has been flushed, and then
+flushed itself: from then on it holds.  A seal follows it, so that a commit that is damaged later
+can be distinguished from one that was never finished.  Before the first commit that has to be kept,
+a mark is flushed in every other directory, so that each shows by itself that it must be kept.
 
-A seal is flushed along with whatever is written next.  When power fails before that, any of the
-sectors written since the last flush may be there or not: the seal may be lost while the next commit
-is whole.  That is legal, and told from damage by its place: one sector of zeroes, behind a whole
-commit, before the record that has the next number but one.
+A seal is flushed along with the next write. If power fails before that, any of the sectors written
+since the last flush may be there or not: the seal may be lost although the next commit is whole.
+That is legal, and distinguished from damage by its place: one sector of zeroes, after a whole
+commit, before the record whose number is higher by two.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from .types import Extent, Piece
 MANIFEST_NAME = "overspill.manifest"
 # 1: commits did not name the members of param groups; 2: stripes did not know of commits.
 FORMAT = 3
-LARGEST_LOG_BYTES = 1 << 20  # beyond it, and eight commits, the log is written anew
+LARGEST_LOG_BYTES = 1 << 20  # above this, and eight commits, the log is rewritten
 
 Sums = NDArray[np.uint32]
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says."""
+    """The kind of a record."""
 
     LAYOUT = 1
     COMMIT = 2
     SEAL = 3
-    KEPT = 4  # in the other directories: the store has a commit that somebody may want
+    KEPT = 4  # in the other directories: the store has a commit to keep
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,10 @@ class StoreLayout:
 class Generation:
     """One commit.
 
-    ``roles`` says by item which of its extents holds it, -1 for one that was never written and
-    reads as zeroes; ``checksums`` are the extents' as they were written.  ``meta`` is the caller's.
-    ``kept``: somebody may want it, or one before it, so that no new store takes its place.
+    ``roles`` has, by item, the number of the extent that holds it, or -1 for an item that was never
+    written and reads as zeroes.  ``checksums`` are those of the extents as they were written.
+    ``meta`` belongs to the caller.  ``kept``: this or an earlier commit has to be kept, so no new
+    store may replace it.
     """
 
     number: int
@@ -127,10 +128,10 @@ class Found:
 
     @property
     def kept(self) -> bool:
-        """Whether there is a commit that somebody may want: here, or in the first directory."""
+        """Whether there is a commit to keep: here, or in the first directory."""
         marked = any(record.kind == RecordKind.KEPT for record in self.log.records)
         if self.member and self.log.torn and not self.log.blank:
-            return True  # what was a mark once, for all that anybody can tell
+            return True  # this may have been a mark
         return marked or any(generation.kept for generation in self.generations)
 
 
@@ -313,20 +314,23 @@ def _require_sole_manifest(path: Path) -> None:
 class Manifest:
     """The open log of a store's first directory: ``commit`` makes a generation the last one.
 
-    Whoever has it holds the locks of all directories of the store.
+    The caller holds the locks of all directories of the store.
     """
 
     def __init__(
         self, path: Path, layout: StoreLayout, last: int, number: int, end: int,
         unmarked: Mapping[Path, tuple[int, int]], kept: bool,
     ) -> None:  # fmt: skip
-        """Use ``create`` or ``reopen``.  ``unmarked``: the manifests of other directories that do
-        not know yet of a commit to keep, each with its last record's number and its end."""
+        """Use ``create`` or ``reopen`` instead.
+
+        ``unmarked``: the manifests of other directories without a mark for a commit to keep, each
+        with its last record's number and its end.
+        """
         self.path, self.layout, self.last = path, layout, last
         self._number, self._end, self._largest = number, end, 0
         self._unmarked, self._kept = dict(unmarked), kept
-        # Where other stores must have the same commit: returns when they have.  Until then the
-        # commit before it stays in the log, and whoever asked for this one leaves its data alone.
+        # If other stores must have the same commit, this returns when they have it. Until then the
+        # previous commit stays in the log, and the caller of `commit` must not overwrite its data.
         self.agree: Callable[[int, int], None] | None = None
         self._before: tuple[int, bytes] | None = None  # the last commit's number and payload
         self._fd = _open_log(path)
@@ -392,12 +396,13 @@ class Manifest:
         self, step: int, roles: Sequence[int], checksums: Sequence[Sums | None], meta: bytes, *,
         kept: bool = True,
     ) -> Generation:  # fmt: skip
-        """Makes what ``roles`` name the last generation.  Its data must have been flushed.
+        """Make ``roles`` the last generation.  Its data must have been flushed.
 
-        ``kept``: somebody may want it.  It stays so with all that follow.
+        ``kept``: the commit has to be kept, and so have all that follow.
 
         Raises:
-            IoError: the record cannot be written or flushed; the generation before stays the last.
+            IoError: the record cannot be written or flushed; the previous generation stays the
+                last.
         """
         kept = self._kept = kept or self._kept
         generation = Generation(
@@ -457,7 +462,7 @@ class Manifest:
             raise FileNotFoundError(2, "")
 
     def _compact(self) -> None:
-        """The layout and the last commit alone, in a new file that takes the old one's place."""
+        """Replace the log by a new file with only the layout and the last commit."""
         self.require_place()
         records = [(RecordKind.LAYOUT, _layout_payload(self.layout, 0))]
         if self._before is not None:

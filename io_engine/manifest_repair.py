@@ -1,4 +1,4 @@
-"""Manifests written anew without records that are not to count."""
+"""Rewriting of manifests without damaged or unwanted records."""
 
 from __future__ import annotations
 

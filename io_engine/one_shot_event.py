@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import time
 
-_LOOK_S = 0.5  # whoever was passed over, since a waiter was interrupted, looks again after this
+_LOOK_S = 0.5  # a waiter whose wake-up went to an interrupted one looks again after this
 
 
 class OneShotEvent:
-    """As ``threading.Event``, without ``clear``: an exception that a signal handler raises in
-    ``wait``, at whatever line, leaves it as it was.  One in the lock of an ``Event`` leaves that
-    locked, and whoever comes to ``set`` it hangs."""
+    """A ``threading.Event`` without ``clear`` that is safe against exceptions in signal handlers.
+
+    An exception that a handler raises in ``wait``, at any line, leaves this event intact.  In an
+    ``Event`` it can leave the lock locked, and then ``set`` hangs.
+    """
 
     __slots__ = ("_bell", "_happened")
 
@@ -20,16 +22,16 @@ class OneShotEvent:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # all C, and reentrant
 
     def set(self) -> None:
-        """It has happened: whoever waits goes on."""
+        """Set the event and wake all waiters."""
         self._happened = True
         self._bell.put(None)
 
     def is_set(self) -> bool:
-        """Whether it has."""
+        """Return whether the event is set."""
         return self._happened
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Returns once it has happened, or after ``timeout`` seconds; whether it has."""
+        """Wait until the event is set, or for ``timeout`` seconds; return whether it is set."""
         ends_s = None if timeout is None else time.monotonic() + timeout
         while not self._happened:
             left_s = _LOOK_S if ends_s is None else min(_LOOK_S, ends_s - time.monotonic())

@@ -27,10 +27,11 @@ log = logging.getLogger("overspill.io_engine")
 
 
 def remove_own(path: Path, mine: os.stat_result | None) -> None:
-    """Unlinks the file that ``mine`` was told of, unless ``path`` has come to name another one.
+    """Unlink ``path`` if it still is the file of ``mine``.
 
-    It has when a user deleted the file, or unmounted the directory, and another process went on
-    there.  What cannot be removed, on a disk that failed, is said: closing goes on.
+    It is another file if a user deleted the file, or unmounted the directory, and another process
+    continued there.  If a file cannot be removed, such as on a disk that failed, a warning is
+    logged, so that closing goes on.
     """
     try:
         if mine is not None and os.path.samestat(mine, os.lstat(path)):
@@ -110,7 +111,7 @@ class DirectoryLock:
             self.let_go()  # its owner has just removed it
 
     def _require_own_file(self) -> None:
-        """Raises if the lock is a pipe, a device, or somebody else's file under a second name."""
+        """Raise if the lock is a pipe, a device, or a second name of another file."""
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             self.let_go()
@@ -121,7 +122,7 @@ class DirectoryLock:
             )
 
     def require_current(self) -> None:
-        """Raises if the lock file was deleted or replaced: somebody else may own the directory.
+        """Raise if the lock file was deleted or replaced: another process may own the directory.
 
         Raises:
             IoError: it was.
@@ -165,10 +166,10 @@ class DirectoryLock:
 
 
 class Locks:
-    """The locks of all directories of one store, taken together or not at all.
+    """The locks of all directories of one store, acquired together or not at all.
 
-    Whoever opens the store's files takes them over with ``hand_over``; until then ``release``, or
-    the end of a ``with`` block, gives them up.
+    The code that opens the store's files takes them over with ``hand_over``; until then
+    ``release``, or the end of a ``with`` block, releases them.
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
@@ -191,7 +192,7 @@ class Locks:
         return locks
 
     def release(self) -> None:
-        """Gives up what nobody took over."""
+        """Release the locks that were not handed over."""
         for lock in self.hand_over():
             lock.release()
 
@@ -206,8 +207,11 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a forked child: the lock is its parent's alone.  A descriptor left open here would keep it
-    locked after the parent's death, for as long as the child lives."""
+    """Close lock files in a forked child.
+
+    The lock belongs to the parent.  A descriptor left open here would keep it locked after the
+    parent's death, for as long as the child lives.
+    """
     for lock in list(_held):
         lock.let_go()
 

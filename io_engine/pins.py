@@ -105,7 +105,7 @@ def _remove_unheld(fd: int, path: Path) -> bool:
         if is_current(fd, path):
             path.unlink()
     except OSError:
-        pass  # it stays, and nobody holds it
+        pass  # it stays, but is not locked
     return True
 
 

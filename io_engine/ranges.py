@@ -1,8 +1,8 @@
-"""Reads ranges of files that are not ours, each to a place of its own in memory.
+"""Reads ranges of the user's files, each to its own place in memory.
 
-A file of somebody's has its tensors where he has put them; direct I/O reads whole sectors.  So
-blocks come into memory of the reader's, and what is wanted of them is copied to where it belongs.
-What a first read finds is what every later one must find.
+Tensors lie at arbitrary offsets in such files, and direct I/O reads whole sectors.  So blocks are
+read into the reader's memory, and the ranges are copied from there.  Each read verifies that the
+contents are those of the first read.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class RangesRead:
             raise self.error
 
     def finish(self) -> None:
-        """For the reader alone."""
+        """End the read and call ``on_done``; only for the reader."""
         self.finished_ns = time.perf_counter_ns()
         on_done, self._on_done = self._on_done, None
         self._ended.set()
@@ -193,7 +193,7 @@ class _File:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written to it since, or put another one in its place."""
+        """Whether the file was written to or replaced since it was opened."""
         return state_of(self.fd) != self._was
 
 
@@ -207,7 +207,9 @@ class RangeReader:
         self, files: Sequence[Path], *, was: Sequence[FileState] | None = None,
         checksum: bool = True, threads: int = LEAST_THREADS,
     ) -> None:  # fmt: skip
-        """``was``: of each, when somebody found out where in it things lie.
+        """Open the files and start the threads.
+
+        ``was``: each file's identity when its layout was read.
 
         Raises:
             IoError: a file cannot be opened.
@@ -294,7 +296,7 @@ class RangeReader:
         return crc32(np.array(sums, np.uint32).view(np.uint8))
 
     def expect(self, ranges: FileRanges, digest: int) -> None:
-        """What ``digest`` has told of these files before: the first read must find it again."""
+        """Set the ``digest`` of an earlier process, which the first read must match."""
         self._expected[ranges] = digest
 
     # -- on the threads -------------------------------------------------------------------------

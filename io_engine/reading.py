@@ -1,7 +1,7 @@
-"""Reads what a commit holds, any bytes of it, without opening the store for transfers.
+"""Reads any bytes of a commit, without opening the store for transfers.
 
-For tools: nothing is locked, so a store in use can be looked at; what its owner has overwritten
-since is told by the checksums.
+For tools: nothing is locked, so a store in use can be inspected; checksums detect data that its
+owner has overwritten since.
 """
 
 from __future__ import annotations

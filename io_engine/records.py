@@ -1,10 +1,10 @@
-"""A log of records that knows a torn end from damage.  Pure: bytes in, bytes out.
+"""A log of records that distinguishes a torn end from damage.  Pure: bytes in, bytes out.
 
-Every record begins on a sector of its own with a frame: magic, kind, CRC-32 of all the rest, a
-number that grows by one, and its length; zeroes fill its last sector.  What ends the log and is not
-whole was being written when the process or the machine died: it is ignored.  What is not whole and
-has a whole record behind it is a hole: whether that is damage is for whoever knows what was flushed
-in between.
+Every record begins on its own sector with a frame: magic, kind, CRC-32 of all the rest, a number
+that grows by one, and its length; zeroes fill its last sector.  An incomplete end of the log was
+being written when the process or the machine died, and is ignored.  An incomplete part with a whole
+record after it is a hole.  Whether a hole is damage depends on what was flushed in between, which
+only the caller knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ends with an engine, whoever drops it; no method of its own, which would keep it alive."""
+"""Functions that end an engine; as methods they would be references that keep it alive."""
 
 from __future__ import annotations
 

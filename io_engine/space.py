@@ -97,7 +97,7 @@ class Space:
         return tuple(pieces)
 
     def add(self, file: int, offset: int, nbytes: int) -> None:
-        """The file has become longer by ``nbytes`` after ``offset``."""
+        """Add ``nbytes`` after ``offset``, by which the file has become longer."""
         if nbytes:
             self._free[file].give(offset, nbytes)
             self.total_bytes += nbytes

@@ -243,12 +243,12 @@ def create_files(
     directories: Sequence[Path], sizes: Sequence[int], sparse: Sequence[int] | None = None, *,
     ephemeral: bool = False,
 ) -> list[StoreFile]:  # fmt: skip
-    """A new ``StoreFile`` in each directory; where one fails, none stays.
+    """Create a ``StoreFile`` in each directory; if one fails, none stays.
 
-    ``sparse``: of its bytes, those at the end that take room when they are written.
+    ``sparse``: the bytes at the end of each that take up space only when they are written.
 
-    What a dead process left behind goes, but only when all directories are found free of a store
-    that somebody may want.
+    Files that a dead process left are removed, but only once no directory turns out to hold a store
+    to keep.
 
     Raises:
         IoError: a directory is missing, in use by another process, full, or holds a store.
@@ -301,10 +301,10 @@ def _open_files(
 
 
 def _require_unkept(directory: Path, locked: Sequence[Path]) -> None:
-    """Raises if the directory holds a store, or a stripe of one, that has a commit to keep.
+    """Raise if the directory holds a store, or a stripe of one, that has a commit to keep.
 
-    A stripe whose mark is there, but whose commit was never finished, has none, if the first one
-    can be asked: it is among those that are ``locked``.
+    A stripe with a mark whose commit was never finished has none.  That is known only if the first
+    stripe can be read, which must be among the ``locked``.
     """
     found = read_manifest(directory)
     if found is None or not (found.damage or found.kept):
@@ -344,7 +344,7 @@ def _was_never_committed(stripe: Found, locked: Sequence[Path]) -> bool:
 
 
 def _remove_leftovers(lock: DirectoryLock) -> None:
-    """Removes a store that nobody will want; the caller has the lock, and has made sure of it."""
+    """Remove a store without a commit to keep; the caller has the lock and has checked this."""
     path = lock.directory / STORE_NAME
     try:
         (lock.directory / MANIFEST_NAME).unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""From an extent and a buffer to the segments that a backend moves.  Pure, but for addresses."""
+"""Conversion of an extent and a buffer to the segments that a backend moves.
+
+Pure, except that it uses addresses.
+"""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Ticket:
         self._on_own_thread, self._cancel, self._hurry = on_own_thread, cancel, hurry
         self._on_done = on_done
         self.has_listener = on_done is not None
-        self.seen = False  # whether its error has reached somebody
+        self.seen = False  # whether its error was reported
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -145,7 +145,7 @@ class Ticket:
             self._hurry(self)
 
     def finish(self, error: OffloadError | None, started_ns: int, finished_ns: int) -> None:
-        """For the engine alone: ends the ticket, wakes who waits, and calls ``on_done``."""
+        """End the ticket, wake its waiters, and call ``on_done``; only for the engine."""
         self.error, self.started_ns, self.finished_ns = error, started_ns, finished_ns
         self._ended.set()
         on_done, self._on_done = self._on_done, None

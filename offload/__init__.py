@@ -1,7 +1,7 @@
 """overspill: training of models that do not fit in GPU memory, on one machine.
 
 ``wrap`` a model and its optimizer; weights, gradients and optimizer state then live on the GPU, in
-host memory and on NVMe, and the training loop stays as it is.
+host memory and on NVMe, and the training loop stays unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
     "wrap",
 ]
 
-# Imported when they are first asked for: ``overspill inspect`` does not wait for torch.
+# Imported on first access: ``overspill inspect`` does not have to import torch.
 _FROM = {
     "api": ("materialized", "named_weights", "plan", "resume", "unwrap", "wrap"),
     "config": ("OffloadConfig",),

@@ -1,4 +1,4 @@
-"""``plan``, ``wrap``, ``resume``, ``unwrap`` and ``materialized``: what users call first."""
+"""The main public functions: ``plan``, ``wrap``, ``resume``, ``unwrap`` and ``materialized``."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """The options among a function's arguments, and what is unknown, which ``OffloadConfig`` then
-    tells of."""
+    """Return the options among a function's arguments.
+
+    Unknown ones are included, so that ``OffloadConfig`` can report them.
+    """
     own = {name: value for name, value in given.items() if name not in ("unknown", *others)}
     return {**own, **given["unknown"]}
 
 
 def _require(model: object, optimizer: object) -> None:
-    """Check what everything else takes for granted."""
+    """Check that the arguments are a module and an optimizer."""
     require_model(model)
     if optimizer is not None:
         require_optimizer(optimizer)
@@ -60,7 +62,7 @@ def _wrapped(model: nn.Module) -> Engine:
     """Return the engine of a model.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not a module.
         OffloadError: it is not wrapped.
     """
     require_model(model)
@@ -73,7 +75,7 @@ def _wrapped(model: nn.Module) -> Engine:
 
 
 def _spread(model: nn.Module) -> bool:
-    """Whether a model is spread over ranks; torch.distributed is not imported to say no."""
+    """Return whether a model is spread over ranks, without importing torch.distributed."""
     if "torch.distributed.tensor" not in sys.modules and not isinstance(
         model, nn.parallel.DistributedDataParallel
     ):
@@ -84,7 +86,7 @@ def _spread(model: nn.Module) -> bool:
 
 
 def _over_ranks(model: nn.Module) -> SpreadOptimizer | None:
-    """What ``wrap`` has given for a model that is spread over ranks."""
+    """Return what ``wrap`` returned for a model that is spread over ranks."""
     made = optimizer_of(model) if _spread(model) else None
     if made is None:
         return None
@@ -97,7 +99,7 @@ def _over_ranks(model: nn.Module) -> SpreadOptimizer | None:
 def _resumed_of_ranks(
     model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None, options: dict[str, Any]
 ) -> tuple[OffloadedOptimizer, Any] | None:
-    """``resume`` where there are ranks, or were; ``None``: there are none, nor were."""
+    """Resume a run of several ranks, or on several ranks; return ``None`` in all other cases."""
     folders = [each.absolute() for each in as_paths(path, "path")]
     if _spread(model):
         from .ranks.resuming import resumed_shards
@@ -147,30 +149,31 @@ def plan(
     verbose: bool = False,
     **unknown: Never,
 ) -> Plan:
-    """What ``wrap`` with the same options would hold and move.  Allocates nothing.
+    """Return what ``wrap`` with the same options would hold and move, without allocating anything.
 
-    Lack of room is not an error: ``plan.fits`` and ``plan.shortfalls`` tell.  Without an optimizer
-    a step is one forward.
+    A lack of memory is not an error: see ``plan.fits`` and ``plan.shortfalls``.  Without an
+    optimizer a step is one forward.
 
     Args:
-        tokens: of one micro-step.  They let compute and activations count; without them, time is
-            that of moves and updates alone.
-        machine: plan for that one; with sizes in it, its memory and disks count, not those here.
-        example: runs one micro-batch forward and returns its loss, as in
-            ``lambda: model(**batch).loss``.  It and its backward run a few times, in memory, and
-            what each unit computes and keeps counts instead of what its FLOPs suggest; a model on
-            ``meta`` tells its activations only.  Gradients that were there stay.
-        measure: measure this machine anew instead of using the rates kept from before.
+        tokens: the tokens of one micro-step, which include compute and activations in the plan.
+            Without them, times cover only transfers and updates.
+        machine: the machine to plan for.  Sizes given in it replace the memory and disks of this
+            machine.
+        example: runs the forward of one micro-batch and returns its loss, such as ``lambda:
+            model(**batch).loss``.  It and its backward run a few times, in memory, and the measured
+            compute time and activations of each unit replace those estimated from FLOPs.  With a
+            model on ``meta``, only activations are measured.  Existing gradients are kept.
+        measure: measure this machine again instead of using stored rates.
 
-    All else: see ``OffloadConfig``.
+    For all other arguments, see ``OffloadConfig``.
 
     Raises:
         TypeError: an unknown option, or an optimizer that is not supported.
-        ValueError: an option's value makes no sense.
+        ValueError: an option has an invalid value.
     """
     options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
     _require(model, optimizer)
-    if machine is not None:  # what it says counts, unless it was asked for otherwise
+    if machine is not None:  # its values apply unless an option is given
         options = {name: value for name, value in options.items() if value is not None}
     return make_plan(model, optimizer, options, machine=machine, measure=measure, example=example)
 
@@ -271,13 +274,14 @@ def wrap(
     verbose: bool = False,
     **unknown: Never,
 ) -> OffloadedOptimizer | OffloadedInference:
-    """Offloads a model and its optimizer; the training loop stays as it is.
+    """Offload a model and its optimizer; the training loop stays unchanged.
 
-    Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the
-    same param groups.  Options: see ``OffloadConfig``.
+    Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the same
+    param groups.  For the options, see ``OffloadConfig``.
 
-    Without an optimizer nothing is trained: weights are streamed for inference, ``generate``
-    included, and what comes back has ``plan``, ``stats``, ``memory``, ``trace`` and ``close``.
+    Without an optimizer nothing is trained: weights are streamed for inference, including
+    ``generate``, and the returned object has ``plan``, ``stats``, ``memory``, ``trace`` and
+    ``close``.
 
     Example::
 
@@ -287,8 +291,8 @@ def wrap(
     Raises:
         BudgetError: a budget is too small; nothing was allocated.
         TypeError: an unknown option, or an optimizer that is not supported.
-        ValueError: an option's value makes no sense, or weights do not match the model.
-        OffloadError: the model is wrapped already, or cannot be.
+        ValueError: an option has an invalid value, or weights do not match the model.
+        OffloadError: the model is already wrapped, or cannot be.
     """
     options = _options(locals(), "model", "optimizer")
     _require(model, optimizer)
@@ -339,34 +343,35 @@ def resume(
     verbose: bool = False,
     **unknown: Never,
 ) -> tuple[OffloadedOptimizer, Any]:
-    """Wraps ``model`` with what the last commit of a store holds, and goes on in that store.
+    """Wrap ``model`` with the contents of a store's last commit, and continue in that store.
 
-    Weights, state, step counts, hyper-parameters, buffers and random generators are set to those
-    of the commit; what the model and the optimizer hold is of no account, so the model may be
-    built under ``empty_init()``.  A warning names hyper-parameters of ``optimizer`` that differ;
-    set those that are to change in its ``param_groups`` afterwards.  Budgets, tiers, the way to
-    update and the device may differ from those of the run before; the formats of numbers are those
-    of the store.  With other directories in ``nvme`` the commit is first copied there, over as many
-    stripes as they are, and the store that was there stays.
+    Weights, state, step counts, hyper-parameters, buffers and random generators are restored from
+    the commit.  The values in the model and the optimizer are not used, so the model may be built
+    under ``empty_init()``.  A warning names hyper-parameters of ``optimizer`` that differ; to
+    change one, set it in ``param_groups`` afterwards.
+
+    Budgets, tiers, the update mode and the device may differ from those of the previous run; number
+    formats are those of the store.  With other directories in ``nvme``, the commit is first copied
+    there, striped over all of them, and the old store stays.
 
     Args:
         path: the directory of the store, or all of them.
-        optimizer: of the same kind, with the same param groups; ``None`` for torch's
-            of that kind, with the groups of the store.
-        options: see ``OffloadConfig``; ``nvme``: where to go on, if not in the store itself.
+        optimizer: of the same kind, with the same param groups; ``None`` for torch's of that kind,
+            with the groups of the store.
+        options: see ``OffloadConfig``; ``nvme``: where to continue, if not in the store itself.
 
     Returns:
-        The optimizer, and what ``extra`` gave when the commit was sealed.
+        The optimizer, and what ``extra`` returned when the commit was sealed.
 
     Raises:
-        IoError: there is no store, a part of it is missing, or another process has it.
-        CorruptionError: it is damaged; the last whole commit is named.
+        IoError: there is no store, a part of it is missing, or another process uses it.
+        CorruptionError: it is damaged; the error names the last whole commit.
         OffloadError: it is the store of another model.
         BudgetError: a budget is too small.
     """
     options = _options(locals(), "model", "path", "optimizer")
     _require(model, optimizer)
-    end_unused()  # one of them may have the store
+    end_unused()  # an unused engine may still own the store
     refuse_folders_in_use(as_paths(path, "path"))
     if (found := _resumed_of_ranks(model, path, optimizer, options)) is not None:
         return found
@@ -378,7 +383,7 @@ def _resumed(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer | None,
     options: dict[str, Any],
 ) -> tuple[OffloadedOptimizer, Any]:  # fmt: skip
-    """``resume`` over a store that is this process's now."""
+    """Resume from a store that this process now owns."""
     generation = store.last()
     config = OffloadConfig.from_options(with_formats(store, options))
     facts = decode_facts(generation.meta)
@@ -404,14 +409,15 @@ def unwrap(model: str | os.PathLike[str]) -> None: ...
 
 
 def unwrap(model: nn.Module | str | os.PathLike[str]) -> nn.Module | None:
-    """Give back an ordinary model with its trained weights, and end its engine.
+    """Return the model to an ordinary one with its trained weights, and close its engine.
 
     Needs memory for the whole model on its device.  Gradients are dropped.
 
     Given a folder instead, close the engines of this process that use it as ``nvme``, as
     ``close()`` of the optimizer does: the last step is committed, threads end, and memory and disk
-    are freed.  Weights are not loaded; ``overspill.resume`` continues from a durable store.  Use it
-    for an engine you have no reference to, such as one kept alive by a traceback in a notebook.
+    space are freed.  Weights are not loaded; ``overspill.resume`` continues from a durable store.
+    Use it for an engine to which you have no reference, such as one kept alive by a traceback in a
+    notebook.
 
     Returns:
         The model; ``None`` for a folder.
@@ -446,10 +452,10 @@ def _close_engines_in(folder: Path) -> None:
 
 
 def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
-    """Gives every parameter its full, current weight, for code that reads or edits ``p.data``.
+    """Load all weights into ordinary tensors, for code that reads or edits ``p.data``.
 
-    Needs memory for the whole model on its device.  With ``writeback`` what was edited becomes
-    the new weights (and masters); without, edits are dropped.
+    Returns a context manager.  Needs memory for the whole model on its device.  With ``writeback``,
+    edited weights are written back (and to their masters); without, edits are dropped.
 
     Raises:
         OffloadError: the model is not wrapped, or is running.
@@ -465,11 +471,12 @@ def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextMa
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The full, current weights of a wrapped model, for what exports, averages or sends them.
+    """Iterate over the full, current weights of a wrapped model, to export, average or send them.
 
-    They come in the engine's order, unit by unit, each fetched once; the caller need not hold more
-    than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are where
-    they always are.  The loop may go on in between: each weight is that of its moment.
+    They come in the engine's order, unit by unit, and each is fetched once, so the caller need not
+    hold more than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are
+    not included, because they are not offloaded.  Training may continue between iterations: each
+    weight is the current one when it is fetched.
 
     Yields:
         The parameter's name and a copy of its weight, on the model's device, in its dtype.

@@ -1,4 +1,4 @@
-"""The model and optimizer arguments of public functions, checked before anything else is done."""
+"""Checks of the model and optimizer arguments of public functions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from .engine_handle import EngineHandle
 
 
 def require_model(model: object) -> None:
-    """
+    """Check that ``model`` is a module.
+
     Raises:
-        TypeError: it is no module.
+        TypeError: it is not.
     """
     if isinstance(model, nn.Module):
         return
@@ -33,9 +34,10 @@ def require_model(model: object) -> None:
 
 
 def require_optimizer(optimizer: object) -> None:
-    """
+    """Check that ``optimizer`` is a torch optimizer that is not wrapped.
+
     Raises:
-        TypeError: it is no optimizer of torch's, or one that ``wrap`` has returned.
+        TypeError: it is not.
     """
     if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, EngineHandle):
         return

@@ -1,4 +1,4 @@
-"""Models and optimizers that cannot be wrapped, told before anything is planned."""
+"""Checks for models and optimizers that cannot be wrapped, before anything is planned."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def check_model(
 
 
 def check_modules(model: nn.Module) -> None:
-    """
+    """Check that all modules of a model are of a supported kind.
+
     Raises:
         OffloadError: a module is wrapped already, or is of a kind that is not supported.
     """
@@ -107,7 +108,7 @@ def _check_trained(name: str, p: nn.Parameter, precision: torch.dtype | None) ->
     """Check a parameter that the optimizer is to update.
 
     Raises:
-        OffloadError: several of its elements lie in one place.
+        OffloadError: several of its elements share one memory location.
         ValueError: weights of its dtype cannot be trained.
     """
     if torch_private.overlaps_itself(p):
@@ -129,7 +130,7 @@ def _check_trained(name: str, p: nn.Parameter, precision: torch.dtype | None) ->
 
 
 def _refuse_overlaps(model: nn.Module) -> None:
-    """Raises if two parameters lie over the same memory: they would be parted without a word."""
+    """Raise if two parameters overlap in memory: the engine would separate them silently."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, p in model.named_parameters():
         if p.is_meta or not p.numel():

@@ -1,5 +1,7 @@
-"""When an engine ends: when it is closed, when nobody has its model or its optimizer any more, or
-with the process."""
+"""The end of an engine: on ``close``, when its model is no longer in use, or with the process.
+
+See Note [Closing engines].
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,37 @@ from typing import Any
 from .movement.uninterruptible_thread import unsignalled
 from .training.reentrancy import callers, is_engine
 
+# Note [Closing engines]
+# An engine owns threads, memory, files and a store whose last step has to be committed, so it is
+# closed in one of three ways, whichever comes first: by ``close()``, by the garbage collector
+# (``__del__``), or at interpreter exit (``_exit``).  ``_end`` makes sure that ``finish`` runs once.
+#
+# - ``close()`` must not be torn by an exception such as Ctrl-C.  On the main thread ``finish`` runs
+#   on a thread that gets no signals, and an interrupt is raised afterwards.
+# - The garbage collector can run on any thread, between any two bytecodes: on one of the engine's
+#   own threads, or while the engine or ``threading`` holds a lock.  ``finish`` joins threads and
+#   takes locks, so it would wait for itself.  In these cases it runs on a new thread.  The same
+#   holds for a signal handler that calls ``close()`` while the engine's code runs.
+# - At exit no thread can be started, so ``finish`` runs directly, and signals are deferred.
+# - In a forked child the engine's threads do not exist, and memory and files are the parent's.  So
+#   nothing is closed, and ``forked`` makes parameters unusable.
+
 log = logging.getLogger("overspill")
 
 
 class Closeable:
-    """What is ended once, by whoever comes first.  It lives from ``lives`` on."""
+    """An object that is closed exactly once.  See Note [Closing engines]."""
 
     _owner: int
-    _ending: threading.RLock  # by whoever comes first, once
+    _ending: threading.RLock  # held while it is closed
 
     def lives(self) -> None:
-        """From here on there is something to end."""
+        """Mark that resources exist that have to be closed."""
         self._ending, self._begun = threading.RLock(), False
         self._owner = os.getpid()
 
     def may_close(self) -> None:
-        """It is whole: ``close`` and the end of the process end it."""
+        """Mark construction as complete: from now on ``close`` and interpreter exit close it."""
         _open.add(self)
 
     @property
@@ -39,15 +56,15 @@ class Closeable:
         return self._owner == os.getpid()
 
     def leave(self) -> None:
-        """Takes what it has on the calling thread, which may not be the one that ends it."""
+        """Remove its hooks from the calling thread, which need not be the one that closes it."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Ends all threads, frees all memory and disk."""
+        """End all threads, and free all memory and disk space."""
         raise NotImplementedError
 
     def forked(self) -> None:
-        """This is a forked child: nothing of it works here, its memory least of all."""
+        """Invalidate the object in a forked child, where its memory and threads are unusable."""
         raise NotImplementedError
 
     @property
@@ -56,8 +73,10 @@ class Closeable:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends it.  A second call does nothing, nor does one in a forked child: all that is its
-        parent's.  What interrupts it comes up when it has ended: half of an end is none."""
+        """Close it; a second call, or one in a forked child, does nothing.
+
+        An interrupt is raised only after closing is complete.
+        """
         if os.getpid() != self._owner:
             return
         if self._cannot_wait():
@@ -72,8 +91,11 @@ class Closeable:
                 self._end()
 
     def _cannot_wait(self) -> bool:
-        """Whether the collector, or a signal handler, has come by on a thread of the engine's own,
-        or where the engine holds a lock: neither can wait for itself."""
+        """Return whether this code interrupts the engine, so that waiting could deadlock.
+
+        That is a garbage collection or a signal handler on one of the engine's threads, or while
+        the engine holds a lock.
+        """
         return threading.current_thread().name.startswith("overspill") or is_engine(callers())
 
     def _end(self) -> None:
@@ -86,15 +108,19 @@ class Closeable:
                     _open.discard(self)
 
     def __del__(self) -> None:
-        """Neither the model nor its optimizer is in use any more: they and this are one cycle, and
-        no thread of the engine's holds it.  Weak references to it are gone by now."""
+        """Close it when neither the model nor its optimizer is in use any more.
+
+        Both are in one reference cycle with this object, to which no engine thread refers.  Weak
+        references to it are already cleared.
+        """
         if not hasattr(self, "_owner") or self.finished or os.getpid() != self._owner:
             return
         if self._cannot_wait() or _amid_threading():
             threading.Thread(target=self._end, name=_NAME).start()
         else:
             self.leave()
-            self._end()  # here: whatever the collector came by amid may hold a lock of others
+            # not on another thread, which could need a lock that the interrupted code holds
+            self._end()
 
 
 _open: weakref.WeakSet[Closeable] = weakref.WeakSet()
@@ -106,7 +132,7 @@ def living() -> list[Closeable]:
 
 
 def end_unused() -> None:
-    """Closes engines whose model and optimizer nobody has any more, for the room that they hold."""
+    """Close engines whose model and optimizer are no longer referenced, to free their memory."""
     if _open:
         gc.collect()
 
@@ -118,14 +144,14 @@ def _forked() -> None:
 
 @atexit.register
 def _exit() -> None:
-    came: list[int] = []  # what these would raise comes up when all are closed
+    came: list[int] = []  # raised again when all are closed
     before = _take_signals(came)
     for living in list(_open):
         try:
             if os.getpid() == living._owner:
                 living.leave()
-                living._end()  # here: no thread can be started any more
-        except Exception:  # the others are to be closed all the same
+                living._end()  # directly: no thread can be started any more
+        except Exception:  # the others must still be closed
             log.exception("overspill: an engine could not be closed at the end of the process")
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -134,7 +160,7 @@ def _exit() -> None:
 
 
 def _take_signals(came: list[int]) -> dict[int, Any]:
-    """Has signals that Python handles put into ``came``; gives the handlers they had."""
+    """Append signals that Python handles to ``came``; return the previous handlers."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -145,8 +171,10 @@ def _take_signals(came: list[int]) -> dict[int, Any]:
 
 
 def _amid_threading() -> bool:
-    """Whether the calling thread holds the lock that every thread takes when it ends: the collector
-    has come by amid the library of threads."""
+    """Return whether the garbage collector has interrupted the ``threading`` module.
+
+    That is, whether the calling thread holds the lock that every thread takes when it ends.
+    """
     lock: Any = getattr(threading, "_active_limbo_lock", None)
     return lock is not None and bool(lock._is_owned())
 

@@ -1,4 +1,4 @@
-"""What the user may set: the frozen ``OffloadConfig``, the tiers, and the reading of sizes."""
+"""The options: the frozen ``OffloadConfig``, and parsing of sizes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from .facts.rates import Rates
 from .paths import as_path, as_paths
 
-if TYPE_CHECKING:  # the command reads sizes before it has torch
+if TYPE_CHECKING:  # the command parses sizes without importing torch
     import torch
 
 __all__ = ["OffloadConfig", "Size", "parse_size"]
 
 MOST_THREADS = 256
 
-# Options that say how to train.
+# Options that only concern training.
 _OF_TRAINING = (
     "master", "moments", "activations", "max_grad_norm", "update", "accumulate", "commit_every",
     "extra", "on_nonfinite",
@@ -36,13 +36,13 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*|%)\s*
 
 @dataclass(frozen=True)
 class Size:
-    """A budget as asked for: ``nbytes``, a ``share`` of what is free, or neither (auto)."""
+    """A budget as given: ``nbytes``, a ``share`` of free memory, or neither (auto)."""
 
     nbytes: int | None = None
     share: float | None = None
 
     def resolve(self, free_bytes: int, margin_bytes: int) -> int:
-        """The budget in bytes, given what is free now; ``auto`` leaves ``margin_bytes`` unused."""
+        """Return the budget in bytes of ``free_bytes``; ``auto`` leaves ``margin_bytes`` unused."""
         if self.nbytes is not None:
             return self.nbytes
         if self.share is not None:
@@ -51,11 +51,11 @@ class Size:
 
 
 def parse_size(value: int | str, name: str) -> Size:
-    """Reads ``10 * 2**30``, ``"10GiB"``, ``"80%"`` or ``"auto"``.
+    """Parse ``10 * 2**30``, ``"10GiB"``, ``"80%"`` or ``"auto"``.
 
     Raises:
-        ValueError: a negative, non-finite or unreadable size, or an unknown unit.
-        TypeError: neither a number nor a text.
+        ValueError: the size is negative, not finite or unreadable, or has an unknown unit.
+        TypeError: the value is neither a number nor a string.
     """
     if isinstance(value, numbers.Integral):
         value = _whole(value)
@@ -87,7 +87,7 @@ def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """A whole number as Python's own, also one of NumPy's; ``True`` stays what it is."""
+    """Convert an integer, also one of NumPy's, to ``int``; leave ``True`` as it is."""
     return value if isinstance(value, bool) else int(value)
 
 
@@ -108,48 +108,47 @@ def _at_least(name: str, value: object, low: int) -> None:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Every keyword of ``wrap``, ``plan`` and ``resume``.
+    """The options of ``wrap``, ``plan`` and ``resume``.
 
     Attributes:
-        device: ``"cuda[:i]"`` or another accelerator of torch's, ``"cpu"``, ``"sim"``; ``None``
-            takes the accelerator, else the CPU.
-        device_memory, host_memory: the most the engine may hold there: bytes, ``"10GiB"``,
-            ``"80%"`` of what is free, or ``"auto"`` (what is free, less a margin).  Free memory
+        device: ``"cuda[:i]"`` or another torch accelerator, ``"cpu"``, ``"sim"``; ``None`` uses the
+            accelerator if there is one, else the CPU.
+        device_memory, host_memory: the most memory that the engine may hold: bytes, ``"10GiB"``,
+            ``"80%"`` of free memory, or ``"auto"`` (free memory less a margin).  Free memory
             excludes what other open engines of this process may still take; free host memory also
             respects control groups and ``ulimit``.
-        nvme: a directory, or a list of directories that are striped; ``None`` for no third tier.
-        nvme_memory: disk the store may use, as above.
-        precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps them.
+        nvme: a directory, or a list of directories to stripe over; ``None`` for no third tier.
+        nvme_memory: the most disk space for the store, as above.
+        precision: dtype of the weights, ``"bf16"``, ``"fp16"``, ``"fp32"``; ``None`` keeps it.
         master: ``"split"`` (lossless, bf16 weights), ``"fp32"``, or ``"auto"``.
-        moments: how the optimizer's moments are stored: ``"fp32"``; ``"bf16"`` (rounded
-            stochastically); ``"int8"`` (a logarithmic byte, with a scale per 256 elements).
-        activations: where what autograd saves waits for backward: ``"keep"`` (where it is),
-            ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs, and run again), or
-            ``"auto"`` (what the budgets have no room for leaves).
-        frozen: format in which matrices that are not trained are kept and moved, and unpacked
-            before use: ``"int8"`` (a scale per row), ``"nf4"`` (4 bits, as QLoRA); embeddings, the
-            head, convolutions and what ``resident`` names keep theirs.  ``None``: as they are.
-        tokens: of the largest micro-batch, where they are known: what stays in place leaves room
-            for what autograd saves of it, and a plan counts compute.  0: not known.
+        moments: storage of the optimizer's moments: ``"fp32"``; ``"bf16"`` (stochastic rounding);
+            ``"int8"`` (a logarithmic byte, with a scale per 256 elements).
+        activations: where tensors that autograd saves wait for backward: ``"keep"`` (where they
+            are), ``"host"``, ``"nvme"``, ``"recompute"`` (units keep their inputs and run again),
+            or ``"auto"`` (tensors that do not fit in the budgets are offloaded or recomputed).
+        frozen: storage format of untrained matrices, which are unpacked before use: ``"int8"`` (a
+            scale per row), ``"nf4"`` (4 bits, as in QLoRA); not for embeddings, the head,
+            convolutions and the modules in ``resident``.  ``None``: stored unpacked.
+        tokens: tokens of the largest micro-batch, or 0 if unknown.  Resident weights then leave
+            memory for the activations, and plans include compute.
         max_grad_norm: exact clipping by the global L2 norm, inside the engine.
         update: ``"step"``, ``"backward"``, ``"next_forward"`` or ``"auto"``.
-        accumulate: micro-steps per step; needed by ``update="backward"``, a hint otherwise.
-        units: module names that form units; the rest is found.
+        accumulate: micro-steps per step; required by ``update="backward"``, a hint otherwise.
+        units: module names that form units; other units are discovered.
         resident: module names whose units never leave the device (``device="cpu"``: host memory).
         weights: safetensors file, Hugging Face folder, or folder of
-            ``torch.distributed.checkpoint``, to stream in.
+            ``torch.distributed.checkpoint``, to load weights from.
         ignore_weights: names, or patterns such as ``"head.*"``, of tensors in these files that the
-            model does not use; others that it does not use are an error.
+            model does not use; any other unused tensor is an error.
         init: for a meta model: called on each module of a unit to initialise its parameters.
         prefetch_depth: units fetched ahead of use, in the order of the last step; ``None`` lets the
-            plan choose.  Prefetch is reduced or stopped
-            while steps use units in different orders.
-        threads: CPU threads of the optimizer update; ``None`` takes the physical cores, beside a
-            GPU all but two of them, or of few a quarter.
-        checksum: verify every byte that comes back from disk.
+            plan choose.  Prefetch is reduced or stopped while steps use units in different orders.
+        threads: CPU threads of the optimizer update; ``None`` uses the physical cores; with a GPU,
+            all but two of them, or all but a quarter if there are few.
+        checksum: verify every byte that is read back from disk.
         rates: the machine's rates; ``None`` measures them once.
         durable, commit_every, extra, on_nonfinite: see the chapter on checkpoints.
-        verbose: log the whole plan, not only its one line.
+        verbose: log the whole plan, not only one line.
     """
 
     device: str | None = None
@@ -183,7 +182,7 @@ class OffloadConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> OffloadConfig:
-        """Reads keywords as the user gave them; an unknown one is a ``TypeError`` that names it."""
+        """Build a configuration from keywords; raise ``TypeError`` naming an unknown one."""
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
@@ -192,7 +191,7 @@ class OffloadConfig:
                 raise TypeError(f"unknown option {name!r}{hint}")
         values = dict(options)
         if values.get("device") is not None:
-            values["device"] = str(values["device"])  # a ``torch.device`` has its name there
+            values["device"] = str(values["device"])  # also works for a ``torch.device``
         if values.get("nvme") is not None:
             folders = as_paths(values["nvme"], "nvme")
             values["nvme"] = tuple(folder.absolute() for folder in folders)
@@ -207,10 +206,10 @@ class OffloadConfig:
         return cls(**values)
 
     def for_inference(self) -> OffloadConfig:
-        """The same where nothing is trained: no commits, and nothing that autograd saves moves.
+        """Return the configuration for inference: no commits, and no offloaded activations.
 
         Raises:
-            ValueError: an option says how to train.
+            ValueError: an option only concerns training.
         """
         for each in fields(self):
             if each.name in _OF_TRAINING and getattr(self, each.name) != each.default:
@@ -288,7 +287,7 @@ class OffloadConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
-        """The dtype asked for by ``precision``, or ``None``."""
+        """The dtype that ``precision`` asks for, or ``None``."""
         import torch
 
         table = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

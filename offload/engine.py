@@ -1,4 +1,4 @@
-"""The composition root: one wrapped model, its parts put together at once, and ended at once."""
+"""The composition root: builds all parts of the engine of one model, and closes them together."""
 
 from __future__ import annotations
 
@@ -67,18 +67,21 @@ _MARKS = (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__")
 
 
 class Engine(Closeable):
-    """One wrapped model.  Never copied or pickled: the weights are not all in the model."""
+    """The engine of one wrapped model.
+
+    It cannot be copied or pickled, because not all weights are in the model.
+    """
 
     def __init__(
         self, model: nn.Module, groups: Sequence[dict[str, Any]], resources: EngineResources,
         calibration: Calibration | None, hooks: list[Removable],
     ) -> None:  # fmt: skip
-        """``hooks``: gets what is installed, as soon as it is."""
+        """Build all parts; every installed hook is added to ``hooks`` at once."""
         runtime, contents, trainer = resources.runtime, resources.contents, resources.trainer
         config, blueprint, parts = runtime.config, runtime.blueprint, runtime.parts
         executor, updater, ledger = runtime.executor, runtime.updater, runtime.ledger
         accelerator, writer = runtime.accelerator, runtime.store.writer
-        # What a part asks of another it gets when it is made; so they follow from below.
+        # Each part gets the parts that it uses when it is made, so lower ones come first.
         units = OnloadedUnits(
             parts, executor, accelerator, resources.held_slots, resources.stubs, ledger.changing
         )
@@ -146,9 +149,9 @@ class Engine(Closeable):
         self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
         self._contents, self._onloaded_units = contents, units
         self._materializing = materializing
-        # Without an engine these do nothing; the others tell that it is closed, until ``let_go``.
+        # `hooks` report a closed engine until `let_go`; `while_open` works only with an open one.
         self._while_open, self._hooks, self._door = while_open, hooks, door
-        self.lives()  # last: from here on there is something to end
+        self.lives()  # last: from here on there are resources to close
 
     @classmethod
     def open(
@@ -158,8 +161,10 @@ class Engine(Closeable):
         resources: EngineResources,
         calibration: Calibration | None = None,
     ) -> Engine:
-        """Hook up a model whose weights and state are in ``resources``. After an error no hooks
-        are left, and the caller closes the resources."""
+        """Install hooks on a model whose weights and state are in ``resources``.
+
+        After an error no hooks are left, and the caller closes the resources.
+        """
         hooks: list[Removable] = []
         try:
             engine = cls(model, groups, resources, calibration, hooks)
@@ -170,7 +175,8 @@ class Engine(Closeable):
                 protocol = runtime.executor.protocol
                 hooks.append(Forwards(model, protocol, engine.forwarded))
             engine.may_close()
-            # Found on the instance, these refuse copies and pickles of the model before they begin.
+            # As instance attributes they refuse to copy or pickle the model before anything is
+            # copied.
             model.__dict__.update(
                 {
                     ATTRIBUTE: engine,
@@ -185,7 +191,7 @@ class Engine(Closeable):
         return engine
 
     def model_holds(self, made: object) -> None:
-        """Whoever has the model finds what ``wrap`` has given for it."""
+        """Store what ``wrap`` returns in the model, so that it can be found from there."""
         self.model.__dict__[OPTIMIZER] = made
 
     @property
@@ -205,11 +211,11 @@ class Engine(Closeable):
         return () if io is None else io.owned_directories
 
     def untaken(self) -> Untaken:
-        """What the engine may still take of this machine within its budgets."""
+        """Return what the engine may still allocate on this machine within its budgets."""
         return self.runtime.untaken()
 
     def let_go(self) -> None:
-        """Takes hooks and marks from the model."""
+        """Remove hooks and attributes from the model."""
         for each in self._hooks:
             each.remove()
         for name in _MARKS:
@@ -227,7 +233,7 @@ class Engine(Closeable):
 
     @property
     def config(self) -> OffloadConfig:
-        """What was asked for."""
+        """The options that were given."""
         return self.runtime.config
 
     @property
@@ -246,71 +252,73 @@ class Engine(Closeable):
         return self.runtime.trace
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """What was chosen once activations were known: the units that are computed again, and what
-        a step was taken to cost."""
+        """Return the choices made once activations were known.
+
+        They are the units to recompute, and the costs that a step was assumed to have.
+        """
         return self._loop.adapted()
 
     # -- training -------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         self._loop.step()
         self._figures.taken(self.step_count)
 
     def forwarded(self, count: int, tokens: int) -> None:
-        """Where nothing is trained: forward number ``count``, of so many tokens, has ended."""
+        """Record, for inference, that forward number ``count`` with this many tokens has ended."""
         self._figures.taken(count, tokens)
 
     @property
     def step_count(self) -> int:
-        """Steps taken."""
+        """The number of steps taken."""
         return self.runtime.ledger.count
 
     def require_gradients_unused(self) -> None:
-        """Raise if gradients cannot be dropped now, as a step that has begun has applied them."""
+        """Raise if gradients cannot be dropped, because a step that has begun has applied them."""
         if not self.finished:
             self._weights.require_gradients_unused()
 
     def declared(self, final: bool) -> Declared:
-        """Inside, every backward is (or is not) the last one of the step."""
+        """Declare every backward in this block to be (or not to be) the last one of the step."""
         return self._loop.declared(final)
 
     def commit(self, what: str = "commit") -> None:
-        """See ``OffloadedOptimizer.commit``; ``what`` the user has called."""
+        """Commit; see ``OffloadedOptimizer.commit``.  ``what`` names the user's call in errors."""
         self._loop.commit(what)
 
     def rollback(self) -> Any:
-        """See ``OffloadedOptimizer.rollback``."""
+        """Return to the last commit; see ``OffloadedOptimizer.rollback``."""
         return self._loop.rollback()
 
     def restart(self) -> Any:
-        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        """Restore random generators from the last commit, and return its ``extra``."""
         return self._loop.restart()
 
     # -- state of the whole ---------------------------------------------------------------------
 
     def quiesce(self) -> None:
-        """Waits for all updates, and until nothing moves; caches are dropped."""
+        """Wait for all updates and transfers, and drop caches."""
         self._loop.require_usable()
         self._loop.write_copies()
         self._loop.quiesce()
 
     def load_state(self, state_dict: Mapping[str, Any]) -> None:
-        """See ``OffloadedOptimizer.load_state_dict``."""
+        """Load optimizer state; see ``OffloadedOptimizer.load_state_dict``."""
         self._loop.require_usable()
         self.state.from_torch(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``OffloadedOptimizer.state_dict``."""
+        """Return optimizer state; see ``OffloadedOptimizer.state_dict``."""
         return self.state.to_torch()
 
     def streamed_state(self, make: Make) -> dict[str, Any]:
-        """``state_dict``, but with what ``make`` gives for each tensor; see ``streamed``."""
+        """Return ``state_dict`` with what ``make`` returns for each tensor; see ``streamed``."""
         return self.state.streamed(make)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Those that the engine has, in the order of their indices."""
+        """The managed parameters, in the order of their indices."""
         return self.runtime.parts.parameters
 
     def has(self, module: nn.Module) -> bool:
@@ -319,12 +327,12 @@ class Engine(Closeable):
 
     @property
     def trained(self) -> list[ParamSpec]:
-        """The parameters that are trained, in the order in which ``masters`` gives them."""
+        """The trained parameters, in the order in which ``masters`` yields them."""
         chunks = (chunk for unit in self.runtime.parts.units for chunk in unit.chunks)
         return [spec for chunk in chunks if chunk.group is not None for spec in chunk.params]
 
     def read(self, index: int) -> torch.Tensor:
-        """A copy of a parameter's current weight."""
+        """Return a copy of a parameter's current weight."""
         return self._weights.read(index)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -332,8 +340,10 @@ class Engine(Closeable):
         yield from self._by_name(self._weights.read)
 
     def _by_name(self, read: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters that the model has now: those of the engine, unit by unit, as
-        ``read`` gives them by index, then the others."""
+        """Yield the parameters that the model has now, by name.
+
+        Those of the engine come first, unit by unit, as ``read`` returns them by index.
+        """
         parts = self.runtime.parts
         renamed = renamed_parameters(self.model, parts.names, parts.parameters)
         for unit in parts.units:
@@ -351,11 +361,12 @@ class Engine(Closeable):
 
         Args:
             hub: whether the files use the Hub's tensor names, where the model has others.
-            part: the module of the model that the files are of; default: the model.
+            part: the module of the model that the files are for; default: the model.
 
         Raises:
-            ValueError: the files lack a parameter, or have it in another shape; nothing was
-                changed.  Or one turns out to be damaged while it is read; then a part was.
+            ValueError: a parameter is missing from the files, or has another shape; nothing was
+                changed. Or a file turns out to be damaged while it is read; then some weights were
+                changed.
         """
         model = self.model if part is None else part
         files = open_weights(path, model if hub else None)
@@ -366,7 +377,7 @@ class Engine(Closeable):
         others.load()
 
     def masters(self) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """The exact fp32 value of every trained parameter, unit by unit."""
+        """Yield the exact fp32 value of every trained parameter, unit by unit."""
         self.quiesce()
         for unit in self.runtime.parts.units:
             yield from self._contents.masters(unit.index)
@@ -382,14 +393,15 @@ class Engine(Closeable):
         return Averaged(self.state.averages, self._loop.require_usable, self.model)
 
     def require_average(self) -> None:
-        """
+        """Raise unless averages are kept.
+
         Raises:
             OffloadError: no average is kept.
         """
         self.state.averages.require_kept()
 
     def average(self, index: int) -> torch.Tensor:
-        """The fp32 average of a parameter; the weight itself where none was taken."""
+        """Return the fp32 average of a parameter, or its weight if it has no average."""
         self.require_average()
         self.quiesce()
         average = self.state.averages.read(index)
@@ -400,8 +412,8 @@ class Engine(Closeable):
         yield from self._by_name(self.average)
 
     def give_back(self) -> None:
-        """All parameters are ordinary ones again, with their weights; to be closed then."""
-        self.quiesce()  # also ends what an exception has left of ``materialized``
+        """Return all parameters to ordinary ones with their weights; must be followed by close."""
+        self.quiesce()  # also ends a `materialized` block that an exception interrupted
         values = self._weights.read_all()
         with torch_private.without_overrides():
             for p in self.parameters:
@@ -412,12 +424,11 @@ class Engine(Closeable):
     # -- the end --------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The hooks of a forward that an exception has ended are the thread's."""
+        """Remove hooks that an interrupted forward has left on the calling thread."""
         self._loop.leave()
 
     def finish(self) -> None:
-        """The last step is committed, if it can be; then all threads end, and memory and disk are
-        free."""
+        """Commit the last step if possible, end all threads, and free memory and disk space."""
         if self.step_count:
             log.info(
                 "overspill: step %d, the last, took %.3g s: %s",
@@ -441,11 +452,11 @@ class Engine(Closeable):
 
     @property
     def finished(self) -> bool:
-        """Whether its machinery has ended."""
+        """Whether the engine is closed."""
         return self.runtime.closed
 
     def forked(self) -> None:
-        """This is a forked child: nothing of the engine works here, its memory least of all."""
+        """Invalidate the engine in a forked child, where its memory and threads are unusable."""
         self._onloaded_units.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -474,7 +485,7 @@ def _figures_of(runtime: Runtime, calibration: Calibration | None) -> StepFigure
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine of a wrapped model, else ``None``."""
+    """Return the engine of a wrapped model, or ``None``."""
     engine = model.__dict__.get(ATTRIBUTE)
     assert engine is None or isinstance(engine, Engine)
     return engine

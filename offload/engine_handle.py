@@ -1,4 +1,4 @@
-"""What can be seen of a wrapped model, whoever holds it, and its end."""
+"""The common interface of what ``wrap`` returns: figures of the engine, and ``close``."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class EngineHandle:
         return self._engine.memory
 
     def trace(self, path: str | Path) -> None:
-        """Writes the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
+        """Write the recorded steps: Chrome trace JSON, or a picture of the lanes for ``.png``."""
         save_trace(self._engine.trace, as_path(path, "path"))
 
     def close(self) -> None:
-        """Ends all threads and frees all memory; the model cannot run any more (see ``unwrap``)."""
+        """End all threads and free all memory; the model cannot run any more (see ``unwrap``)."""
         self._engine.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Errors of the engine.  Each names the object, the tier, the need, what is there, and a remedy."""
+"""Errors of the engine, which name the object, the tier, need and have, and a remedy."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ log = logging.getLogger("overspill")
 
 
 def clean_up(end: Callable[[], object], what: str, raised: BaseException | None) -> None:
-    """Call ``end``.  If an exception is on its way (``raised``), what goes wrong here is logged,
-    so that it does not take the place of that exception."""
+    """Call ``end``; if an exception ``raised`` is propagating, log errors of ``end``.
+
+    Otherwise they would replace that exception.
+    """
     try:
         end()
     except Exception as error:
@@ -40,7 +42,7 @@ def clean_up(end: Callable[[], object], what: str, raised: BaseException | None)
 
 
 class BudgetError(OffloadError):
-    """A tier has no room for what was asked.
+    """A tier has too little memory for an object.
 
     Attributes: ``what`` (the object), ``tier`` (``"device"``, ``"host"``, ``"nvme"``),
     ``need_bytes``, ``have_bytes`` and ``remedy``.

@@ -1,4 +1,4 @@
-"""Find out which variable keeps an object alive, for messages to its user."""
+"""Search for the variable that keeps an object alive, for messages to users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 MOST_STEPS = 6  # references followed from the object to a variable
-MOST_OBJECTS = 200  # that are looked at in one step
+MOST_OBJECTS = 200  # examined per step
 _INTERNAL = (__name__.partition(".")[0], "torch")
 UNKNOWN = (
     "something that the garbage collector cannot see, such as a local variable of a running "
@@ -20,8 +20,8 @@ UNKNOWN = (
 def holder_of(objects: Iterable[object]) -> str:
     """Describe what keeps one of ``objects`` alive: a variable, if one is found.
 
-    Walks from the objects to what refers to them, breadth first, up to a variable of a module or a
-    local variable in a frame that a traceback keeps.
+    Walks breadth first from the objects to their referrers, up to a variable of a module or a local
+    variable in a frame that a traceback keeps.
     """
     frontier: Sequence[object] = list(objects)
     seen = {id(each) for each in frontier}
@@ -41,7 +41,7 @@ def holder_of(objects: Iterable[object]) -> str:
 
 
 def _variable(referrer: object, held: Sequence[object]) -> str | None:
-    """The variable that holds one of ``held``, if ``referrer`` has variables."""
+    """Return the variable that holds one of ``held``, if ``referrer`` has variables."""
     if isinstance(referrer, dict):
         module = referrer.get("__name__")
         if not isinstance(module, str) or _of_ours(module) or module not in sys.modules:
@@ -60,14 +60,14 @@ def _variable(referrer: object, held: Sequence[object]) -> str | None:
 
 
 def _key(names: dict[str, Any], held: Sequence[object]) -> str:
-    """The name of one of ``held``; one that a user has chosen, rather than a shell's ``_``."""
+    """Return a variable name of one of ``held``, preferring a user's name to a shell's ``_``."""
     ids = {id(each) for each in held}
     fitting = [name for name, value in names.items() if id(value) in ids]
     return min(fitting, key=lambda name: (name.startswith("_"), name), default="?")
 
 
 def _last_frames() -> list[FrameType]:
-    """The frames of the exception that a shell has reported last."""
+    """Return the frames of the exception that a shell reported last."""
     last: TracebackType | None = getattr(sys, "last_traceback", None)
     found = []
     while last is not None:
@@ -77,7 +77,7 @@ def _last_frames() -> list[FrameType]:
 
 
 def _is_internal(referrer: object) -> bool:
-    """Whether it is a part of ours or of torch's, which leads to thousands of others."""
+    """Return whether an object is overspill's or torch's, which refer to thousands of others."""
     return _of_ours(type(referrer).__module__) or isinstance(referrer, FrameType)
 
 

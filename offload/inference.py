@@ -1,4 +1,4 @@
-"""What ``wrap`` gives where nothing is trained: weights are streamed, and nothing else."""
+"""The object that ``wrap`` returns for a model that is not trained."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from .engine_handle import EngineHandle
 
 
 class OffloadedInference(EngineHandle):
-    """A model whose weights live on several tiers, to compute with; what ``wrap`` gives without an
-    optimizer.
+    """A model for inference whose weights live on several tiers.
 
-    The model is called as it always is, and ``generate`` works.  A step, in ``plan``, ``stats`` and
-    ``trace``, is one forward of the whole model, from the end of the one before.  A context
-    manager; ``close`` also runs at interpreter exit, and when the model is not in use any more.
+    The model is called as usual, and ``generate`` works.  A step, in ``plan``, ``stats`` and
+    ``trace``, is one forward of the whole model, measured from the end of the previous one.  This
+    is a context manager; ``close`` also runs at interpreter exit, and when the model is no longer
+    in use.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What happens where the user's loop comes by: at a forward, in a backward, at a step."""
+"""The engine's work at each event of the training loop: forward, backward, step, commit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("overspill")
 
 
 class Loop:
-    """Brings everything up to date before what the loop asks for is done."""
+    """Brings the engine's state up to date before it serves an event of the training loop."""
 
     def __init__(
         self,
@@ -71,21 +71,25 @@ class Loop:
         self._stepping, self._commits, self._tuner = stepping, commits, tuner
 
     def require(self) -> None:
-        """Raises after ``close`` and after a failure."""
+        """Raise after ``close`` and after a failure."""
         self._executor.health.check()
 
     def require_usable(self) -> None:
-        """Raises after ``close``, after a failure, inside ``materialized`` and ``averaged``, and in
-        a thread that does not train."""
+        """Raise if the model cannot be trained now.
+
+        That is after ``close``, after a failure, in ``materialized`` and ``averaged``, and in a
+        thread other than the training thread.
+        """
         self._materializing.require_ended()
         self._averages.require_ended()
         self._executor.health.check()
         self._trainer.require()
 
     def watch(self, state: OptimizerState) -> OptimizerState:
-        """Write what users change in copies of ``state`` back before it is used; returns it.
+        """Write users' changes in copies of ``state`` back before it is used; return ``state``.
 
-        Not kept alive: it knows the model, and a graph that somebody has kept knows this.
+        Only a weak reference is kept: ``state`` refers to the model, and an autograd graph that a
+        user keeps refers to this object.
         """
         self._watched = weakref.ref(state)
         return state
@@ -97,12 +101,12 @@ class Loop:
         return state
 
     def write_copies(self) -> None:
-        """Write what was changed in place in copies that others have, before the model is used."""
+        """Write in-place changes of copies that users have, before the model is used."""
         self._weights.write_copies()
         self._state.write_copies()
 
     def quiesce(self) -> None:
-        """Waits for all updates, and until nothing moves; caches are dropped."""
+        """Wait for all updates and transfers, and drop caches."""
         self.require_usable()
         self._forward_stack.tidy()
         self._state.write_back()
@@ -114,7 +118,7 @@ class Loop:
     # -- forward --------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins, outside of any backward."""
+        """Prepare for a forward of the whole model, outside of any backward."""
         self._trainer.claim()
         self._direct.finish()
         if torch.is_grad_enabled():
@@ -129,7 +133,7 @@ class Loop:
                 self._commits.seal()
 
     def catch_up(self, unit: int) -> None:
-        """A module is about to run that reads weights of the unit."""
+        """Prepare for a module that is about to run and reads weights of the unit."""
         self._trainer.claim()
         self._direct.finish()
         self._weights.reconcile(self._onloaded_units.groups[unit])
@@ -138,45 +142,47 @@ class Loop:
             self._executor.health.require_commits()
             self._averages.require_ended()
             if self._commits is not None:
-                self._commits.seal()  # where parts of the model are called, and not the whole
+                self._commits.seal()  # if only parts of the model are called
         if self._onloaded_units.may_change(unit):
             self._end_writes()
         self._onloaded_units.will_run(unit)
         self._resident_guard.show(unit)
 
     def _end_writes(self) -> None:
-        """Wait for what is being written to disk from memory that compute uses: see Note [Changes
-        in forward]."""
+        """Wait until memory that compute uses is written to disk.
+
+        See Note [Changes in forward].
+        """
         self._update_waiter.wait_for_updates()
         protocol = self._executor.protocol
         if self._commits is not None and not protocol.open:  # `cut` is false for the first commit
             protocol.wait(Until.DURABLE)
 
     def after_forward(self) -> None:
-        """A forward of the whole model has ended."""
+        """Hide resident weights after a forward of the whole model."""
         self._resident_guard.hide_all()
 
     # -- backward and step ----------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """The first of the graph tasks of a backward runs."""
+        """Prepare for a backward, when its first graph task begins."""
         self._weights.reconcile()
-        self._onloaded_units.let_go()  # what readers keep may be updated
+        self._onloaded_units.let_go()  # a unit kept open for reading may be updated
 
     def backward_over(self) -> None:
-        """The last of them has ended."""
+        """Deliver gradients after a backward, when its last graph task has ended."""
         if self._executor.health.failed or self._runtime.closed:
             return
-        self._resident_guard.hide_all()  # what a checkpoint has shown again
+        self._resident_guard.hide_all()  # shown again by a checkpoint's recomputation
         self._collector.deliver_all()
         self._held.renew()
-        if self._collector.appeared_any:  # else it was an autograd.grad of something else
+        if self._collector.appeared_any:  # otherwise it was an unrelated autograd.grad
             self._collector.appeared_any = False
             self._stepping.backward_over()
         self._trace.compute_pause()
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         self._trainer.claim()
         self.require_usable()
         if not self._runtime.ledger.early:  # a step whose updates have begun must be completed
@@ -193,12 +199,12 @@ class Loop:
         self._trace.compute_pause()
         self._held.reconcile()
         self._stepping.step()
-        self._weights.reconcile()  # whoever has a tensor over a weight sees what it is now
+        self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
         self._tuner.stepped()
 
     def declared(self, final: bool) -> Declared:
-        """Inside, every backward is (or is not) the last one of the step."""
+        """Declare every backward in this block to be (or not to be) the last one of the step."""
         return self._backward_updates.declared(final)
 
     # -- commits --------------------------------------------------------------------------------
@@ -208,14 +214,14 @@ class Loop:
         return self._tuner.adapted()
 
     def commit(self, what: str) -> None:
-        """Makes the present state durable; ``what`` the user has called."""
+        """Make the present state durable; ``what`` names the user's call in errors."""
         commits = self._require_commits(what)
         self._weights.take_edits()
         self.write_copies()
         commits.commit()
 
     def rollback(self) -> Any:
-        """Goes back to the last commit, and returns its ``extra``."""
+        """Return to the last commit, and return its ``extra``."""
         self._require_commits("rollback")
         self._state.forget_changes()
         extra = self._stepping.rollback()
@@ -234,16 +240,16 @@ class Loop:
         return self._commits
 
     def restart(self) -> Any:
-        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        """Restore random generators from the last commit, and return its ``extra``."""
         assert self._commits is not None
         return self._commits.restart()
 
     def leave(self) -> None:
-        """Takes the hooks of a forward that an exception has ended from the calling thread."""
+        """Remove hooks that an interrupted forward has left on the calling thread."""
         self._forward_stack.forget()
 
     def end(self, state: OptimizerState) -> None:
-        """The calling thread ends all, whoever trains: the last step is committed, if it can be.
+        """Commit the last step if possible, from any thread, and refuse further use.
 
         Args:
             state: the optimizer state. It is passed in, since weak references to it are already
@@ -263,9 +269,9 @@ class Loop:
                 "overspill: closed while the model is materialized; the store keeps the last commit"
             )
             return
-        # What the training thread has on its way is on a stream that this one may not know.
+        # The training thread's transfers are on a stream that this thread may not know.
         self._runtime.accelerator.synchronize()
-        # A forward that was interrupted has its unit open: pending updates may need the room.
+        # An interrupted forward has left its unit open: pending updates may need its memory.
         self._onloaded_units.reset()
         self._averages.end()
         self._weights.take_edits()

@@ -39,7 +39,8 @@ def engines_in(folders: Iterable[Path]) -> list[Engine]:
 
 
 def refuse_folders_in_use(folders: Iterable[Path]) -> None:
-    """
+    """Raise if a folder is in use.
+
     Raises:
         IoError: an engine of this process has its store in one of them.
     """

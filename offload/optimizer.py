@@ -1,4 +1,4 @@
-"""The optimizer that the user gets back from ``wrap``."""
+"""The optimizer that ``wrap`` returns."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Given = TypeVar("Given", bound=torch.optim.Optimizer)
 class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose parameters and state live on several tiers.
 
-    ``param_groups`` are the very objects of the wrapped optimizer, read at every step, so
-    schedulers work unchanged.  A context manager; ``close`` also runs at interpreter exit, and when
-    neither the model nor the optimizer is in use any more.
+    ``param_groups`` is the same list as in the wrapped optimizer, and is read at every step, so
+    schedulers work unchanged.  This is a context manager; ``close`` also runs at interpreter exit,
+    and when neither the model nor the optimizer is in use any more.
     """
 
     def __init__(self, engine: Engine, inner: torch.optim.Optimizer) -> None:
@@ -52,7 +52,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         mine = self.__dict__.get(name)
         if name == "state" and "_engine" in self.__dict__ and value is not mine and not value:
-            self.state.clear()  # as it is reset by ``optimizer.state = defaultdict(dict)``
+            self.state.clear()  # code resets it by ``optimizer.state = defaultdict(dict)``
             return
         if name in ("state", "param_groups") and "_engine" in self.__dict__ and value is not mine:
             raise OffloadError(
@@ -78,7 +78,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
     @torch_private.without_grad
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates all parameters that have a gradient; returns the closure's result, if any."""
+        """Update all parameters that have a gradient; return the closure's result, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,10 +96,9 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def accumulate(self, *, final: bool) -> Declared:
-        """Says whether the ``backward()`` inside is the last one of its step.
+        """Declare whether the ``backward()`` in this block is the last one of its step.
 
-        For ``update="backward"`` with uneven micro-steps; the other modes need no word, and take
-        it.
+        Only ``update="backward"`` with uneven micro-steps needs this; other modes accept it.
 
         Example::
 
@@ -115,28 +114,28 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
     @property
     def step_count(self) -> int:
-        """Steps taken since ``wrap``."""
+        """The number of steps taken since ``wrap``."""
         return self._engine.step_count
 
     # -- commits --------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Makes the present state durable now; returns when it is.
+        """Make the present state durable now; return when it is.
 
         Raises:
-            OffloadError: there is no durable store, or the step is not whole.
-            IoError: the disk refused; the commit before it is whole.
+            OffloadError: there is no durable store, or the step is not complete.
+            IoError: a write failed; the previous commit is intact.
         """
         refuse_reentry()
         self._engine.commit()
 
     def rollback(self) -> Any:
-        """Goes back to the last commit: weights, state, step counts and hyper-parameters.
+        """Return to the last commit: weights, state, step counts and hyper-parameters.
 
-        Gradients are dropped.  Random generators stay as they are.
+        Gradients are dropped.  Random generators are not changed.
 
         Returns:
-            What ``extra`` gave when that commit was sealed.
+            What ``extra`` returned when that commit was sealed.
         """
         refuse_reentry()
         return self._engine.rollback()
@@ -144,9 +143,9 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """The state in torch's own format: fp32 moments, one entry per trained parameter.
+        """Return the state in torch's format: fp32 moments, one entry per trained parameter.
 
-        Before the first step there is none, so the dict is small.  Needs memory for all moments.
+        Parameters have no entry before their first step.  Needs memory for all moments.
         """
         return optimizer_private.state_with_hooks(self, self._state)
 
@@ -156,16 +155,16 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str]
     ) -> None:
-        """Takes over state in torch's own format (from ``state_dict`` here or of torch's own).
+        """Load state in torch's format, from ``state_dict`` of this or of a torch optimizer.
 
         A path names a file of such a state, an export, or a folder of
-        ``torch.distributed.checkpoint``; then it is read tensor by tensor.
+        ``torch.distributed.checkpoint``; it is read tensor by tensor.
 
-        Parameters are matched by ``param_names`` where groups have them (an export's have), else
-        by their place.
+        Parameters are matched by ``param_names`` if groups have them (those of exports do), else by
+        position.
 
         Raises:
-            ValueError: other groups or names, or tensors of other shapes; nothing was changed.
+            ValueError: groups, names or tensor shapes differ; nothing was changed.
         """
         if not isinstance(state_dict, Mapping):
             folder = as_path(state_dict, "state_dict, which is no dict,")
@@ -176,7 +175,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         self._engine.load_state(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once wrapped: the plan is made for the groups that were there."""
+        """Raise ``OffloadError`` once wrapped, because the plan is made for the existing groups."""
         if "_engine" in self.__dict__:
             raise OffloadError(
                 "add_param_group after wrap is not supported, since the plan is made for the "
@@ -188,9 +187,10 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def save(self, path: str | Path) -> None:
-        """Commits, and exports the commit to the new folder ``path``: weights as Hugging Face
-        safetensors, under the hub's names where the model is one of transformers', ``config.json``
-        if the model has one, and ``optimizer.pt``.
+        """Commit, and export the commit to the new folder ``path``.
+
+        The folder has the weights as Hugging Face safetensors, with the Hub's names if it is a
+        transformers model, ``config.json`` if the model has one, and ``optimizer.pt``.
 
         Example::
 
@@ -198,8 +198,8 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
             optimizer.load_state_dict(torch.load(f"{path}/optimizer.pt", mmap=True))
 
         Raises:
-            OffloadError: ``path`` is there already, its disk has no room, or there is no durable
-                store; nothing was written.
+            OffloadError: ``path`` exists already, its disk has too little space, or there is no
+                durable store; nothing was written.
         """
         refuse_reentry()
         out = as_path(path, "path")
@@ -212,11 +212,11 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
     # -- averages -------------------------------------------------------------------------------
 
     def averaged(self) -> Averaged:
-        """A block inside which the model computes with its averages instead of its weights.
+        """Compute with the averages instead of the weights in this block.
 
         For evaluation, generation and ``model.state_dict()``; a forward that would train, a step or
-        a commit raises.  What is written to a parameter is written to its average.  At both ends
-        the optimizer's state is read and written once; no memory is taken but for one unit.
+        a commit raises.  Writes to a parameter change its average.  At both ends the optimizer's
+        state is read and written once, with additional memory for a single unit.
 
         Example::
 
@@ -231,9 +231,10 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         return self._engine.averaged()
 
     def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The averages of all weights, as ``overspill.named_weights`` gives the weights, but in
-        fp32 on the CPU.  A parameter that is not trained, or has taken no step, comes with its
-        weight.
+        """Iterate over the averages of all weights, in fp32 on the CPU.
+
+        This is otherwise like ``overspill.named_weights``.  A parameter that is not trained, or has
+        taken no step, comes with its weight.
 
         Raises:
             OffloadError: no average is kept.
@@ -241,12 +242,13 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         return self._engine.named_averages()
 
     def save_average(self, path: str | Path) -> None:
-        """Writes the averages to the new folder ``path``, as ``save`` writes weights, in the
-        weights' dtypes.
+        """Write the averages to the new folder ``path`` in the format of ``save``.
+
+        They have the dtypes of the weights.
 
         Raises:
-            OffloadError: no average is kept, ``path`` is there already, or its disk has no room;
-                nothing was written.
+            OffloadError: no average is kept, ``path`` exists already, or its disk has too little
+                space; nothing was written.
         """
         out, engine = as_path(path, "path"), self._engine
         index = {id(p): number for number, p in enumerate(engine.parameters)}
@@ -262,16 +264,16 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
 
 def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:
-    """The optimizer that ``wrap`` gave for a model that is wrapped, else ``None``."""
+    """Return the optimizer that ``wrap`` returned for a model, or ``None`` if it is not wrapped."""
     made = model.__dict__.get(OPTIMIZER)
     return made if isinstance(made, OffloadedOptimizer) else None
 
 
 def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:
-    """``optimizer.accumulate(final=...)`` for an optimizer that ``wrap`` has given.
+    """Call ``optimizer.accumulate(final=...)`` of an optimizer returned by ``wrap``.
 
     Raises:
-        TypeError: ``optimizer`` does not come from ``wrap``.
+        TypeError: ``optimizer`` was not returned by ``wrap``.
     """
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.accumulate(final=final)
@@ -283,22 +285,22 @@ def accumulate(optimizer: torch.optim.Optimizer, *, final: bool) -> Declared:
 
 
 def ema(optimizer: Given, decay: float) -> Given:
-    """An exponential moving average of the weights, kept as one more record of state, on the tiers.
+    """Keep an exponential moving average of the weights, as additional state on the tiers.
 
-    Called before ``wrap``; the average takes 4 bytes a parameter, and is committed, resumed and
-    rolled back with the rest.  After each step that updates a parameter,
-    ``average += (1 - decay) * (weight - average)`` in fp32, of its master where it has one; the
-    first average is the weight after the first step, as in ``torch.optim.swa_utils``.  See
+    Call it before ``wrap``.  The average takes 4 bytes per parameter, and is committed, resumed and
+    rolled back with the other state.  After each step that updates a parameter, ``average += (1 -
+    decay) * (weight - average)`` in fp32, with its master if it has one.  The first average is the
+    weight after the first step, as in ``torch.optim.swa_utils``.  See
     ``OffloadedOptimizer.averaged``, ``named_averages`` and ``save_average``.
 
-    The decay is a hyper-parameter of each param group, ``"average_decay"``, read at every step.  Of
-    an optimizer that is wrapped already and keeps averages, it is set.
+    The decay is a hyper-parameter of each param group, ``"average_decay"``, read at every step.
+    For an optimizer that is already wrapped and keeps averages, this sets it.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer of torch's.
+        TypeError: ``optimizer`` is not a torch optimizer.
         ValueError: ``decay`` is not at least 0 and less than 1.
         OffloadError: the optimizer is wrapped, and keeps no average.
     """

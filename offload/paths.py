@@ -1,4 +1,4 @@
-"""Paths as users give them, checked before anything is done with them."""
+"""Validation of paths that users pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def as_path(value: object, name: str) -> Path:
     """Return a path that was given as ``name``.
 
     Raises:
-        TypeError: it is neither a text nor a path.
-        ValueError: it is an empty text, which would silently mean the current directory.
+        TypeError: it is neither a string nor a path.
+        ValueError: it is an empty string, which would silently mean the current directory.
     """
     if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
         raise TypeError(f"{name} must be a path (str or pathlib.Path), got {value!r}")

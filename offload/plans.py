@@ -1,4 +1,4 @@
-"""From a model, its optimizer and the options to a blueprint; nothing is allocated."""
+"""Planning: builds a blueprint from a model, its optimizer and options, without allocating."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def _fields_of(
 
 FITTING_TRIES = 10  # attempts: raising one budget can change what another tier needs
 
-# Attribute of a model: from so many tokens on its loss is computed without all logits at once.
+# Attribute of a model: the number of tokens from which its loss is computed in chunks, without all
+# logits at once.
 LOSS_IN_CHUNKS = "_overspill_loss_in_chunks"
 
 
@@ -80,15 +81,15 @@ def make_blueprint(
     every_update: bool = False, numel: int | None = None,
     description: Mapping[str, Any] | None = None, digests: Container[int] = (),
 ) -> Blueprint:  # fmt: skip
-    """All that can be said before anything is allocated.
+    """Build the blueprint: everything that is decided before anything is allocated.
 
     Args:
-        example: what a micro-step computes, see ``plan``.
-        prefer: this placement instead of the best one.
-        every_update: also plan_layout the other ways to update.
-        numel: elements of a record of state, where a store has set it.
-        description: of a store that is to be resumed; ``digests``: the units of which its last
-            commit has a checksum, where they are read in place.
+        example: computes a micro-step; see ``plan``.
+        prefer: use this placement instead of the best one.
+        every_update: also plan the other update modes.
+        numel: elements in a record of state, if a store has fixed it.
+        description: the description of the store to be resumed.
+        digests: the units for which its last commit has a checksum, if they are read in place.
     """
     rules = rules_for(optimizer)
     check_model(model, optimizer, config.weight_dtype)
@@ -151,11 +152,11 @@ def _sources(
     model: nn.Module, parts: Partition, config: OffloadConfig,
     description: Mapping[str, Any] | None, digests: Container[int],
 ) -> Sources:  # fmt: skip
-    """What may be read in place of the files that were named; of a store, what is.
+    """Return the units that can be read in place from ``weights=``, or are in a resumed store.
 
     Raises:
-        ValueError: they do not match the model.
-        OffloadError: they are not those that the store was made with.
+        ValueError: the files do not match the model.
+        OffloadError: they are not the files with which the store was made.
     """
     if description is not None:
         return described_sources(description, digests, config.weights)
@@ -169,14 +170,16 @@ def _sources(
 
 
 def _named(model: nn.Module, names: Sequence[str]) -> frozenset[nn.Parameter]:
-    """The parameters of the modules named; of those that there are."""
+    """Return the parameters of the named modules; unknown names are ignored."""
     modules = dict(model.named_modules())
     return frozenset(p for name in names if name in modules for p in modules[name].parameters())
 
 
 def _recomputable(parts: Partition, policy: str) -> frozenset[int]:
-    """The units whose forward may be computed again: unless it was asked for, those alone of which
-    it is known that they compute the same."""
+    """Return the units whose forward may be recomputed.
+
+    With ``activations="auto"`` these are only units known to compute the same result again.
+    """
     if policy != "auto":
         return parts.recomputable
     return frozenset(i for i in parts.recomputable if known(parts.found[i].module))
@@ -211,7 +214,7 @@ def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) 
 
 
 def _reader_bytes(budgets: Budgets, in_place: frozenset[int]) -> int:
-    """What the reader of weight files takes of host memory, where there is one."""
+    """Return the host memory of the reader of weight files, if there is one."""
     return held_bytes(threads_for(budgets.host)) if in_place else 0
 
 
@@ -219,7 +222,7 @@ def _plan_of(
     chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig,
     load: Workload, step_s_by_update: Mapping[str, float],
 ) -> Plan:  # fmt: skip
-    """All that a plan says of what was chosen."""
+    """Build the plan that describes a chosen layout."""
     layout, needs, rates, profile = chosen.layout, chosen.needs, config.rates, load.profile
     sizes, missing, logits_bytes = needs.saved_bytes, None, load.logits_bytes(parts.units)
     if sizes is not None and not chosen.shortfalls:
@@ -276,7 +279,7 @@ def make_plan(
     example: Callable[[], torch.Tensor] | None = None, prefer: Preference | None = None,
     every_update: bool = True,
 ) -> Plan:  # fmt: skip
-    """What ``plan`` does; see there, and ``make_blueprint`` for the last three."""
+    """Implement ``plan``; for the last three arguments see ``make_blueprint``."""
     if machine is not None:
         options = {"rates": machine.rates, **options}
         if machine.host_memory is not None:
@@ -301,8 +304,10 @@ def make_plan(
 
 
 def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> None:
-    """A lane without a rate would take no time: of a machine that is not here that would be a
-    promise nobody made."""
+    """Raise ``ValueError`` if the plan of another machine uses a lane whose rate is unknown.
+
+    Such a lane would take no time, so the plan would promise too much.
+    """
     if plan.detail.layout is None or not plan.fits:
         return
     needed = {
@@ -325,7 +330,7 @@ def _refuse_unknown_rates(plan: Plan, machine: Machine, *, computes: bool) -> No
 def _by_update(
     chosen: PlannedLayout, parts: Partition, budgets: Budgets, config: OffloadConfig, load: Workload
 ) -> dict[str, float]:
-    """Seconds of a step by the way to update, those that the options rule out left away."""
+    """Return the seconds of a step for each update mode that the options allow."""
     if chosen.step_s is None or config.rates is None:
         return {}
     found = {chosen.needs.update: chosen.step_s}
@@ -343,10 +348,10 @@ def calibrated(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     accelerator: Accelerator, *, anew: bool = False,
 ) -> tuple[OffloadConfig, Calibration | None]:  # fmt: skip
-    """The options with rates: the user's own, else those of this machine, measured once.
+    """Return the options with rates: the user's, else those of this machine, measured once.
 
     Raises:
-        TypeError: no rule for the optimizer.
+        TypeError: there is no rule for the optimizer.
         IoError: a directory is missing or cannot be written.
     """
     if config.rates is not None:

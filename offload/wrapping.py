@@ -1,4 +1,4 @@
-"""How a model gets its engine, new or over a store, and is let go."""
+"""Wrapping of a model: build its engine, new or from a store, and undo that after an error."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ Made = TypeVar("Made")
 
 
 def raise_shortfall(plan: Plan) -> None:
-    """Raises ``BudgetError`` for a plan that does not fit; of activations that may stay over the
-    budget, that is only said."""
+    """Raise ``BudgetError`` for a plan that does not fit.
+
+    If only activations do not fit, and may stay on the device beyond the budget, log a warning.
+    """
     if plan.detail.budgets is not None and (why := beyond_this_machine(plan.detail.budgets)):
         log.warning("overspill: %s", why)
     if plan.fits:
@@ -61,12 +63,12 @@ def raise_shortfall(plan: Plan) -> None:
 def wrapped(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> OffloadedOptimizer:
-    """See ``wrap``."""
+    """Wrap a model for training; see ``wrap``."""
     return opened(model, optimizer, config, lambda engine: OffloadedOptimizer(engine, optimizer))
 
 
 def wrapped_for_inference(model: nn.Module, config: OffloadConfig) -> OffloadedInference:
-    """See ``wrap``, without an optimizer."""
+    """Wrap a model without an optimizer; see ``wrap``."""
     return opened(model, NoOptimizer(), config.for_inference(), OffloadedInference)
 
 
@@ -74,7 +76,10 @@ def opened(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     make: Callable[[Engine], Made],
 ) -> Made:  # fmt: skip
-    """Gives a model its engine, and what ``make`` gives for it; after an error all is as it was."""
+    """Build an engine for a model, and return what ``make`` returns for it.
+
+    After an error everything is as before.
+    """
     transaction = WrapTransaction(model, optimizer, config)
     try:
         config, calibration = calibrated(model, optimizer, config, transaction.accelerator)
@@ -96,7 +101,7 @@ def opened(
 def resumed(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig
 ) -> tuple[OffloadedOptimizer, Any]:
-    """See ``resume``."""
+    """Resume from a store; see ``resume``."""
     return reopened(store, model, optimizer, config, partial(OffloadedOptimizer, inner=optimizer))
 
 
@@ -104,7 +109,7 @@ def reopened(
     store: OwnedStore, model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
     make: Callable[[Engine], Made],
 ) -> tuple[Made, Any]:  # fmt: skip
-    """As ``opened``, with what the last commit of a store holds; also gives its ``extra``."""
+    """Do as ``opened``, with the last commit of a store; also return the commit's ``extra``."""
     transaction = WrapTransaction(model, optimizer, config)
     try:
         Unmanaged(model, decode_facts(store.last().meta))  # raises if it does not fit
@@ -129,7 +134,7 @@ def reopened(
 def _homes_over(
     store: OwnedStore, transaction: WrapTransaction, config: OffloadConfig
 ) -> tuple[EngineResources, OriginalWeights, Calibration | None]:
-    """Homes over the store, or over a copy of it where ``config`` names other directories."""
+    """Allocate resources over the store, or over a copy if ``config`` names other directories."""
     model, optimizer, accelerator = (
         transaction.model,
         transaction.optimizer,
@@ -158,10 +163,10 @@ def _homes_over(
 
 
 class WrapTransaction:
-    """A wrap that is under way.  ``undo`` gives all back: the model is as it was.
+    """A wrap in progress.  ``undo`` restores the model and frees everything else.
 
-    An exception may come between any two lines: whatever starts threads or takes memory is in here
-    before it does.
+    An exception may occur between any two lines.  So everything that starts threads or allocates
+    memory is recorded here before it does.
     """
 
     def __init__(
@@ -180,7 +185,7 @@ class WrapTransaction:
     def open(
         self, blueprint: Blueprint, found: OwnedStore | None = None
     ) -> tuple[EngineResources, OriginalWeights]:
-        """Takes memory and disk; see ``EngineResources.open``."""
+        """Allocate memory and disk space; see ``EngineResources.open``."""
         self._state = dict(self.optimizer.state)
         resources = EngineResources.open(blueprint, self.accelerator, self._runtime, found)
         self._original = original = OriginalWeights(
@@ -189,9 +194,9 @@ class WrapTransaction:
         return resources, original
 
     def undo(self) -> None:
-        """Give the model and its optimizer back as they were, and free everything else.
+        """Restore the model and its optimizer, and free everything else.
 
-        The caller raises the error that made this necessary: what goes wrong here is only logged.
+        The caller raises the error that made this necessary, so errors here are only logged.
         """
         engine = None if self._original is None else engine_of(self.model)
         steps: list[Callable[[], object]] = []
@@ -213,7 +218,7 @@ class WrapTransaction:
 
 
 def _tell(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Says what was made of a model and its optimizer."""
+    """Log the plan of a wrapped model."""
     torch_private.tell_if_untried(torch.__version__)
     plan, config = engine.plan, engine.config
     log.info("overspill: %s", plan)

@@ -123,8 +123,11 @@ def averaged(rule: Rule, group: Mapping[str, Any]) -> Rule:
 
 
 def is_reentrant(rule: Rule) -> bool:
-    """Whether two threads may update by it at once: ours that work element by element keep nothing
-    in themselves; of an update or a formula of somebody's own nobody knows."""
+    """Return whether two threads may use a rule for updates at once.
+
+    The element-wise rules of this package keep no state in themselves; nothing is known of
+    user-defined updates or formulas.
+    """
     while isinstance(rule, AveragedRule):
         rule = rule.inner
     return isinstance(rule, ElementwiseRule) and _is_ours(type(rule)) and _is_ours(rule.formula)

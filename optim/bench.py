@@ -102,9 +102,9 @@ CASES = (
 
 
 def case_of(rule: Rule, weights: torch.dtype, master: Master, moments: Moments) -> Case | None:
-    """The case that a rule with formats is measured as, or ``None`` for a rule of somebody's own.
+    """Return the case as which a rule with formats is measured, or ``None`` for a user's rule.
 
-    How weights decay changes nothing in what an update costs, so Adam counts as AdamW.
+    Weight decay does not change the cost of an update, so Adam counts as AdamW.
     """
     for name, make in MEASURED.items():
         known = make()

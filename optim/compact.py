@@ -137,12 +137,13 @@ def to_int8(value: Tensor, noise: Noise, kind: CodeMap) -> tuple[Tensor, Tensor]
 
 
 def as_it_was(value: Tensor, kind: CodeMap) -> tuple[Tensor, Tensor, Tensor]:
-    """By block, whether ``from_int8`` has given ``value``; and the codes and scales it did so from
-    (of other blocks they mean nothing).
+    """Return, by block, whether ``from_int8`` produced ``value``, and its codes and scales then.
 
-    The largest element of a block has the largest code or, where its noise was next to nothing, the
-    one below: so the scale is known but for the last bit, where it is not the smallest there is.
-    Every element then has to come out as it is.
+    For other blocks codes and scales are meaningless.
+
+    The largest element of a block has the largest code or, if its noise was almost zero, the one
+    below.  So the scale is known except for the last bit, unless it is the smallest scale.  Every
+    element then has to be reproduced exactly.
     """
     numel = value.numel()
     blocks = torch.nn.functional.pad(value, (0, -numel % BLOCK)).view(-1, BLOCK)

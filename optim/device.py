@@ -152,10 +152,10 @@ def update(
     noise_key: int,
     position: int,
 ) -> bool:
-    """The same as ``kernels.update``, on a GPU, on torch's current stream; waits for its verdict.
+    """Do as ``kernels.update``, on a GPU, on torch's current stream; wait for its verdict.
 
     Raises:
-        ValueError: another rule than Adam's, or tensors that do not fit.
+        ValueError: the rule is not Adam's, or tensors do not fit.
     """
     if kernel != "adam" or tuple(moments) != MOMENTS:
         raise ValueError(f"there is no GPU kernel for {kernel!r}")
@@ -164,13 +164,13 @@ def update(
     blocks = min(MOST_BLOCKS, -(-weight.numel() // ELEMENTS_PER_BLOCK))
     if not blocks:
         return True
-    # The kernel itself writes its verdict to the host. A copy of it, or of the job, would wait for
-    # all that was given to the link before: records of state, on their way.
+    # The kernel writes its verdict to the host itself. A copy of it, or of the job, would wait for
+    # everything queued on the link before, such as records of state.
     on_gpu = weight.device.type == "cuda"
     flag = _verdict_flag(weight.device)
     launch("adam.cu", name, blocks, (_by_value(job), _address(flag)), weight)
     if on_gpu:
-        done = torch.cuda.Event(blocking=True)  # who waits sleeps, and does not spin
+        done = torch.cuda.Event(blocking=True)  # waiting sleeps instead of spinning
         done.record(torch.cuda.current_stream(weight.device))
         done.synchronize()
     return int(flag) == 0

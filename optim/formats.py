@@ -1,8 +1,8 @@
-"""How weights, masters and moments are stored: names, dtypes, and the exact split of a master.
+"""Storage of weights, masters and moments: names, dtypes, and the exact split of a master.
 
-A low-precision weight may keep an fp32 master in one of two ways.  ``"split"`` stores the master's
-upper half as the bf16 weight itself and its lower half beside it: 4 bytes instead of 6, and nothing
-is lost.  ``"fp32"`` stores the master whole.
+A low-precision weight may have an fp32 master in one of two ways.  ``"split"`` stores the master's
+upper half as the bf16 weight itself and its lower half separately: 4 bytes instead of 6, without
+loss.  ``"fp32"`` stores the master whole.
 """
 
 from __future__ import annotations

@@ -79,8 +79,11 @@ def threads() -> int:
 
 
 def threads_beside(device: torch.device) -> int:
-    """How many threads had best update while ``device`` computes: those that are set; of the usual
-    number, beside a GPU, all but a few, which are left to the threads that hand out its work."""
+    """Return the number of threads for updates while ``device`` computes.
+
+    That is the number that was set, if one was.  Otherwise, with a GPU, a few less than the default
+    are used, for the threads that launch its work.
+    """
     count = threads()
     if device.type == "cpu" or count != default_threads():
         return count

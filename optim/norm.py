@@ -51,11 +51,10 @@ def sum_of_squares(grad: Tensor) -> float:
 
 
 def sums_of_squares(grads: Sequence[Tensor]) -> list[float]:
-    """The sum of the squares of each of some flat tensors of one dtype (fp32, bf16 or fp16), in
-    double precision.
+    """Return the sums of squares of flat tensors of one dtype (fp32, bf16 or fp16), in double.
 
-    Deterministic, whatever the number of threads and the instruction set.  Not finite if an
-    element is not.  On a device it is a reduction in double there.
+    Deterministic: it depends neither on the number of threads nor on the instruction set.  Not
+    finite if an element is not.  On a device it is a reduction in double there.
     """
     for grad in grads:
         _check("gradient", grad)
@@ -78,7 +77,7 @@ def _sum_on_device(grad: Tensor) -> float:
 
 
 def accumulate(total: Tensor, grad: Tensor) -> None:
-    """``total += grad``: flat tensors of one length, ``total`` in fp32."""
+    """Add ``grad`` to ``total``: flat tensors of the same length, ``total`` in fp32."""
     _check("gradient", grad)
     check_flat("total", total, grad.numel())
     if total.dtype is not torch.float32:

@@ -50,11 +50,11 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers: parameters and states are swept where they lie, once per step.
+    """Base of the optimizers, which update parameters and state in place, once per step.
 
     ``state[p]`` holds the fields of the rule in their formats (moments shaped like the parameter)
-    and ``step``.  ``state_dict`` gives torch's format: moments in fp32, plus ``master`` (fp32) for
-    parameters that have one; reading such a state into compact moments rounds it anew.
+    and ``step``.  ``state_dict`` returns torch's format: moments in fp32, plus ``master`` (fp32)
+    for parameters that have one; loading such a state into compact moments rounds it again.
 
     With a master, the parameter follows the master: write to a parameter by hand only before its
     first step, or load a state afterwards.
@@ -181,7 +181,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             load_moment(flat(start), _flat_state(state), name, noise)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format: moments in fp32 whatever their format here, masters as ``master``."""
+        """Return torch's format: moments in fp32 in all cases, masters as ``master``."""
         result = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         indices = [index for group in result["param_groups"] for index in group["params"]]

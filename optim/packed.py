@@ -177,7 +177,7 @@ def _unpack_native(parts: Parts, page: Tensor, weight: Tensor) -> None:
 
 
 def _unpack_plainly(parts: Parts, page: Tensor, weight: Tensor) -> None:
-    """In plain torch, a window at a time: memory for its indices is small."""
+    """Unpack with plain torch operations, a window at a time to keep indices small."""
     if parts.form == "int8":
         scales = _part(page, parts.scales, torch.float32, parts.rows)
         rows = max(1, WINDOW // max(1, parts.columns))

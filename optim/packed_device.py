@@ -37,8 +37,10 @@ def arguments(
 
 
 def unpack(parts: Parts, page: Tensor, weight: Tensor, nf4: Tensor, scales: Tensor) -> None:
-    """The same as ``packed.unpack``, on torch's current stream; ``nf4`` and ``scales``: what codes
-    stand for, on the device."""
+    """Do as ``packed.unpack``, on torch's current stream.
+
+    ``nf4`` and ``scales`` are the values that codes stand for, on the device.
+    """
     name, given = arguments(parts, page.data_ptr(), weight, nf4.data_ptr(), scales.data_ptr())
     numpy = importlib.import_module("numpy")
     *words, kind = given

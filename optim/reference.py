@@ -93,8 +93,11 @@ def write_moment(
 def load_moment(
     value: Tensor, state: Mapping[str, Tensor], name: str, noise: compact.Noise
 ) -> None:
-    """As ``write_moment``, for a value from outside: one that ``read_moment`` has given is stored
-    as it was, so that training goes on as if it had not been away."""
+    """Do as ``write_moment``, for a value from outside.
+
+    A value that ``read_moment`` has returned is stored exactly as it was, so that training
+    continues as if the state had not been exported.
+    """
     write_moment(value, state, name, noise)
     stored = state[name]
     if stored.dtype is not torch.uint8:

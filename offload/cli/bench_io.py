@@ -111,7 +111,7 @@ def _named(tuning: Tuning) -> str:
 
 
 def _tell(m: Measurement) -> None:
-    """One line a figure for who watches, apart from what is printed at the end."""
+    """Print a figure on a terminal as it is measured; results are printed at the end."""
     if sys.stderr.isatty():
         typer.echo(f"{_named(m.tuning)}: {m.mode} {m.bytes_s / 1e9:.2f} GB/s", err=True)
 

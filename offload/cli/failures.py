@@ -24,7 +24,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever reads the output has enough of it (``| head``): click ends quietly
+        raise  # the reader of the output has closed it (``| head``): click ends quietly
     except Exception as error:
         follows = _follows(error)
         mendable = isinstance(error, (OffloadError, ValueError, OSError, *_of_torch()))

@@ -89,7 +89,7 @@ def wrap_options(
     *, nvme: Sequence[Path] | None, units: Sequence[str] | None, resident: Sequence[str] | None,
     rates: Path | None, **given: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Keywords for ``wrap`` and ``plan``: those that were given on the command line."""
+    """Return the keywords for ``wrap`` and ``plan`` that were given on the command line."""
     options = {name: value for name, value in given.items() if value is not None}
     if nvme:
         options["nvme"] = list(nvme)

@@ -27,7 +27,7 @@ class Display(Watch, Protocol):
     """A watch that also shows the result."""
 
     def result(self, report: Report) -> None:
-        """The table at the end, and the files written."""
+        """Print the final table and the files written."""
 
 
 def make_watch(console: Console | None = None) -> Display:
@@ -53,7 +53,7 @@ class PlainWatch:
         self._steps, self._every = 0, 1
 
     def note(self, text: str) -> None:
-        """A line worth reading."""
+        """Print a message."""
         self._line(text)
 
     def begin(self, title: str, steps: int) -> None:
@@ -62,7 +62,7 @@ class PlainWatch:
         self._line(f"training, {title}: {steps} steps")
 
     def step(self, record: StepRecord, memory: Mapping[str, MemoryStats]) -> None:
-        """A step is done."""
+        """Print a finished step."""
         if record.step % self._every and record.step not in (1, self._steps):
             return
         tiers = "  ".join(f"{tier} {format_bytes(m.held_bytes)}" for tier, m in memory.items())
@@ -78,7 +78,7 @@ class PlainWatch:
         """Training is over."""
 
     def result(self, report: Report) -> None:
-        """The table at the end, and the files written."""
+        """Print the final table and the files written."""
         self._console.print(report.table())
         for name in FILES:
             if (report.out / name).exists():  # pictures need a package that may be missing
@@ -104,7 +104,7 @@ class LiveWatch(PlainWatch):
         self._live.start()
 
     def step(self, record: StepRecord, memory: Mapping[str, MemoryStats]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         if self._live is not None:
             self._live.update(self._panel(record, memory))
 

@@ -33,7 +33,7 @@ def accelerator() -> torch.device | None:
 
 
 def look() -> Iterator[Finding]:
-    """What there is to say of it."""
+    """Yield the findings about the device."""
     device = accelerator()
     if device is None:
         yield missing()

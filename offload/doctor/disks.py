@@ -30,8 +30,11 @@ NO_ROOM = 64 << 20  # for any store that is worth one
 
 
 def look(directory: Path, device: str, together: Sequence[Path] = ()) -> Iterator[Finding]:
-    """What there is to say of one directory, of those that a run would have ``together``.  Nothing
-    stays in it."""
+    """Yield the findings about one directory; no files stay in it.
+
+    Args:
+        together: the directories that a run would use together.
+    """
     if not directory.is_dir():
         there = os.path.lexists(directory)
         yield Finding(

@@ -1,10 +1,6 @@
-"""The training thread's side of commits: when a step is cut, what is known of it, and the way back.
+"""The training thread's side of commits: cuts, their facts, and rollback.
 
-A cut is sealed when its facts are known: at the next forward that trains, at ``commit()`` or at
-``close()``, so that what the loop does after ``step()`` (a scheduler's step, an edit of weights) is
-inside.  The states
-of random generators are those at the end of ``step()``: what the loop draws for the next batch is
-drawn again after a resume.
+See Note [Facts of a commit].
 """
 
 from __future__ import annotations
@@ -42,6 +38,23 @@ from .meta import (
     restore_random_states,
 )
 
+# Note [Facts of a commit]
+# A commit holds weights and optimizer state, and *facts* that only the training thread knows: step
+# counts, hyper-parameters, buffers, the modules' extra state, random generator states and the
+# user's ``extra``.  The step itself makes the *cut*: the machine collects a consistent state over
+# all tiers.  A cut can become durable only once it is *sealed*, that is, once its facts are known.
+#
+# Facts are not gathered in ``step()``, because the loop may still change them: a scheduler steps,
+# or a callback edits weights.  They are gathered in ``seal`` at the next forward that trains, in
+# ``commit()`` or in ``close()``.  After that point the loop may be ahead of the weights.  Random
+# generator states are an exception: they are taken at the end of ``step()`` (or in ``commit()``),
+# so what the loop draws for the next batch is drawn again after a resume.
+#
+# An edit after ``step()`` belongs to the state after that step.  So ``begin_edit`` withdraws the
+# cut, or waits for it if it is sealed.  ``_half`` has what an edit has begun to change; while it is
+# not empty nothing is committed, and after an exception it stays until the edit is repeated or
+# rolled back.
+
 log = logging.getLogger("overspill")
 _UNREADABLE = ValueError(
     "it contains objects that cannot be loaded safely (weights_only); use numbers, strings, "
@@ -50,10 +63,9 @@ _UNREADABLE = ValueError(
 
 
 class Commits:
-    """Owned by the engine; all methods are for the training thread.
+    """The commits of one engine, for calls from the training thread.
 
-    The facts of a state are those that hold when the next forward that trains begins, for from
-    there on the loop, buffers and the caller's own may be ahead of the weights.
+    See Note [Facts of a commit].
     """
 
     def __init__(
@@ -81,21 +93,21 @@ class Commits:
         self._managed = frozenset(map(id, self._parameters))
         self._names = runtime.parts.names
         self._known = frozenset(unmanaged_tensors(model, self._managed))
-        self._left_out: set[str] = set()  # states of modules that no commit can hold
-        self._facts: bytes | None = None  # of the present state, once they are known
-        self._asked = False  # whether they are those of a commit() that nothing has followed
+        self._left_out: set[str] = set()  # extra states that cannot be committed
+        self._facts: bytes | None = None  # facts of the present state, once known
+        self._asked = False  # whether `commit()` gathered them and no step followed
         self._moved = False  # whether a step was taken since wrap or resume
-        self._pin: Identity | None = None  # the reader for which the last step was not committed
-        # Of every unit, what an edit has begun to change and not ended: parameters, STATE.
+        self._pin: Identity | None = None  # the reader that delayed the last step's commit
+        # By unit: what an edit has begun and not finished to change (parameters, STATE).
         self._half: dict[int, set[int]] = {}
-        # The state before the first step is to be committed too.
+        # The state before the first step is committed too.
         self._random: Mapping[str, Any] = random_states(self._device)
         self._ledger.when_taken(self._stepped)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def restart(self) -> Any:
-        """Training goes on from the last commit: sets random generators, returns ``extra``."""
+        """Restore random generators from the last commit, and return its ``extra``."""
         assert self._writer.last is not None
         facts = decode_facts(self._writer.last)
         self._random = facts["rng"]
@@ -103,7 +115,7 @@ class Commits:
         return facts["extra"]
 
     def wanted(self, count: int) -> bool:
-        """Whether step ``count`` is to be committed."""
+        """Return whether step ``count`` is to be committed."""
         return count % self._config.commit_every == 0 and not self._put_off(count)
 
     def _put_off(self, count: int) -> bool:
@@ -118,18 +130,20 @@ class Commits:
                 "overspill: the last commit is being read (overspill export or inspect); steps "
                 "from %d on are not committed until the reader has ended", count,
             )  # fmt: skip
-        # Between two readers there is a commit, however soon the second one comes.
+        # Between two readers there is a commit, even if the second comes at once.
         return before is None or before == self._pin
 
     def _stepped(self, step: Prepared) -> None:
-        """A step was taken; on the machine's thread."""
+        """Record that a step was taken; called on the machine's thread."""
         self._random, self._facts, self._moved = step.random, None, True
 
     def seal(self) -> None:
-        """The state after the last step is about to be left behind: its facts are those of now.  If
-        it has a cut that lacks them, it gets them."""
+        """Gather the facts of the state after the last step, and seal its cut if it is not sealed.
+
+        Called before anything that leaves this state behind.
+        """
         before = self._facts
-        if before is None or self._asked:  # a schedule may have gone on since commit()
+        if before is None or self._asked:  # a scheduler may have stepped since commit()
             self._facts = self._gather()
         late = self._asked and (self._writer.agrees or self._facts != before)
         self._asked = False
@@ -137,8 +151,12 @@ class Commits:
             self._tell_facts(kept=self._ledger.count > 0)
 
     def _tell_facts(self, *, kept: bool, always: bool = True) -> None:
-        """``kept``: no new store is to take the place of this commit.  Not ``always``: only if
-        anything is newer than the last one."""
+        """Seal the present state with its facts.
+
+        Args:
+            kept: protects the commit from being replaced by a new store.
+            always: commits even if nothing is newer than the last commit.
+        """
         assert self._facts is not None
         number = self._writer.seal(self._ledger.count, self._facts, kept)
         self._protocol.seal(number, always=always)
@@ -164,7 +182,7 @@ class Commits:
         return encode_facts(facts)
 
     def _states(self) -> dict[str, dict[str, Any]]:
-        """What modules add to their state dicts, as far as it can be read back."""
+        """Return the modules' extra state, without entries that cannot be read back."""
         found: dict[str, dict[str, Any]] = {}
         for path, entries in states_of(self._model, self._leave_out).items():
             for own, value in entries.items():
@@ -185,7 +203,7 @@ class Commits:
     # -- for the user ---------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Makes the present state durable, whatever ``commit_every`` says; returns when it is.
+        """Make the present state durable, regardless of ``commit_every``; return when it is.
 
         Raises:
             OffloadError: a backward has already updated a part of the model, weights are not
@@ -204,7 +222,7 @@ class Commits:
         self._executor.health.require_commits()
 
     def _unfit(self) -> str | None:
-        """Why the present state is not one to commit; the last step has landed."""
+        """Return why the present state must not be committed; all updates have finished."""
         if self._ledger.early:
             return (
                 "update='backward' has updated a part of the model; commit between step() and the "
@@ -218,8 +236,7 @@ class Commits:
         return None
 
     def close(self) -> None:
-        """The last step is committed, unless the state is not one to commit: then the last commit
-        stays what it is."""
+        """Commit the last step; if its state must not be committed, keep the last commit."""
         if self._writer.last is None and self._ledger.count == 0:
             return  # nothing was trained
         self._writer.ends()
@@ -229,38 +246,38 @@ class Commits:
             return
         if not self._protocol.open:
             self._wait_for_commit()
-        if self._facts is None or self._asked:  # a schedule may have gone on since
+        if self._facts is None or self._asked:  # a scheduler may have stepped since
             self._facts = self._gather()
-        # Edits are not on all ranks: where all decide, there is always one more commit.
+        # Not all ranks have edits, so when ranks must agree there is always one more commit.
         late = self._writer.agrees or (
             (self._moved or self._asked) and self._facts != self._writer.last
         )
-        # A step without gradients changes facts alone.
+        # A step without gradients changes only facts.
         self._tell_facts(kept=True, always=self._protocol.open or late)
         self._wait_for_commit()
 
     # -- edits ----------------------------------------------------------------------------------
 
     def require_whole(self) -> None:
-        """Raises after an edit or a rollback that was interrupted.
+        """Raise after an edit or a rollback that was interrupted.
 
         Raises:
-            OffloadError: it was; what is there is half the old state and half another.
+            OffloadError: it was; the state is partly old and partly new.
         """
         if self._half:
             raise OffloadError(_HALF)
 
     def begin_edit(self, parts: EditedParts) -> None:
-        """From now on nothing is committed until all of it was edited (``end_edit``)."""
+        """Block commits until all of ``parts`` was edited (``end_edit``)."""
         for unit, some in parts.items():
             self._half.setdefault(unit, set()).update(some)
 
     def is_open(self, parts: EditedParts) -> bool:
-        """Whether an edit of any of it was begun and has not ended."""
+        """Return whether an edit of any of ``parts`` was begun and has not ended."""
         return any(self._half.get(unit, set()).intersection(some) for unit, some in parts.items())
 
     def end_edit(self, parts: EditedParts) -> None:
-        """All of it is whole again; another part of a unit is not for that."""
+        """End the edit of ``parts``; other parts of the same units stay blocked."""
         for unit, some in parts.items():
             left = self._half.get(unit, set()).difference(some)
             if left:
@@ -270,12 +287,12 @@ class Commits:
 
     @contextmanager
     def editing(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
-        """Weights or state are edited inside, and nothing moves: they belong to the state after the
-        last step.  Nothing is committed until that has ended well.
+        """Stop transfers and commits for the duration of the block, which edits ``parts``.
 
-        Gives what is to be called with a unit that was given values that are not finite.
+        The edit belongs to the state after the last step.  The block receives a function to be
+        called with each unit that was given non-finite values.  If it raises, commits stay blocked.
         """
-        torn = set(self._half)  # what was given them before an exception, nobody has looked at
+        torn = set(self._half)  # values of an interrupted edit are unchecked
         self.begin_edit(parts)
         self._protocol.begin_edit()
         self._facts = None
@@ -283,7 +300,7 @@ class Commits:
         yield given.add
         doubtful = (self._ledger.spoiled | torn) & parts.keys() - given
         sound = {unit for unit in doubtful if self._contents.is_finite(unit)}
-        for unit in sorted(doubtful | given):  # told last: the machine then moves
+        for unit in sorted(doubtful | given):  # last: transfers resume after this
             if unit in sound:
                 self._executor.engine_port.tell(FiniteCheck(unit, finite=True))
             else:
@@ -293,13 +310,16 @@ class Commits:
         self.end_edit(parts)
 
     def rollback(self, give_up: Callable[[], None]) -> Any:
-        """Goes back to the last commit, and returns its ``extra``.  ``give_up`` ends a step that
-        has begun, and drops all gradients."""
+        """Return to the last commit, and return its ``extra``.
+
+        Args:
+            give_up: ends a step that has begun, and drops all gradients.
+        """
         first = self._writer.last is None
         if first and self._protocol.open and self._unfit() is None:
             self.seal()
         if (first or self._protocol.cut) and not self._protocol.open:
-            self._wait_for_commit()  # one may be under way, the first of all included
+            self._wait_for_commit()  # a commit may be in progress, even the first
         if self._writer.last is None:
             raise OffloadError(
                 "there is no commit to go back to: none was made before values that are not finite "
@@ -318,8 +338,10 @@ class Commits:
         return facts["extra"]
 
     def _read_again(self, items: Iterable[Key]) -> int:
-        """All is as the last commit has it, which may have come since the way back began; the
-        number of its facts."""
+        """Restore everything from the last commit, and return the number of its facts.
+
+        The commit may have completed after the rollback began.
+        """
         assert self._writer.last is not None
         for item in items:
             self._direct.reload(item)
@@ -337,8 +359,7 @@ def adopt(
     model: nn.Module, groups: Sequence[Mapping[str, Any]], runtime: Runtime,
     contents: Contents,
 ) -> None:  # fmt: skip
-    """Takes weights and state over as the last commit of the store that was opened again has
-    them."""
+    """Restore weights and state from the last commit of a store that was opened again."""
     found, writer = runtime.found, runtime.store.writer
     assert found is not None and writer is not None
     generation = found.last()
@@ -364,21 +385,21 @@ def _restore(
 
 
 class Unmanaged:
-    """What a commit holds of a model beside the engine's parameters.
+    """A commit's values of everything in a model that the engine does not manage.
 
-    Checked when it is made, so that nothing has been changed if it does not fit.
+    They are checked when this is made, so nothing has been changed if they do not fit.
     """
 
     def __init__(self, model: nn.Module, facts: Mapping[str, Any]) -> None:
         """
         Raises:
-            OffloadError: the model does not have it.
+            OffloadError: the model lacks a tensor or a module.
         """
         self._tensors = UnmanagedState(model, facts["buffers"], facts.get("added", ()))
         self._states = ModuleStates(model, facts.get("states", {}))
 
     def restore(self) -> None:
-        """Put the values into the model."""
+        """Load the values into the model."""
         self._tensors.restore()
         self._states.restore()
 
@@ -393,7 +414,7 @@ _HALF = "an edit of weights or state was interrupted; make it again, or call rol
 def restore_groups(
     groups: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Puts hyper-parameters back; one that is a tensor keeps its place, as schedulers expect."""
+    """Restore hyper-parameters; tensors are changed in place, because schedulers refer to them."""
     for group, kept in zip(groups, stored, strict=True):
         for name, value in kept.items():
             present = group.get(name)

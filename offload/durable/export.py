@@ -1,4 +1,4 @@
-"""A store's last commit as files that others read: Hugging Face weights, torch optimizer state."""
+"""Export of a store's last commit: Hugging Face weights and torch optimizer state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that is finished: the step it holds, and the bytes of each file."""
+    """A finished export: its step, and the size of each file in bytes."""
 
     step: int
     files: Mapping[str, int]
@@ -40,18 +40,18 @@ def export_store(
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
     weights: Path | None = None,
 ) -> Exported:  # fmt: skip
-    """Write the last commit of a store to the folder ``out``; memory for a few parts is taken.
+    """Write the last commit of a store to the folder ``out``, with memory for only a few parts.
 
     A run that trains in the store continues, but does not commit until the export has ended.
 
     Args:
-        config: ``config.json`` of the model, or the folder it is in, to copy; or its text.
+        config: the model's ``config.json`` to copy, or its folder; or the text itself.
         optimizer: also write ``optimizer.pt``: moments and masters in fp32.
-        shard_bytes: about the size of a weights file.
-        note: told how many bytes were written.
-        named: gives the weights the names that their readers look for.
-        weights: the folder that has those files now which the store reads weights from in place,
-            if it is another one.
+        shard_bytes: the approximate size of a weights file.
+        note: called with the number of bytes written.
+        named: renames the weights as their readers expect.
+        weights: the present folder of the files that the store reads weights from in place, if they
+            were moved.
 
     Raises:
         OffloadError: ``out`` exists already, its disk has too little space, or the owner committed
@@ -64,7 +64,7 @@ def export_store(
         source = StoreSource(store, store.last(), weights)
 
         def check(*, always: bool = False) -> None:
-            if always or not store.layout.checksum:  # else every block was compared with its own
+            if always or not store.layout.checksum:  # otherwise each block's checksum was verified
                 require_unmoved(store, source.generation, find_store(paths))
 
         try:
@@ -84,17 +84,16 @@ def export_store(
 
 
 def export_model(model: nn.Module, out: Path, step: int, read: Read) -> None:
-    """Writes what ``read`` gives for each of a model's tensors to the folder ``out``, in the hub's
-    names.
+    """Write a model's tensors, as returned by ``read``, to the folder ``out`` with Hub names.
 
     Raises:
-        OffloadError: ``out`` is there already, or too little of its disk is free.
+        OffloadError: ``out`` exists already, or its disk has too little space.
     """
     write_export(out, of_model(model, read), None, config_of(model), step)
 
 
 def config_text(path: Path | str) -> str:
-    """What is in a ``config.json``, or in that of a folder; a text is itself."""
+    """Return the text of a ``config.json``, given its path, its folder, or the text."""
     if isinstance(path, str):
         return path
     return (path / "config.json" if path.is_dir() else path).read_text()
@@ -105,13 +104,12 @@ def write_export(
     config: str | None, step: int, *, shard_bytes: int = SHARD_BYTES,
     note: Note = lambda nbytes: None, check: Any = lambda: None,
 ) -> dict[str, int]:  # fmt: skip
-    """Write all files to a draft beside ``out``, and rename the folder when they are flushed.
+    """Write all files to a draft next to ``out``, flush them, and rename the folder.
 
-    If anything ends it before, ``out`` does not exist, or is empty as it was. See Note [Atomic
-    writes].
+    After an error, ``out`` does not exist, or is empty as before. See Note [Atomic writes].
     """
     _require_free_name(out)
-    # Abandoned drafts take room: they go before the free room is looked at.
+    # Removed first, because abandoned drafts take up space.
     remove_abandoned(out.absolute().parent, re.escape(out.name))
     _require_room(out, weights, tree)
     work = LongWork(f"writing {out.name}", _bytes_of(weights, tree))
@@ -133,7 +131,7 @@ def write_export(
 
 
 def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None) -> int:
-    """Of weights and the optimizer's state."""
+    """Return the bytes of weights and the optimizer's state."""
     states = (tree or {"state": {}})["state"].values()
     moments: int = sum(value.nbytes for state in states for value in state.values())
     return sum(tensor.nbytes for tensor in weights) + moments

@@ -1,4 +1,4 @@
-"""The files of an export: sharded safetensors, and a torch file of the optimizer's state."""
+"""The files of an export: sharded safetensors, and a torch file with the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from ..state.weight_files import DTYPES, INDEX, SINGLE
 from .sums import Written
 from .tensors import Bytes, FileWriter, StreamedTensor, in_memory, stream
 
-SHARD_BYTES = 5 * 10**9  # as transformers cuts them
+SHARD_BYTES = 5 * 10**9  # transformers' default
 SHARD = "model-{:05}-of-{:05}.safetensors"
-WEIGHTS = (SINGLE, INDEX)  # one of them is there wherever weights are
+WEIGHTS = (SINGLE, INDEX)  # a folder with weights has one of them
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python does not name: it may exceed memory
-_NAME_AND_EXTRA = 26  # where a zip entry's own header has the lengths of these two
-Note = Callable[[int], None]  # told how many bytes were written
+_NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python lacks: mappings may exceed memory
+# offset in a zip entry's local header of the lengths of its name and extra field
+_NAME_AND_EXTRA = 26
+Note = Callable[[int], None]  # called with the number of bytes written
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether a file of this name belongs to the weights that ``write_shards`` writes."""
+    """Return whether ``write_shards`` writes files of this name."""
     return re.sub(r"[0-9]{5}", "{:05}", name) == SHARD or name in WEIGHTS
 
 
@@ -68,7 +69,7 @@ def write_shards(
 
 
 def write_text(path: Path, text: str) -> Written:
-    """Write a small file to a draft folder, and sum it up."""
+    """Write a small file to a draft folder, and return its size and checksum."""
     data = np.frombuffer(text.encode(), np.uint8)
     writer = FileWriter(path, data.size)
     try:
@@ -102,7 +103,7 @@ def write_safetensors(tensors: Sequence[StreamedTensor], path: Path, note: Note)
         }  # fmt: skip
         offset += tensor.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
+    text += b" " * (-len(text) % 8)  # the format aligns data to 8 bytes
     writer = FileWriter(path, 8 + len(text) + offset)
     try:
         writer.write(np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8))
@@ -127,11 +128,10 @@ def _write_tensor(
 
 
 def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
-    """Write what ``torch.save`` would, with every ``StreamedTensor`` in ``tree`` as a tensor, to a
-    draft.
+    """Write a draft of what ``torch.save`` writes, with ``StreamedTensor`` leaves as tensors.
 
-    torch writes the file with holes for the tensors' bytes; then they are filled from the first to
-    the last. In between, the file is a valid one full of zeros: see Note [Atomic writes].
+    torch writes the file with holes for the tensors' bytes, which are then filled in order of their
+    offsets. In between, the file is a valid one full of zeros: see Note [Atomic writes].
 
     Raises:
         IoError: the file cannot be written.
@@ -159,17 +159,17 @@ def write_torch(tree: Mapping[str, Any], path: Path, note: Note) -> Written:
 
 
 def torch_bytes(tree: Any) -> bytes:
-    """What ``torch.save`` writes of something small."""
+    """Return what ``torch.save`` writes for a small object."""
     target = io.BytesIO()
     torch.save(tree, target)
     return target.getvalue()
 
 
 def _holes(path: Path, sizes: Sequence[int]) -> list[int]:
-    """Where in a torch file the bytes of its storages begin, which it numbers as they were met.
+    """Return the offsets of a torch file's storages, in the order in which torch numbers them.
 
     Raises:
-        OffloadError: it is not written as torch has always done.
+        OffloadError: the file's layout is not the known one.
     """
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         found: dict[int, int] = {}
@@ -189,8 +189,10 @@ def _holes(path: Path, sizes: Sequence[int]) -> list[int]:
 
 
 def _replace(tree: Any, streamed: list[StreamedTensor]) -> Any:
-    """The tree with tensors whose memory nobody touches; what they stand for goes to ``streamed``,
-    in order."""
+    """Replace streamed tensors in a tree by tensors over untouched memory.
+
+    The replaced ones are appended to ``streamed`` in order.
+    """
     if isinstance(tree, Mapping):
         return {key: _replace(value, streamed) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -1,4 +1,4 @@
-"""A model's tensors as the files of the Hugging Face hub have them, streamed."""
+"""A model's tensors as Hugging Face files store them, streamed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of
 from ..state.module_states import added_tensors
 from .tensors import StreamedTensor, in_memory, lazy, whole_stacks
 
-Read = Callable[[torch.Tensor], torch.Tensor]  # gives a tensor of a model, with the same dtype
+Read = Callable[[torch.Tensor], torch.Tensor]  # reads a tensor of a model, keeping its dtype
 
 
 def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[StreamedTensor]:
-    """Tensors by the names that they have in memory, under the names, and in the shapes, that
-    transformers gives them in files; one group of them at a time is in memory.  Of other models
-    they are as they were, with whole stacks."""
+    """Convert tensors from a model's names and shapes to those of Hugging Face files.
+
+    Only one group of tensors is in memory at a time.  For models that are not transformers',
+    tensors only have their stacks joined.
+    """
     tensors = whole_stacks(tensors)
     if not is_of_transformers(model):
         return tensors
@@ -46,16 +48,17 @@ def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[Strea
 def named_by_config(
     config: Path,
 ) -> Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]:
-    """``as_on_hub`` of the model that a ``config.json``, or the one of a folder, is about; nothing
-    is changed where that is none of transformers'.
+    """Return ``as_on_hub`` for the model that a ``config.json``, or the one in a folder, describes.
+
+    If it is not a transformers model, the function only joins stacks.
 
     Raises:
-        OffloadError: it is one of transformers', which is not installed here, or does not know it.
+        OffloadError: it is a transformers model, but transformers is not installed or lacks it.
     """
     path = config / "config.json" if config.is_dir() else config
     told = json.loads(path.read_text())
     names = told.get("architectures")
-    if not names or "auto_map" in told:  # code of its own has names of its own
+    if not names or "auto_map" in told:  # custom code has its own names
         return whole_stacks
     try:
         import transformers
@@ -85,7 +88,7 @@ def _take(
 
 
 def whole(tensor: StreamedTensor) -> torch.Tensor:
-    """All of it, in memory."""
+    """Read a whole tensor into memory."""
     data = np.empty(tensor.nbytes, np.uint8)
     at = 0
     for part in tensor.parts():
@@ -97,7 +100,7 @@ def whole(tensor: StreamedTensor) -> torch.Tensor:
 
 
 def config_of(model: nn.Module) -> str | None:
-    """The text of a model's ``config.json``, if it has one."""
+    """Return the text of a model's ``config.json``, if it has one."""
     to_json = getattr(getattr(model, "config", None), "to_json_string", None)
     return None if to_json is None else str(to_json())
 
@@ -108,14 +111,15 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 
 
 def of_model(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
-    """What a model's files hold, in the hub's names, ``read`` when its turn comes, by default from
-    where it is."""
+    """Return the tensors of a model's files, with the Hub's names.
+
+    Each tensor is read only when it is written: by ``read``, by default from where it is.
+    """
     return as_on_hub(model, as_in_memory(model, read))
 
 
 def streamed(tree: Any, parameters: Iterable[torch.Tensor]) -> Any:
-    """A tree of dicts, lists and tuples in which these parameters, where they stand, are read when
-    their turn comes."""
+    """Replace ``parameters`` in a tree of dicts, lists and tuples by tensors read on demand."""
     managed = set(map(id, parameters))
 
     def walk(each: Any) -> Any:
@@ -133,11 +137,12 @@ def streamed(tree: Any, parameters: Iterable[torch.Tensor]) -> Any:
 def of_state_dict(
     state: Mapping[str, Any], parameters: Iterable[torch.Tensor]
 ) -> list[StreamedTensor]:
-    """The tensors of a state dict, these parameters read when their turn comes; of several names of
-    one tensor the first.
+    """Return the tensors of a state dict; ``parameters`` are read when they are written.
+
+    A tensor with several names has the first.
 
     Raises:
-        ValueError: it has something that is no tensor.
+        ValueError: a value is not a tensor.
     """
     first: dict[int, str] = {}
     for name, value in state.items():
@@ -152,7 +157,7 @@ def of_state_dict(
 
 
 def in_full(tree: Any) -> Any:
-    """A tree with all that is streamed in memory."""
+    """Read all streamed tensors of a tree into memory."""
     if isinstance(tree, StreamedTensor):
         return whole(tree)
     if isinstance(tree, dict):
@@ -161,8 +166,10 @@ def in_full(tree: Any) -> Any:
 
 
 def as_in_memory(model: nn.Module, read: Read = _copy) -> list[StreamedTensor]:
-    """List a model's tensors, each under one name (the one that transformers keeps, or the first),
-    and then the tensors of extra state."""
+    """List a model's tensors, and then the tensors of extra state.
+
+    Each tensor has one name: the one that transformers keeps, or the first.
+    """
     tensors = tensors_of(model)
     names = saved_names(model) if is_of_transformers(model) else list(tensors)
     first = {id(tensors[name]): name for name in reversed(names)}

@@ -1,5 +1,4 @@
-"""Weights that a store lacks, since they are read in place from files of somebody's: any bytes of
-them, for exports."""
+"""Access, for exports, to weights that a store reads in place from the user's files."""
 
 from __future__ import annotations
 
@@ -18,19 +17,22 @@ Bytes = NDArray[np.uint8]
 
 
 class InPlaceReader:
-    """Every unit is checked as a whole before anything of it is given.  Close it."""
+    """Reads bytes of weights from those files.  Must be closed.
+
+    Each unit is verified as a whole before any of its bytes are returned.
+    """
 
     def __init__(
         self, description: Mapping[str, Any], digests: Mapping[int, int], moved: Path | None
     ) -> None:
         """
         Args:
-            description: the store's.
-            digests: what its last commit knows of the files, by unit.
-            moved: the folder that has the files now, if not where they were.
+            description: the store's description.
+            digests: checksums of the files in the store's last commit, by unit.
+            moved: the present folder of the files, if they were moved.
 
         Raises:
-            OffloadError: a file is not there any more.
+            OffloadError: a file is missing.
         """
         sources = described_sources(description, digests, moved)
         self._ranges, self._checked = sources.ranges, set[int]()
@@ -47,19 +49,19 @@ class InPlaceReader:
             raise
 
     def has(self, unit: int) -> bool:
-        """Whether a unit's weights are in the files."""
+        """Return whether a unit's weights are in the files."""
         return unit in self._ranges
 
     @property
     def units(self) -> list[int]:
-        """Those whose weights are in the files."""
+        """The units whose weights are in the files."""
         return sorted(self._ranges)
 
     def check(self, unit: int) -> None:
-        """Reads a unit once.
+        """Verify a unit, once.
 
         Raises:
-            CorruptionError: the files are not what they were when they were first read.
+            CorruptionError: the files have changed since they were first read.
         """
         if unit not in self._checked:
             assert self._reader is not None
@@ -67,10 +69,10 @@ class InPlaceReader:
             self._checked.add(unit)
 
     def begin(self, unit: int, low: int, high: int) -> Callable[[], Bytes]:
-        """As ``StoreReader.begin``, for bytes of a unit's slot.
+        """Do as ``StoreReader.begin``, for bytes of a unit's slot.
 
         Raises:
-            CorruptionError: the files are not what they were when they were first read.
+            CorruptionError: the files have changed since they were first read.
         """
         self.check(unit)
 
@@ -87,7 +89,7 @@ class InPlaceReader:
         return wait
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         if self._reader is not None:
             self._reader.close()
         for file in self._files:

@@ -1,4 +1,4 @@
-"""What is in a store, and whether all of it is whole."""
+"""Inspection, verification and repair of a store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Note = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CommitFound:
-    """A generation: when it was made, and how many bytes it holds."""
+    """A generation: when it was made, and the number of bytes it holds."""
 
     number: int
     step: int
@@ -33,10 +33,10 @@ class CommitFound:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A store as it was found.  ``file_bytes`` are those that its files take on disk.
+    """The condition of a store.  ``file_bytes`` is the disk space of its files.
 
-    ``wrong`` says in words what is damaged; of the data, that of the last commit alone is looked
-    at, as that of those before may have been overwritten since.
+    ``wrong`` describes damage.  Only the data of the last commit is verified, because that of
+    earlier ones may have been overwritten since.
     """
 
     directories: tuple[str, ...]
@@ -48,7 +48,7 @@ class Inspection:
     wrong: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -56,12 +56,14 @@ def inspect_store(paths: Paths, *, verify: bool = True, note: Note | None = None
     """Inspect a store without changing it.
 
     With ``verify``, a run that trains in the store does not commit meanwhile.
-    ``note`` is told of bytes that were verified.
+
+    Args:
+        note: called with numbers of verified bytes.
 
     Raises:
         IoError: there is no store, or a part of it is missing.
         CorruptionError: its layout is damaged.
-        OffloadError: its owner went on training, and has overwritten what was looked at.
+        OffloadError: its owner continued training, and has overwritten what was inspected.
     """
     if not verify:
         return _inspected(find_store(paths), paths, note, verify=False)
@@ -94,9 +96,9 @@ def _inspected(store: FoundStore, paths: Paths, note: Note | None, *, verify: bo
 
 
 def _wrong_in_place(store: FoundStore) -> list[str]:
-    """What is wrong with weights that the store has no copy of: they are in files of the user's."""
+    """Return what is wrong with weights that are only in the user's files."""
     if not store.layout.description.get("sources", {}).get("units"):
-        return []  # without torch, which facts need
+        return []  # avoids importing torch, which facts need
     from .in_place import InPlaceReader
     from .meta import decode_facts
 
@@ -116,7 +118,7 @@ def _wrong_in_place(store: FoundStore) -> list[str]:
 
 
 def _on_disk(directory: Path) -> int:
-    """Bytes that the store's file takes there: parts of it may not have been written ever."""
+    """Return the disk space of the store's file, parts of which may never have been written."""
     return (directory / STORE_NAME).stat().st_blocks * 512
 
 
@@ -130,18 +132,18 @@ def _commits(store: FoundStore) -> tuple[CommitFound, ...]:
 
 
 def stored_bytes(path: Path) -> int:
-    """How much ``inspect_store`` will verify."""
+    """Return the number of bytes that ``inspect_store`` will verify."""
     commits = _commits(find_store(path))
     return commits[-1].nbytes if commits else 0
 
 
 def repair_store(paths: Paths) -> str:
-    """Drops damaged records from the manifests; the last whole commit becomes the last.
+    """Drop damaged records from the manifests, so that the last whole commit is the last.
 
     The caller has asked the user.
 
     Raises:
-        IoError: another process has the store.
+        IoError: another process uses the store.
         OffloadError: no commit is whole, or the data of the last whole one is damaged.
     """
     with own_store(paths) as store:
@@ -177,7 +179,7 @@ def read_pinned(paths: Paths, read: Callable[[FoundStore], T]) -> T:
     See Note [Pinned commits]: if the owner commits all the same, ``read`` is called again.
 
     Raises:
-        StoreMovedError: its owner went on, and has overwritten what was read.
+        StoreMovedError: the owner continued, and has overwritten what was read.
     """
     with CommitPin(find_store(paths).directories[0]):
         for left in reversed(range(MOST_READS)):
@@ -190,8 +192,9 @@ def read_pinned(paths: Paths, read: Callable[[FoundStore], T]) -> T:
 
 
 def require_unmoved(store: FoundStore, generation: Generation, now: FoundStore) -> None:
-    """Raise if the store's owner has committed since: its steps may have overwritten what was
-    read of ``generation``.
+    """Raise if the store's owner has committed since ``generation``.
+
+    Its steps may have overwritten what was read.
 
     Raises:
         StoreMovedError: it has.

@@ -1,5 +1,8 @@
-"""What a commit keeps besides weights and state: counts, hyper-parameters, random states, the
-caller's own; and how it is put into bytes that can be read without running code from them."""
+"""The contents of a commit besides weights and state, and their encoding.
+
+These are counts, hyper-parameters, random generator states and the user's own data.  They can be
+read back without running code from them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from ..errors import OffloadError
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The state of every generator that training usually draws from."""
+    """Return the state of every generator that training usually draws from."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     found = np.random.get_state(legacy=False)
-    if found["bit_generator"] == "MT19937":  # else a bit generator of the user's: his to keep
+    # otherwise the user has chosen a bit generator, and has to save it
+    if found["bit_generator"] == "MT19937":
         inner = found["state"]
         states["numpy"] = [
             "MT19937", torch.from_numpy(np.array(inner["key"], np.int64)), int(inner["pos"]),
@@ -31,7 +35,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Sets every generator to what ``random_states`` has found."""
+    """Restore the result of ``random_states``."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -43,8 +47,10 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The hyper-parameters of every param group; numbers of numpy's, as schedules make them, as
-    plain ones."""
+    """Return the hyper-parameters of every param group.
+
+    NumPy numbers, which schedulers may produce, become plain ones.
+    """
     return [
         {k: v.item() if isinstance(v, np.generic) else v for k, v in group.items() if k != "params"}
         for group in groups
@@ -52,39 +58,39 @@ def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """The model's names for every group's parameters, in the optimizer's own order."""
+    """Return the model's names of each group's parameters, in the optimizer's order."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in groups]
 
 
 def encode_facts(facts: Mapping[str, Any]) -> bytes:
-    """Facts as bytes."""
+    """Serialise facts."""
     target = io.BytesIO()
     torch.save(dict(facts), target)
     return target.getvalue()
 
 
 def decode_facts(data: bytes) -> dict[str, Any]:
-    """Facts from bytes; runs no code from them."""
+    """Deserialise facts, without running code from them."""
     facts = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     assert isinstance(facts, dict)
     return facts
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it holds nothing but what is always read back."""
+    """Return whether a value consists only of types that can always be read back."""
     kind = type(value)
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     if kind in (list, tuple):
         return all(map(_is_plain, value))
     if kind is torch.Tensor:
-        return not value.__dict__  # attributes of its own would be saved too
+        return not value.__dict__  # its attributes would be saved too
     return kind in (bool, int, float, str, type(None))
 
 
 def is_readable(value: Any) -> bool:
-    """Whether a commit that holds the value can be read back."""
+    """Return whether a commit that holds the value can be read back."""
     return _obstacle(value) is None
 
 
@@ -99,10 +105,10 @@ def _obstacle(value: Any) -> Exception | None:
 
 
 def check_readable(facts: Mapping[str, Any]) -> None:
-    """Raises unless what a commit is to hold can be read back.
+    """Raise unless facts of a commit can be read back.
 
     Raises:
-        OffloadError: it cannot: param groups and ``extra`` may hold numbers, texts, tensors, and
+        OffloadError: they cannot: param groups and ``extra`` may hold numbers, texts, tensors, and
             lists, tuples and dicts of them.
     """
     for name, value in facts.items():

@@ -1,5 +1,7 @@
-"""Copies the last commit of a store to other directories: another number of stripes, records of
-another size.  The store that was there stays as it is."""
+"""Copying a store's last commit to other directories, with other stripes and record sizes.
+
+The old store stays unchanged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from ..schedule.layout import Layout
 log = logging.getLogger("overspill")
 
 Bytes = NDArray[np.uint8]
-Node = Mapping[str, Any]  # a piece of a store's description
+Node = Mapping[str, Any]  # part of a store's description
 Field = Mapping[str, Any]
 
 
@@ -32,12 +34,13 @@ def move_store(
     store: OwnedStore, generation: Generation, directories: Sequence[Path], layout: Layout,
     disk_bytes: int,
 ) -> OwnedStore:  # fmt: skip
-    """Writes a new store in ``directories`` with what ``generation`` holds, its state cut as
-    ``layout`` says, and one commit.  A few records are in memory at a time.
+    """Copy ``generation`` to a new store in ``directories``, with one commit.
+
+    Its state is cut into records as in ``layout``.  Only a few records are in memory at a time.
 
     Raises:
-        IoError: a directory has a store, or no room; nothing stays there.
-        CorruptionError: what is copied does not match its checksum.
+        IoError: a directory has a store or too little space; nothing is left there.
+        CorruptionError: copied data does not match its checksum.
     """
     units = describe_units(layout)
     description = {**store.layout.description, "units": units}
@@ -66,7 +69,7 @@ def move_store(
         if last is not None:
             last.wait()
         io.wait_all()
-        for _, pair in sorted(named, key=lambda each: each[0] in clean):  # the sparse ones last
+        for _, pair in sorted(named, key=lambda each: each[0] in clean):  # sparse ones last
             pair.append(io.allocate(pair[0].nbytes))
         sums = [
             io.checksums(pair[0]) if role == 0 else None
@@ -98,8 +101,10 @@ def _release(lease: Lease, ticket: Ticket) -> None:
 def _items(
     reader: StoreReader, description: Node, here: Sequence[Node]
 ) -> Iterator[tuple[str, int, Bytes | None]]:
-    """Every item of the new store in the order of a commit: key, bytes, and what it holds;
-    ``None`` for what was never written."""
+    """Yield each item of the new store in commit order: key, bytes, and contents.
+
+    The contents are ``None`` if the item was never written.
+    """
     there = description["units"]
     in_place = description.get("sources", {}).get("units", {})
     for number, unit in enumerate(here):
@@ -115,14 +120,14 @@ def _items(
 
 
 def _overlap(source: Node, record: Node) -> tuple[int, int] | None:
-    """The elements that two records of a unit have in common."""
+    """Return the range of elements that two records of a unit have in common."""
     low = max(source["start"], record["start"])
     high = min(source["start"] + source["count"], record["start"] + record["count"])
     return (low, high) if source["chunk"] == record["chunk"] and low < high else None
 
 
 def _record(reader: StoreReader, sources: Sequence[Node], record: Node) -> Bytes:
-    """A record put together from those that had its elements before."""
+    """Assemble a record from the old records that have its elements."""
     data = np.zeros(record["nbytes"], np.uint8)
     for source in sources:
         span = _overlap(source, record)
@@ -136,9 +141,9 @@ def _record(reader: StoreReader, sources: Sequence[Node], record: Node) -> Bytes
 
 
 def _bytes_of(field: Field, record: Node, span: tuple[int, int]) -> tuple[int, int]:
-    """Where a record has a field's values for these elements of the chunk.
+    """Return where a record stores a field's values for these elements of the chunk.
 
-    Records are cut where a block of elements begins, so no value is shared by two.
+    Records are cut at block boundaries, so two records never share a value.
     """
     size = getattr(torch, field["dtype"]).itemsize
     low, high = (element - record["start"] for element in span)

@@ -1,4 +1,4 @@
-"""Frozen weights of a store that keeps them in another format, as compute has them."""
+"""Unpacking of frozen weights that a store keeps in another format."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ..optim import packed
 from ..optim.packed_layout import Parts, Window, windows
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of
 
-Begin = Callable[[int, int], Callable[[], Bytes]]  # bytes [low, high) of a page: begun, then had
+# requests bytes [low, high) of a page; the result waits for them
+Begin = Callable[[int, int], Callable[[], Bytes]]
 
 
 def unpacked(
     p: Mapping[str, Any], dtype: torch.dtype, where: Sequence[Any], begin: Begin
 ) -> StreamedTensor:
-    """A parameter of a page, in parts.
+    """Return a parameter of a page as a streamed tensor.
 
     Args:
-        where: its format (``None``: as it is), and where it lies in the page, in bytes.
+        where: its format (``None``: unpacked), its offset in the page, and its bytes.
     """
     form, base, nbytes = where
     shape = tuple(p["shape"])

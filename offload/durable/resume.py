@@ -1,4 +1,4 @@
-"""What a store says of the run that goes on in it: formats, optimizer, layout."""
+"""Options and checks for a run that continues in a store: formats, optimizer, layout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _FORMATS = ("precision", "master", "moments", "frozen")
 
 
 def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> None:
-    """Whether the store is of this model and optimizer; ``cuts``: also of records cut alike.
+    """Check that a store belongs to this model and optimizer.
+
+    Args:
+        cuts: also compare the sizes of its records.
 
     Raises:
-        OffloadError: it is not.
+        OffloadError: it does not.
     """
     description = store.layout.description
     if rule != description["optimizer"]:
@@ -40,7 +43,7 @@ def check_fits(store: FoundStore, layout: Layout, rule: str, *, cuts: bool) -> N
 
 
 def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with the formats and directories of the store."""
+    """Return the options, with the formats and directories of the store."""
     given = dict(options)
     nvme = _directories(store, given.pop("nvme", None))
     reads = store.layout.description.get("sources", {}).get("units")
@@ -62,10 +65,10 @@ def with_formats(store: FoundStore, options: Mapping[str, Any]) -> dict[str, Any
 
 
 def formats_of(description: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with the formats that a store has its numbers in."""
+    """Return the options, with the number formats of a store."""
     given = dict(options)
     for name in _FORMATS:
-        kept = description.get(name)  # of a store from before there was frozen=, None
+        kept = description.get(name)  # `None` in stores that are older than frozen=
         if name in given and given[name] != kept and given[name] not in (None, "auto"):
             raise ValueError(
                 f"the store was made with {name}={kept!r}, not {given[name]!r}; leave {name} out"
@@ -75,7 +78,7 @@ def formats_of(description: Mapping[str, Any], options: Mapping[str, Any]) -> di
 
 
 def _directories(store: FoundStore, nvme: Any) -> list[Path]:
-    """Where training goes on: in the store's own directories, or in others altogether."""
+    """Return where training continues: the store's directories, or entirely different ones."""
     own = {path.resolve() for path in store.directories}
     listed = [nvme] if isinstance(nvme, (str, os.PathLike)) else list(nvme or ())
     wanted = {Path(path).resolve() for path in listed}
@@ -89,7 +92,7 @@ def _directories(store: FoundStore, nvme: Any) -> list[Path]:
     return [Path(path) for path in listed]
 
 
-# In param groups, but no hyper-parameters: how torch computes, and what schedulers keep there.
+# Keys of param groups that are not hyper-parameters: how torch computes, and schedulers' own data.
 _NO_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable",
                "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # fmt: skip
 
@@ -97,8 +100,10 @@ _NO_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 def warn_of_kept_options(
     given: Sequence[Mapping[str, Any]], stored: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Warn where the param groups of a commit replace other values of the optimizer that was
-    passed. A learning rate or momentum that a scheduler had changed by then is expected."""
+    """Warn where a commit's param groups replace other values of the optimizer that was passed.
+
+    A learning rate or momentum that a scheduler had changed by then is expected.
+    """
     found = []
     for number, (group, kept) in enumerate(zip(given, stored, strict=True)):
         scheduled = {"betas", "momentum"} if "base_momentum" in kept else set()
@@ -127,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def largest(description: Mapping[str, Any]) -> int | None:
-    """The elements of a whole record of state."""
+    """Return the number of elements in a full record of state."""
     counts = [s["count"] for unit in description["units"] for s in unit["subgroups"]]
     return max(counts, default=None)
 
@@ -135,10 +140,10 @@ def largest(description: Mapping[str, Any]) -> int | None:
 def optimizer_for(
     model: nn.Module, description: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the kind that the store was trained with, with its groups.
+    """Build an optimizer like the one that the store was trained with, and with its groups.
 
     Raises:
-        OffloadError: there is no such one of torch's, or a parameter is not in the model.
+        OffloadError: torch has no such optimizer, or a parameter is not in the model.
     """
     groups: list[Mapping[str, Any]] = facts["groups"]
     members: list[list[str]] = facts["members"]
@@ -160,7 +165,7 @@ def optimizer_for(
         raise OffloadError(
             f"parameter {missing[0]!r} is in the store alone: it is that of another model"
         )
-    # With their options: some say what state there is (amsgrad, momentum).
+    # Options are passed, since some decide what state there is (amsgrad, momentum).
     made: torch.optim.Optimizer = kind(
         [{**kept, "params": [params[name] for name in names]}
          for kept, names in zip(groups, members, strict=True)], lr=1e-3,

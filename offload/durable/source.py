@@ -1,4 +1,4 @@
-"""A store's commit as named tensors: weights as they are, masters and moments in fp32."""
+"""A store's commit as named tensors: weights unchanged, masters and moments in fp32."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ from .packed import unpacked
 from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
 
 MASTERS = ("master", "master_lo")
-BLOCK = 256  # parts begin where a block of a compact moment does
-STEP = PART_BYTES // 4 // BLOCK * BLOCK  # elements of a part
-Node = Mapping[str, Any]  # a piece of the store's description
-Begin = Callable[[int, int], Callable[[], torch.Tensor]]  # elements [start, stop): begun, then had
+BLOCK = 256  # parts are aligned to blocks of compact moments
+STEP = PART_BYTES // 4 // BLOCK * BLOCK  # elements in a part
+Node = Mapping[str, Any]  # part of the store's description
+# requests elements [start, stop); the result waits for them
+Begin = Callable[[int, int], Callable[[], torch.Tensor]]
 
 
 class StoreSource:
-    """What a generation of a store holds, read in parts; nothing is ever whole in memory."""
+    """The contents of a generation, read in parts, so that no tensor is in memory as a whole."""
 
     def __init__(
         self, store: FoundStore, generation: Generation, weights: Path | None = None
     ) -> None:
-        """``weights``: the folder that now has the files which the store has no copy of."""
+        """
+        Args:
+            weights: the present folder of the files that the store reads weights from in place.
+        """
         self.store, self.generation = store, generation
         self.reader = StoreReader(store, generation)
         self.units: list[Node] = list(store.layout.description["units"])
@@ -48,17 +52,17 @@ class StoreSource:
             raise
 
     def close(self) -> None:
-        """Closes the store's files."""
+        """Close the store's files."""
         self.reader.close()
         self._files.close()
 
     def weights(self) -> list[StreamedTensor]:
-        """Every parameter once, then the buffers, and what modules add to their state dicts."""
+        """Return every parameter once, then the buffers and the tensors of extra state."""
         others = {**self.facts["buffers"], **named_tensors(self.facts.get("states", {}))}
         return self.parameters() + [in_memory(name, value) for name, value in others.items()]
 
     def parameters(self) -> list[StreamedTensor]:
-        """Every parameter that the model had at the commit once, under its name there."""
+        """Return every parameter that the model had at the commit, once, by its name then."""
         found = []
         for number, unit in enumerate(self.units):
             page = iter(unit.get("page", ()))
@@ -79,10 +83,10 @@ class StoreSource:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, in torch's format; tensors are streamed.
+        """Return the optimizer's state in torch's format, with streamed tensors.
 
         Parameters are numbered as in the optimizer that trained; each group lists their names.
-        Masters, where weights have them, stand beside the moments as ``master``.
+        Separate masters are included as ``master``.
         """
         members: list[list[str]] = self.facts["members"]
         renamed = self.facts.get("renamed", {})
@@ -111,9 +115,11 @@ class StoreSource:
     def _tensor(
         self, p: Node, dtype: torch.dtype, begin: Begin, cuts: Sequence[int] = ()
     ) -> StreamedTensor:
-        """``begin`` gives elements of the chunk as a flat tensor.
+        """Make a streamed tensor of a parameter; ``begin`` reads elements of its chunk.
 
-        ``cuts``: where it would have to put two pieces together; no part goes beyond one.
+        Args:
+            cuts: boundaries between records; no part crosses one, so that no copy is needed to join
+                pieces.
         """
         first, numel, shape = p["offset"], p["numel"], tuple(p["shape"])
 
@@ -183,7 +189,7 @@ class StoreSource:
     def _begin_field(
         self, subgroup: Node, name: str, start: int, stop: int
     ) -> Callable[[], torch.Tensor]:
-        """Elements of one field of a record, decoded to fp32 (a master as it is stored)."""
+        """Request elements of one field of a record, decoded to fp32 (masters are not decoded)."""
         first = start - start % BLOCK
         begun: dict[str, tuple[torch.dtype, Callable[[], Bytes]]] = {}
         for f in subgroup["fields"]:
@@ -205,7 +211,7 @@ class StoreSource:
 
 
 def _as_parameter(p: Node, stored: StreamedTensor) -> StreamedTensor:
-    """A tensor as the model has it, from how the store has it: the bytes are the same."""
+    """Convert a stored tensor to the model's dtype and shape, which share the bytes."""
     if not p.get("complex"):
         return stored
     return replace(stored, dtype=stored.dtype.to_complex(), shape=stored.shape[:-1])
@@ -214,7 +220,7 @@ def _as_parameter(p: Node, stored: StreamedTensor) -> StreamedTensor:
 def _joined(
     upper: Callable[[], torch.Tensor], lower: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """Masters of which the weight is the upper half."""
+    """Join masters from their upper halves, the weights, and their lower halves."""
 
     def wait() -> torch.Tensor:
         halves = (t.view(torch.uint16).numpy() for t in (upper(), lower()))

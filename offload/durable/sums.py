@@ -1,4 +1,4 @@
-"""What an export is made of, with a checksum for each file: so that damage is told later."""
+"""The list of an export's files, with a checksum for each, to detect damage later."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SUMS = "overspill.export.json"
 
 @dataclass(frozen=True)
 class Written:
-    """A finished file: its length, and the CRC-32 of all of it."""
+    """A finished file: its size, and the CRC-32 of its contents."""
 
     nbytes: int
     crc32: int
 
 
 def sums_text(files: Mapping[str, Written], step: int) -> str:
-    """The list as it is written; its last entry is a checksum of all before it."""
+    """Return the text of the list; its last entry is a checksum of everything before it."""
     listed = {name: [file.nbytes, file.crc32] for name, file in sorted(files.items())}
     content = {"format": 1, "step": step, "files": listed}
     return json.dumps({**content, "crc32": zlib.crc32(json.dumps(content).encode())})
 
 
 def read_sums(folder: Path) -> tuple[int, dict[str, Written]]:
-    """The step of an export, and its files.
+    """Return the step of an export, and its files.
 
     Raises:
         OffloadError: the list is damaged.
@@ -51,7 +51,7 @@ def read_sums(folder: Path) -> tuple[int, dict[str, Written]]:
 
 
 def verify_export(folder: Path, note: Callable[[int], None]) -> list[str]:
-    """What is wrong with an export's files, in words; ``note`` is told of bytes read."""
+    """Return what is wrong with an export's files; ``note`` is called with counts of bytes read."""
     try:
         _, files = read_sums(folder)
     except OffloadError as error:

@@ -1,4 +1,4 @@
-"""Tensors that are written in parts, so that none is ever whole in memory."""
+"""Tensors that are written to files in parts, so that none is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ from ..io_engine.types import SECTOR_BYTES
 from ..planning.sections import joined
 from .sums import Written
 
-PART_BYTES = 2 << 20  # stays in a cache on its way
-STAGE_BYTES = 8 << 20  # one write
-STAGES = 3  # one is filled, two are on their way
-AHEAD_BYTES = 32 << 20  # of parts that are begun before they are needed
-AHEAD_PARTS = 24  # of them: each holds a whole block of the store, however small it is
+PART_BYTES = 2 << 20  # fits in a CPU cache between its stages
+STAGE_BYTES = 8 << 20  # size of one write
+STAGES = 3  # one is filled while two are written
+AHEAD_BYTES = 32 << 20  # of parts requested before they are needed
+AHEAD_PARTS = 24  # and their number: each holds at least a whole block of the store
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes that may still be on their way from a disk; ``take`` waits for them, and is called
-    once."""
+    """Bytes that may still be in transfer from a disk; ``take``, called once, waits for them."""
 
     nbytes: int
     take: Callable[[], Bytes]
@@ -48,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A dense tensor: ``parts`` begins its bytes in order, a few MiB at a time."""
+    """A dense tensor; ``parts`` requests its bytes in order, a few MiB at a time."""
 
     name: str
     dtype: torch.dtype
@@ -61,7 +60,7 @@ class StreamedTensor:
 
 
 def bytes_of(value: torch.Tensor) -> Bytes:
-    """A tensor's bytes, flat; a view where it is dense and on the CPU."""
+    """Return a tensor's bytes, flat; a view if it is dense and on the CPU."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     array: Bytes = flat.view(torch.uint8).numpy()
     return array
@@ -70,12 +69,15 @@ def bytes_of(value: torch.Tensor) -> Bytes:
 def lazy(
     name: str, dtype: torch.dtype, shape: Sequence[int], value: Callable[[], torch.Tensor]
 ) -> StreamedTensor:
-    """A tensor that ``value`` makes when its turn comes, and that must not change after that."""
+    """Make a tensor whose ``value`` is called when its first part is taken.
+
+    The value must not change after that.
+    """
     size = tuple(shape)
     nbytes = torch.Size(size).numel() * dtype.itemsize
 
     def parts() -> Iterator[Part]:
-        data: list[Bytes] = []  # made when the first part is taken, gone with the last
+        data: list[Bytes] = []  # set by the first part, dropped by the last
 
         def take(start: int, stop: int) -> Bytes:
             if not start:
@@ -87,7 +89,7 @@ def lazy(
                 data.append(bytes_of(made))
             return (data[0] if stop < nbytes else data.pop())[start:stop]
 
-        for start in range(0, nbytes or 1, PART_BYTES):  # one that is empty is asked for too
+        for start in range(0, nbytes or 1, PART_BYTES):  # an empty tensor has one part, too
             stop = min(start + PART_BYTES, nbytes)
             yield Part(stop - start, partial(take, start, stop))
 
@@ -95,19 +97,19 @@ def lazy(
 
 
 def in_memory(name: str, value: torch.Tensor) -> StreamedTensor:
-    """A tensor that is there already."""
+    """Make a streamed tensor of one in memory."""
     return lazy(name, value.dtype, value.shape, lambda: value)
 
 
 def whole_stacks(tensors: Iterable[StreamedTensor]) -> list[StreamedTensor]:
-    """The same tensors, with stacks of experts whole that a model has in sections."""
+    """Return the tensors, with the sections of each stack of experts joined."""
     return list(joined({each.name: each for each in tensors}, one_after_the_other).values())
 
 
 def one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedTensor:
-    """A tensor whose rows are those of several."""
+    """Concatenate tensors along their rows."""
     first = parts[0]
-    if not first.shape:  # a single number, which one has
+    if not first.shape:  # a scalar, equal in all parts
         return StreamedTensor(name, first.dtype, (), first.parts)
     shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
     return StreamedTensor(
@@ -116,8 +118,7 @@ def one_after_the_other(name: str, parts: Sequence[StreamedTensor]) -> StreamedT
 
 
 def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
-    """The bytes of the tensors, one after the other; what comes next is begun before it is needed,
-    also where another tensor or field begins."""
+    """Yield the bytes of the tensors in order; parts are requested ahead, across tensors."""
     parts = (part for tensor in tensors for part in tensor.parts())
     begun: deque[Part] = deque()
     ahead = 0
@@ -132,20 +133,21 @@ def stream(tensors: Iterable[StreamedTensor]) -> Iterator[Bytes]:
 
 
 class FileWriter:
-    """Writes a draft from its start to its end on a thread of its own, and sums it up.
+    """Writes a draft from start to end on its own thread, and computes its checksum.
 
     See Note [Atomic writes]: until it is finished the file has its full length, and holes.
 
-    Past the page cache, where the file system can: what is written is not read again, and the
-    flush at the end then waits for nothing.  At most four parts wait, so memory is bounded;
-    ``finish`` raises what went wrong: ``IoError``, where a write failed.
+    Bypasses the page cache where the file system allows it: the data is not read again, and the
+    final flush then has nothing to wait for.  At most four parts are queued, so memory is bounded.
+    ``finish`` raises the error of the thread, such as ``IoError`` after a failed write.
     """
 
     def __init__(self, path: Path, nbytes: int, *, over: bool = False) -> None:
-        """``nbytes``: that it will have, which are allocated first, since a file system writes
-        beyond the end of a file one piece at a time.
-
-        ``over``: the file is there already, and what ``keep`` covers stays as it is.
+        """
+        Args:
+            nbytes: the final size, allocated first, because file systems serialise writes beyond
+                the end of a file.
+            over: whether the file exists already, and what ``keep`` covers stays unchanged.
         """
         self._path, self._need_bytes = path, nbytes
         self._fd = _open(path, nbytes, 0 if over else os.O_CREAT | os.O_EXCL)
@@ -154,7 +156,7 @@ class FileWriter:
             (np.frombuffer(mmap.mmap(-1, STAGE_BYTES), np.uint8), None) for _ in range(STAGES)
         )
         self._writers = ThreadPoolExecutor(STAGES - 1, "overspill-export-write")
-        self._held = self._at = 0  # bytes in the stage, and where they belong
+        self._held = self._at = 0  # bytes in the stage, and their file offset
         self._queue: queue.Queue[Bytes | int | None] = queue.Queue(4)
         self._error: BaseException | None = None
         self._crc = self._nbytes = 0
@@ -163,22 +165,22 @@ class FileWriter:
         try:
             thread.start()
         except BaseException:
-            self._queue.put(None)  # interrupted: the thread may run already
+            self._queue.put(None)  # interrupted: the thread may be running
             if thread.ident is None:
                 self._close()
             raise
 
     def write(self, data: Bytes) -> None:
-        """Queues the next bytes; they must not change any more."""
+        """Queue the next bytes; the caller must not change them any more."""
         self._raise()
         self._queue.put(data)
 
     def keep(self, nbytes: int) -> None:
-        """The next bytes are as they are in the file."""
+        """Keep the next bytes as they are in the file, and include them in the checksum."""
         self._queue.put(nbytes)
 
     def finish(self) -> Written:
-        """Waits, flushes to disk and closes.
+        """Wait for all writes, flush to disk and close.
 
         Raises:
             IoError: a write failed.
@@ -188,12 +190,12 @@ class FileWriter:
         return Written(self._nbytes, self._crc)
 
     def abort(self) -> None:
-        """Ends the thread and closes the file, whatever happened."""
+        """End the thread and close the file, in any state."""
         self._error = self._error or InterruptedError("the export was given up")
         self._end()
 
     def _end(self) -> None:
-        """Have the thread end and wait for it.  After an interrupt it can be called again."""
+        """End the thread and wait for it.  Can be repeated after an interrupt."""
         while not self._ended.is_set():
             with contextlib.suppress(queue.Full):
                 self._queue.put(None, timeout=0.1)
@@ -223,7 +225,7 @@ class FileWriter:
             if self._error is None:
                 try:
                     self._take(data)
-                except BaseException as error:  # carried to the thread that writes
+                except BaseException as error:  # raised in the calling thread
                     self._error = self._named(error)
         if self._error is None:
             try:
@@ -237,7 +239,7 @@ class FileWriter:
                 self._error = self._named(error)
 
     def _named(self, error: BaseException) -> BaseException:
-        """Name the file in an error of the system's, which does not know it."""
+        """Add the file's path to an error of the operating system."""
         if not isinstance(error, OSError):
             return error
         named = refused(self._path, "cannot write", error, need_bytes=self._need_bytes)
@@ -259,7 +261,7 @@ class FileWriter:
                 self._put(STAGE_BYTES)
 
     def _put(self, nbytes: int) -> None:
-        """Begins to write so many bytes of the first stage; the next one is free after this."""
+        """Start writing the first stage's bytes, and wait until the next stage is free."""
         stage, _ = self._stages.popleft()
         self._stages.append((stage, self._writers.submit(self._write, stage[:nbytes], self._at)))
         self._at, self._held = self._at + nbytes, 0
@@ -278,10 +280,10 @@ def _open(path: Path, nbytes: int, create: int) -> int:
     try:
         fd = os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that knows only the page cache
+        if error.errno != errno.EINVAL:  # no direct I/O on this file system
             raise
         if create:
-            path.unlink(missing_ok=True)  # made before direct I/O was refused
+            path.unlink(missing_ok=True)  # created before direct I/O was refused
         fd = os.open(path, flags, 0o666)
     try:
         if nbytes:

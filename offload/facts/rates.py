@@ -22,24 +22,24 @@ class UpdateRate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one machine; ``None`` where one is not limited or not known.
+    """The rates of one machine; ``None`` if a rate is unlimited or unknown.
 
     Attributes:
         h2d_bytes_s, d2h_bytes_s: from host to device memory and back, page-locked.
         link_latency_s: time of an empty copy between host and device.
         disk_read_bytes_s, disk_write_bytes_s: all directories of the store together.
-        disk_both_bytes_s: reads and writes added up while both go on.
+        disk_both_bytes_s: the sum of reads and writes while both run.
         update_params_s: parameters per second that the optimizer updates on the CPU.
-        dram_bytes_s: host memory, reads and writes added up.
+        dram_bytes_s: the sum of reads and writes of host memory.
         device_flops_s: matrix products on the compute device.
-        h2d_pageable_bytes_s, d2h_pageable_bytes_s: as ``h2d_bytes_s`` and ``d2h_bytes_s``, with
+        h2d_pageable_bytes_s, d2h_pageable_bytes_s: like ``h2d_bytes_s`` and ``d2h_bytes_s``, with
             host memory that is not page-locked.
-        update_beside_params_s: as ``update_params_s``, while a thread copies memory without pause.
+        update_beside_params_s: like ``update_params_s``, while a thread copies memory continuously.
         disk_cpu_bytes_s: what one processor could move to and from the disks if it did nothing else
-            (checksums included).  With ``device="cpu"`` compute stands still for as long, whoever
-            does it: its threads, one on each processor, wait for the last of them.
-        device_update_params_s: as ``update_params_s``, of state that is on the device; where it is
-            not known, no faster than the CPU.
+            (checksums included).  With ``device="cpu"`` this time is added to compute, because
+            compute has a thread on each processor and waits for the last of them.
+        device_update_params_s: like ``update_params_s``, for state on the device; if unknown,
+            assumed to be no faster than the CPU.
     """
 
     h2d_bytes_s: float | None = None

@@ -20,11 +20,11 @@ class LaneStats:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """One tier: what the engine may hold there, holds, and held at most.
+    """The engine's memory in one tier: its budget, the bytes held, and their peak.
 
-    ``workspace_bytes``: what the process had at most, on a device, beyond what the engine had
-    within its budget: what a unit needs while it runs.  ``None`` where nobody counts, or where more
-    was taken before ``wrap``.
+    ``workspace_bytes``: the process's peak on a device beyond what the engine had within its
+    budget, that is, what a unit needs while it runs.  ``None`` if it is not counted, or if more was
+    allocated before ``wrap``.
     """
 
     budget_bytes: int
@@ -37,14 +37,14 @@ class MemoryStats:
 class Stats:
     """The last step: measured ``step_s``, its lower bound ``bound_s``, and the lanes.
 
-    ``tokens``: that went in, where nothing is trained and a step is one forward of the model.
-    ``cpu_s``: what the process has used of its processors meanwhile, all threads together, whoever
-    they belong to: two processors that are busy for a second make 2.  ``None`` where not counted.
+    ``tokens``: the number of input tokens, if nothing is trained and a step is one forward of the
+    model.  ``cpu_s``: processor time of the whole process in this step, summed over all threads:
+    two processors that are busy for a second make 2.  ``None`` if not counted.
 
     The bound is the busiest lane: no schedule of the same work on the same machine is faster than
-    its slowest part.  Where rates are known, a lane counts with its bytes over its rate (the slower
-    of reads and writes at that of disks which do both at once), or with the time it was busy where
-    it was faster than that.
+    its slowest part.  If rates are known, a lane counts with its bytes over its rate (the slower of
+    reads and writes at the rate of disks that do both at once), or with the time it was busy if it
+    was faster than that.
     """
 
     step_s: float

@@ -85,7 +85,7 @@ class Ranges(Protocol):
     """Tells a profiler what goes on, where one is active."""
 
     def begin(self, name: str) -> None:
-        """The training thread computes; until ``end`` it is shown under this name."""
+        """Begin a range of this name in which the training thread computes, until ``end``."""
 
     def end(self) -> None: ...
 
@@ -147,7 +147,7 @@ class Trace:
             self._levels.append(Level(at_ns, *used))
 
     def compute_resume(self, name: str) -> None:
-        """The training thread computes from now on, in the part of the model called ``name``."""
+        """Record that the training thread computes from now on, in the part called ``name``."""
         if self._computing is not None:
             self.compute_pause()
         if self._ranges is not None:
@@ -162,7 +162,7 @@ class Trace:
         return name
 
     def compute_waited(self, lane: str, name: str) -> None:
-        """What it waited for was ``lane``; it goes on in the part called ``name``."""
+        """Record that compute waited for ``lane``, and continues in the part called ``name``."""
         if lane not in LANES:
             raise _no_lane(lane)
         since = self._stopped
@@ -198,8 +198,11 @@ class Trace:
         return True
 
     def _resolve(self) -> None:
-        """Keeps the spans that compute has come to the end of; they end in order.  One at a time
-        does this: not a signal handler that comes by in between, for which nobody could wait."""
+        """Keep the spans that compute has finished; they end in order.
+
+        Only one call at a time does this.  A signal handler that interrupts one returns at once,
+        because waiting would deadlock.
+        """
         if not self._resolving.acquire(blocking=False):
             return
         try:
@@ -242,7 +245,7 @@ class Trace:
         return tuple(self._steps)
 
     def spans(self, started_ns: int = 0, finished_ns: int = 1 << 62) -> list[Span]:
-        """Spans that overlap the window; of compute, those that are over."""
+        """Return the spans that overlap the window; of compute, only finished ones."""
         self._resolve()
         return _inside(list(self._spans), started_ns, finished_ns)
 

@@ -1,5 +1,5 @@
-"""Frameworks' own training loops, with overspill under them: one module each, imported by name.
+"""Integrations with the training loops of frameworks: one module each, imported by name.
 
-``transformers`` is for Trainer and for those that build on it, ``accelerate`` and ``lightning`` are
-for those.
+``transformers`` is for Trainer and its subclasses; ``accelerate`` and ``lightning`` are for these
+frameworks.
 """

@@ -1,15 +1,15 @@
 """Checkpoints of an ``accelerate`` loop whose model and optimizer are wrapped.
 
-Wrap first, then prepare; accelerate is to move neither the model nor the optimizer::
+Wrap first, then prepare; accelerate must move neither the model nor the optimizer::
 
     optimizer = overspill.wrap(model, torch.optim.AdamW(model.parameters()), nvme="/scratch/run")
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, loader, device_placement=[False, False, True]
     )
 
-All else in the loop stays as it is, but for ``accelerator.save_state`` and ``load_state``, which
-take all weights and state into memory at once.  These write and read the same files tensor by
-tensor.
+The rest of the loop stays unchanged, except ``accelerator.save_state`` and ``load_state``, which
+load all weights and state into memory at once.  The functions here write and read the same files
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def load_state(accelerator: Accelerator, input_dir: str | None = None, **more: A
     """Load a state saved by this module's ``save_state`` or by Accelerate's.
 
     Without ``input_dir``, load the newest complete one of the automatically named folders; a
-    warning names those that are skipped.
+    warning names skipped ones.
 
     Raises:
         OffloadError: a model or an optimizer of the accelerator is not wrapped.

@@ -1,4 +1,4 @@
-"""A plugin of axolotl's: its configuration stays as it is, but for these lines::
+"""A plugin for axolotl.  Add these lines to the configuration::
 
     plugins:
       - overspill.integrations.axolotl.OverspillPlugin
@@ -7,7 +7,7 @@
       host_memory: 48GiB
       nvme: /scratch/run1
 
-What stands under ``overspill`` are options of ``wrap``; see ``integrations.transformers``.
+The values under ``overspill`` are options of ``wrap``; see ``integrations.transformers``.
 """
 
 from __future__ import annotations

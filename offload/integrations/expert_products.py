@@ -156,8 +156,10 @@ def _with_untouched(
 
 
 class _Untouched(torch.autograd.Function):
-    """Gives a parameter zeros where backward comes by.  One at a time: what takes gradients away
-    has taken them before the next are made."""
+    """Gives a parameter zero gradients in backward.
+
+    One at a time: each is collected before the next is made.
+    """
 
     @staticmethod
     def forward(out: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

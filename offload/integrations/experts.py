@@ -129,7 +129,7 @@ def join_experts(model: M) -> M:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether it is one of those that transformers computes by the name of an implementation."""
+    """Return whether transformers computes a module by the name of an experts implementation."""
     known = ("has_gate", "is_transposed", "has_bias", "num_experts", "config")
     return all(name in vars(module) for name in known) and bool(_stacks(module))
 

@@ -1,4 +1,4 @@
-"""Which experts the next layer will choose, guessed from those that this one has."""
+"""Prediction of the experts that the next layer will choose, from those of this layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Foresight:
         self.right = {"layer before": 0.0, "last time": 0.0}  # share of what was guessed
 
     def __reduce__(self) -> tuple[type[Foresight], tuple[list[int]]]:
-        """A copy begins anew."""
+        """Make copies start without statistics."""
         return Foresight, (self._experts,)
 
     @property

@@ -63,7 +63,7 @@ class OverspillStrategy(SingleDeviceStrategy):
         return self.lightning_module
 
     def model_to_device(self) -> None:
-        """What is trained the engine brings there, unit by unit."""
+        """Leave a model for training where it is: the engine moves it unit by unit."""
         state = getattr(self._module.trainer, "state", None)
         if engine_of(self._module) is None and getattr(state, "fn", None) != "fit":
             super().model_to_device()
@@ -161,7 +161,7 @@ class OverspillStrategy(SingleDeviceStrategy):
 
 
 def _start_anew(wrapped: OffloadedOptimizer, made: torch.optim.Optimizer) -> None:
-    """A fit begins with the optimizer that it was given: its hyper-parameters, and no state.
+    """Begin a fit with the new optimizer's hyper-parameters, and without state.
 
     Raises:
         ValueError: it is another kind, or has other param groups, than the one that the model is

@@ -1,6 +1,6 @@
-"""``transformers.Trainer``, and the trainers that others have made of it, over tiers of memory.
+"""``transformers.Trainer`` and its subclasses, with weights and state on several tiers.
 
-A script stays as it is but for one name::
+Only one name in a script changes::
 
     from overspill.integrations.transformers import OverspillTrainer
 
@@ -10,12 +10,12 @@ A script stays as it is but for one name::
     )
     trainer.train()
 
-``offloaded`` makes the same of any trainer: ``offloaded(SFTTrainer)(..., overspill={...})``.
+``offloaded`` does the same for any trainer: ``offloaded(SFTTrainer)(..., overspill={...})``.
 
-The model is wrapped when the trainer makes its optimizer, before the first step, evaluation or
-checkpoint that is loaded.  Checkpoints are the framework's own, written and read tensor by tensor.
-A checkpoint appears complete or not at all, and ``resume_from_checkpoint=True`` takes the newest
-that is complete.
+The model is wrapped when the trainer creates its optimizer, before the first step, evaluation or
+checkpoint load.  Checkpoints have the framework's own format, and are written and read tensor by
+tensor.  A checkpoint appears complete or not at all, and ``resume_from_checkpoint=True`` uses the
+newest complete one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class _Offloaded(Trainer):
     # -- what is wrapped, and when --------------------------------------------------------------
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """The engine brings the weights to the device, unit by unit."""
+        """Do nothing: the engine moves the weights to the device, unit by unit."""
 
     def call_model_init(self, trial: Any = None) -> Any:
         if self._offloaded is not None:  # for another model than this
@@ -180,11 +180,11 @@ class _Offloaded(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *a: Any, **more: Any) -> Any:
         """Train as the framework does.
 
-        ``resume_from_checkpoint=True`` takes the newest complete checkpoint in ``output_dir``; a
-        warning names those that are skipped, and why.
+        ``resume_from_checkpoint=True`` uses the newest complete checkpoint in ``output_dir``; a
+        warning names skipped ones, and why.
 
         Raises:
-            ValueError: the checkpoint that is named, or every one that is there, is incomplete.
+            ValueError: the named checkpoint, or every existing one, is incomplete.
         """
         found = resume_from_checkpoint
         if found is True and self.args.output_dir is not None:
@@ -393,15 +393,14 @@ class _Lazily(dict[str, torch.Tensor]):
 
 @functools.cache
 def offloaded(trainer_class: type[T]) -> type[T]:
-    """A subclass of a trainer that takes one argument more: ``overspill``, options of ``wrap``.
+    """Return a subclass of a trainer with one more argument: ``overspill``, options of ``wrap``.
 
-    Clipping, schedulers, accumulation, evaluation, checkpoints, resuming and the best model are
-    the trainer's own.  ``trainer.optimizer`` is what ``wrap`` gives; ``overspill.unwrap(model)``
-    gives an ordinary model back.  Three choices are made where ``overspill`` does not say
-    otherwise: ``bf16=True`` over fp32 weights trains bf16 weights with exact masters
-    (``precision="bf16"``), 8-bit and paged kinds of AdamW (``optim=``) are AdamW with moments of as
-    many bits, and since a trainer resumes from checkpoints of its own, steps are not committed
-    beside them (``durable=False``).
+    Clipping, schedulers, accumulation, evaluation, checkpoints, resuming and the best model are the
+    trainer's own.  ``trainer.optimizer`` is what ``wrap`` returns; ``overspill.unwrap(model)``
+    returns an ordinary model.  Three defaults differ from those of ``wrap``: ``bf16=True`` over
+    fp32 weights trains bf16 weights with exact masters (``precision="bf16"``); 8-bit and paged
+    kinds of AdamW (``optim=``) are AdamW with moments of as many bits; and steps are not committed
+    (``durable=False``), because a trainer resumes from its own checkpoints.
 
     Raises:
         TypeError: it is no subclass of ``transformers.Trainer``.

@@ -1,8 +1,8 @@
-"""The rates of this machine, measured once and kept: per machine, file systems and device.
+"""The rates of this machine, measured once and stored per machine, file systems and device.
 
 Links, disks and memory are measured for each set of file systems; update rules and matrix products
-when a run first asks for them.  Nothing is measured while a model trains: a run that finds the
-rates to be wrong says so, and the next one measures anew.
+when a run first needs them.  Nothing is measured while a model trains: a run that finds the rates
+to be wrong logs that, and the next run measures again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Calibration:
         )
 
     def doubted(self, reason: str) -> None:
-        """Has the next run measure anew, and says why."""
+        """Mark the rates as wrong, so that the next run measures again, and log the reason."""
         log.warning(
             "overspill: the rates kept in %s no longer hold: %s; the next run measures them anew",
             self.path, reason,
@@ -104,15 +104,15 @@ def calibrate(
     *,
     anew: bool = False,
 ) -> Calibration:
-    """What is kept for these file systems and this device; what is missing is measured and kept.
+    """Return stored rates of these file systems and this device; measure and store missing ones.
 
-    Kept under ``$OVERSPILL_CACHE``, else ``~/.cache/overspill``.  A file that cannot be read or
-    written is said in a warning and does no other harm.  Takes about three seconds where nothing
-    is known, no time at all where all is, and never more than 20 s with disks that move 0.2 MB/s.
+    They are stored under ``$OVERSPILL_CACHE``, else ``~/.cache/overspill``.  A file that cannot be
+    read or written only causes a warning.  Takes about three seconds if nothing is stored, no time
+    if everything is, and never more than 20 s with disks that move 0.2 MB/s.
 
     Args:
-        task: what the run asks of the processors; ``None``: that is not of interest.
-        anew: measure again what is known already.
+        task: the run's use of the processors; ``None`` measures no rates of it.
+        anew: measure stored rates again.
 
     Raises:
         IoError: a directory is missing or cannot be written.
@@ -141,8 +141,10 @@ def calibrate(
 def kept_rates(
     directories: Sequence[str | os.PathLike[str]] | None, device: str | torch.device
 ) -> Rates | None:
-    """What was measured before for these file systems and this device (``None``: whatever the file
-    systems); ``None``: nothing was, or a run has doubted it."""
+    """Return stored rates of these file systems (``None``: of any) and this device.
+
+    ``None`` if there are none, or a run has marked them as wrong.
+    """
     about = _about(directories or (), device)
     if directories is not None:
         return _undoubted(_kept(_path(about), about))

@@ -57,10 +57,10 @@ _LARGER = 8  # times MATRIX
 
 
 def best_s(run: Callable[[], object], limit_s: float) -> float:
-    """The least time of ``run`` in seconds, over as many runs as fit into ``limit_s``, at least 2.
+    """Return the least time of ``run`` in seconds over repeated runs within ``limit_s``.
 
-    The first run is not counted, unless it alone took all the time there is.  The least, since
-    whatever else the machine does only adds.
+    There are at least two runs, and the first is not counted, unless it alone exceeds the limit.
+    The least time is used because other work on the machine can only add time.
     """
     started = time.perf_counter()
     deadline = started + limit_s

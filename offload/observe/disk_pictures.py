@@ -18,7 +18,7 @@ TITLES: Mapping[str, str] = {"read": "read", "write": "write", "both": "read and
 
 
 def draw_disk_bench(report: BenchReport, path: Path) -> None:
-    """GB/s above, median and 99 % latency below; the setting that was picked has a ring.
+    """Draw GB/s above, and median and 99 % latency below; a ring marks the chosen setting.
 
     Raises:
         OffloadError: matplotlib is missing.

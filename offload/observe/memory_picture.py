@@ -89,7 +89,7 @@ def _overlay(
     axes: Any, planned: Trace, steps: Sequence[StepMark], name: str,
     scales: tuple[int, float, int],
 ) -> None:  # fmt: skip
-    """The planned step, once over each measured one."""
+    """Draw the planned step once over each measured one."""
     start, scale, size = scales
     whole = last_steps(planned)[-1]
     levels = planned.levels(whole.started_ns, whole.finished_ns)

@@ -110,9 +110,9 @@ def draw_loss(curves: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 def draw_timeline(trace: Trace, path: Path, planned: Trace | None = None) -> None:
-    """The lanes of the last steps, one row each, with what compute waited for below them.
+    """Draw the lanes of the last steps in rows, and below them what compute waited for.
 
-    With ``planned``, a simulated trace, its last steps stand above, on the same axis of time.
+    With ``planned``, a simulated trace, its last steps are drawn above, on the same time axis.
 
     Raises:
         OffloadError: no step was recorded, or matplotlib is missing.

@@ -1,7 +1,7 @@
-"""Models with adapters of peft's: what their base is called in its files, and how adapters begin.
+"""Models with peft adapters: the original names of the base, and initial values of adapters.
 
-peft puts every layer that it adapts behind another one, and leaves adapters on ``meta`` where
-their base is.  It is not imported for this.
+peft wraps every layer that it adapts, and leaves adapters on ``meta`` if their base is there.  This
+module does not import peft.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _WITHIN = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether peft has put any into a model, or the model behind one of its own."""
+    """Return whether peft has added adapters to a model: a peft model, or the model inside one."""
     return isinstance(getattr(model, "peft_config", None), Mapping)
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model that was adapted, its layers behind others' by now."""
+    """Return the model that was adapted, whose layers are wrapped by now."""
     own: Any = getattr(model, "get_base_model", None) if has_adapters(model) else None
     base = own() if callable(own) else model
     return base if isinstance(base, nn.Module) else model
 
 
 def names_in_base(model: nn.Module) -> Callable[[str], str]:
-    """Gives what a tensor of the base was called before there were adapters, by its name now."""
+    """Return a function that maps a tensor's name to its name before adapters were added."""
     if not has_adapters(model):
         return str
     prefix = _prefix(model)
@@ -49,7 +49,7 @@ def _prefix(model: nn.Module) -> str:
 
 
 def adapter_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Those that peft has put beside the base, whether they are trained or not."""
+    """Return the parameters that peft has added to the base, trained or not."""
     if not has_adapters(model):
         return frozenset()
     found = {p for layer in _layers(model) for p in layer.parameters}
@@ -59,7 +59,7 @@ def adapter_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What one adapter has in one layer."""
+    """The parameters of one adapter in one layer."""
 
     module: nn.Module
     name: str
@@ -83,17 +83,18 @@ def _layers(model: nn.Module) -> Iterator[_Adapter]:
 
 
 def begin_adapters(model: nn.Module, *, trains: bool) -> None:
-    """Gives adapters on ``meta`` the values that peft has them begin with: LoRA and IA3 as they do
-    by default, prompts that are drawn.
+    """Initialise adapters on ``meta`` as peft does.
+
+    Supported are the default initialisations of LoRA and IA3, and randomly drawn prompts.
 
     Raises:
-        OffloadError: they begin otherwise, or nothing is trained: then they would be nothing.
-            Nothing was changed.
+        OffloadError: an adapter has another initialisation, or nothing is trained, so that new
+            adapters would have no effect. Nothing was changed.
     """
     if not has_adapters(model):
         return
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
-    # What is saved beside adapters (``modules_to_save``) is a copy of the base's: files have it.
+    # Modules in ``modules_to_save`` are copies of the base's modules: files have their values.
     own = [each for each in _layers(model) if not hasattr(each.module, "original_module")]
     empty = [each for each in own if any(p.is_meta for p in each.parameters)]
     begins = {id(each): _begin_of(each, configs) for each in empty}

@@ -1,4 +1,4 @@
-"""The averages that rules keep of the weights: read, and in their place for a while."""
+"""Averages of the weights: read them, or exchange them with the weights for a while."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from .contents import Contents, Values
 from .edits import Edits
 from .param_access import ParamAccess
 
+# Note [Exchange of weights and averages]
+# ``optimizer.averaged()`` evaluates a model with its averages.  Both are exchanged in place, unit
+# by unit: the average becomes the weight and its master, and the old master is stored as the
+# average.  So only one unit's values are needed in memory in addition.  Meanwhile nothing is
+# trained or committed, and edits of weights edit the averages.
+#
+# An exception may interrupt the exchange anywhere.  ``_amid`` holds both values of the present unit
+# until they are written, and ``_swapped`` the units that are done, so the exchange can be
+# continued.  If the block ends by an exception that cuts off its exit, or by garbage collection,
+# then ``OnloadedUnits.returning`` is set, and the next use of the weights exchanges them back.
+
 
 class Averages:
-    """See ``OffloadedOptimizer.averaged``.
-
-    Weights and averages change places, unit by unit, so that memory for one unit is all it takes.
-    Nothing is trained or committed meanwhile; edits are edits of the averages.  What an exception
-    cuts off is ended by the next use.
-    """
+    """Implements ``OffloadedOptimizer.averaged``.  See Note [Exchange of weights and averages]."""
 
     def __init__(
         self, runtime: Runtime, contents: Contents, weights: ParamAccess,
@@ -46,15 +52,16 @@ class Averages:
             for unit, number in self._chunks
             for spec in self._parts.units[unit].chunks[number].params
         }
-        # What was read last, and its chunk and version.
+        # The averages that were read last, and their chunk and version.
         self._last: tuple[object, Mapping[int, torch.Tensor]] = None, {}
-        self._swapped: set[int] = set()  # units that have their averages
-        # One whose places are being exchanged: what they get, and whether these are the averages.
+        self._swapped: set[int] = set()  # units whose weights are the averages now
+        # The unit being exchanged: its new values, and whether these are the averages.
         self._amid: tuple[int, Mapping[int, Values], bool] | None = None
         self.active = False
 
     def require_kept(self) -> None:
-        """
+        """Raise unless averages are kept.
+
         Raises:
             OffloadError: no rule keeps an average.
         """
@@ -65,9 +72,10 @@ class Averages:
             )
 
     def require_ended(self) -> None:
-        """
+        """Raise if averages have replaced the weights.
+
         Raises:
-            OffloadError: the weights are away.
+            OffloadError: they have.
         """
         if self.active:
             raise OffloadError(
@@ -78,8 +86,10 @@ class Averages:
     # -- reading --------------------------------------------------------------------------------
 
     def read(self, index: int) -> torch.Tensor | None:
-        """The fp32 average of a parameter; ``None`` of one that has taken no step, or is not
-        averaged.  Nothing may move, or have moved since the last call for the same chunk."""
+        """Return the fp32 average of a parameter, or ``None`` if it has none or has taken no step.
+
+        Nothing may move now, or have moved since the last call for the same chunk.
+        """
         chunk = self._chunk_of.get(index)
         if chunk is None:
             return None
@@ -90,7 +100,7 @@ class Averages:
         return self._last[1].get(index)
 
     def forget(self) -> None:
-        """What was read last may not be so any more."""
+        """Discard the averages that were read last, because they may be outdated."""
         self._last = None, {}
 
     def _of(self, unit: int, number: int) -> dict[int, torch.Tensor]:
@@ -100,7 +110,7 @@ class Averages:
     # -- in the place of weights ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Weights and averages change places."""
+        """Exchange weights and averages."""
         self._weights.require_writable({unit for unit, _ in self._chunks})
         self.active = True
         try:
@@ -110,7 +120,7 @@ class Averages:
             raise
 
     def end(self) -> None:
-        """They change back; after the engine's end nothing does."""
+        """Exchange them back, unless the engine is closed or has failed."""
         if not self.active:
             return
         self.abandon()
@@ -119,7 +129,7 @@ class Averages:
         self.active, self._onloaded_units.returning = False, None
 
     def abandon(self) -> None:
-        """The block is over: whoever looks at weights next ends it, if nobody has."""
+        """Let the next use of the weights exchange them back, unless that happens before."""
         if self.active:
             self._onloaded_units.returning = self._end_late
 
@@ -142,7 +152,7 @@ class Averages:
         self._weights.renew()
 
     def _both(self, unit: int) -> dict[int, Values]:
-        """By parameter, what its places get."""
+        """Return the exchanged values of a unit, by parameter."""
         masters = {spec.index: value for spec, value in self._contents.masters(unit)}
         return {
             index: {"weight": average, AVERAGE: masters[index]}
@@ -151,7 +161,7 @@ class Averages:
         }  # fmt: skip
 
     def _finish(self) -> None:
-        """Both are in memory: to write them again does no harm."""
+        """Write the values of the unit being exchanged; writing them twice is harmless."""
         if self._amid is None:
             return
         unit, values, to_averages = self._amid
@@ -164,11 +174,16 @@ class Averages:
 
 
 class Averaged:
-    """A block inside which a model computes with its averages.  No generator: the collector would
-    end that late."""
+    """A block in which the model computes with its averages.
+
+    Not a generator: its ``finally`` could run late, during garbage collection.
+    """
 
     def __init__(self, averages: Averages, require: Callable[[], None], model: nn.Module) -> None:
-        """``require`` raises where the model cannot be used."""
+        """
+        Args:
+            require: raises if the model cannot be used.
+        """
         self._averages, self._require, self._model = averages, require, model
         self._open = False
 

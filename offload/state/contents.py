@@ -1,4 +1,4 @@
-"""What is in a unit's weights and records, by parameter: loaded, read and edited."""
+"""The values in a unit's weights and optimizer records: load, read and edit them by parameter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASTERS = ("master", "master_lo")
 BEFORE = "before"
 EditedParts = Mapping[
     int, Collection[int]
-]  # by unit, parameters whose weights, or STATE, are edited
+]  # by unit: the parameters whose weights are edited, or STATE for optimizer state
 STATE = -1
 
 
@@ -43,14 +43,31 @@ def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """Whether every element is."""
+    """Return whether every element is finite."""
     if value.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return math.isfinite(sum_of_squares(value.reshape(-1)))  # one pass, and no other memory
+        return math.isfinite(sum_of_squares(value.reshape(-1)))  # one pass, without a temporary
     return bool(value.double().isfinite().all())
 
 
+# Note [Exact masters]
+# A bf16 or fp16 weight that is trained has an fp32 master: a ``master`` field, or, for bf16 only, a
+# ``master_lo`` with the 16 bits below the weight itself (``split_master``).  A user writes weights
+# in their own dtype, such as after ``state_dict()``, and most elements of such a write are
+# unchanged.  If all masters were set from the rounded values, every read and write back would lose
+# precision.  So ``Contents.load`` compares the new weight with what the old master rounds to, and
+# an element that is equal keeps its master.  A value in another dtype sets the master exactly.
+#
+# A module may have changed the weight in its memory, so that the old value is not there.  A
+# ``master`` field can be rounded to get it.  With ``master_lo`` the value has to be passed as
+# ``BEFORE``; without it all elements look unchanged and keep their low halves; see
+# ``_warn_if_lost``.
+
+
 class Contents:
-    """Moves values between plain tensors and their homes.  Nothing else may run meanwhile."""
+    """Moves values between plain tensors and the tiers that hold them.
+
+    The caller ensures that no transfer or update runs meanwhile.
+    """
 
     def __init__(self, layout: Layout, arenas: Arenas, direct: DirectAccess) -> None:
         self._layout, self._arenas, self._direct = layout, arenas, direct
@@ -58,7 +75,7 @@ class Contents:
     # -- writing --------------------------------------------------------------------------------
 
     def show_in_place(self, unit: int) -> None:
-        """What is read in place comes where it is to stay."""
+        """Read a unit from the files of ``weights=`` now, if it has a fixed place in memory."""
         if self._layout.homes[unit].stays:
             self._direct.reload(Key(Kind.WEIGHTS, unit))
 
@@ -68,13 +85,15 @@ class Contents:
     ) -> bool:  # fmt: skip
         """Write weights, masters and state of a unit's parameters.
 
+        See Note [Exact masters].
+
         Args:
             unit: its index.
-            value_of: gives the tensors of a parameter (``weight`` in any float dtype; moments in
-                fp32, which are stored in their format), or ``None`` to leave it as it is. Under
+            value_of: returns the tensors of a parameter (``weight`` in any float dtype; moments in
+                fp32, which are stored in their format), or ``None`` to leave it unchanged. Under
                 ``BEFORE``: the old value of a weight whose memory already holds the new one.
-            first: whether nothing was written before.
-            unknown: parameters that their modules changed in place, whose old values nobody kept.
+            first: whether this is the first write.
+            unknown: parameters that their modules changed in place, whose old values were not kept.
 
         Returns:
             Whether all trained values that it wrote are finite.
@@ -98,7 +117,7 @@ class Contents:
                 for field in subgroup.fields
             }
             keeps = not first and chunk.group is not None and chunk.dtype != torch.float32
-            masters: dict[str, torch.Tensor] = {}  # as they were
+            masters: dict[str, torch.Tensor] = {}  # before this write
             for spec in chunk.params:
                 values = value_of(spec)
                 if values is None:
@@ -106,7 +125,7 @@ class Contents:
                 weight = flat[spec.offset : spec.offset + spec.numel]
                 before = _before(spec, chunk, values, weight) if keeps else None
                 new = self._load_param(chunk, spec, values, weight, names, first=first)
-                given = values.get("weight")  # in another dtype it is a master itself
+                given = values.get("weight")  # a value in another dtype becomes the master itself
                 if before is not None and given is not None and given.dtype == before.dtype:
                     masters = masters or self._gather(unit, number, chunk, masters=True)
                     same = _rounded(spec, masters, before).eq(weight.cpu())
@@ -139,16 +158,20 @@ class Contents:
             unpack_unit(unit, page.to(target.device), target)
 
     def _in_page(self, unit: Unit) -> bool:
-        """Whether the weights lie packed where they have their home: all but those that live where
-        compute has them."""
+        """Return whether a unit's weights are stored packed.
+
+        Packed units whose weights live on the device are unpacked there when they are loaded.
+        """
         return unit.packed and self._layout.homes[unit.index].weights is not Tier.DEVICE
 
     def _load_param(
         self, chunk: Chunk, spec: ParamSpec, values: Values, weight: torch.Tensor,
         names: set[str], *, first: bool,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """Writes a parameter's weight; returns what goes to its records, which have ``names``:
-        zeroes only where something was before."""
+        """Write a parameter's weight; return what goes to its records, whose fields are ``names``.
+
+        On the first write, all-zero fields are left out, because new records are zero.
+        """
         kept = chunk.group is not None and chunk.dtype != torch.float32
         fields: dict[str, torch.Tensor] = {}
         for name, value in values.items():
@@ -169,7 +192,7 @@ class Contents:
         chunk: Chunk, spec: ParamSpec, value: torch.Tensor, weight: torch.Tensor,
         names: set[str], *, first: bool,
     ) -> Values:  # fmt: skip
-        """Writes a weight that has a master; returns what the master's record gets."""
+        """Write a weight that has a master; return the fields for the master's record."""
         if value.dtype == chunk.dtype == torch.bfloat16 and "master" not in names:
             weight.copy_(flat_like(spec, value, chunk.dtype))
             return (
@@ -189,7 +212,7 @@ class Contents:
         self, unit: int, number: int, fields: Mapping[int, Mapping[str, torch.Tensor]], *,
         first: bool,
     ) -> None:  # fmt: skip
-        """Stores what parameters of a chunk gave, by their index; all else stays as it is."""
+        """Write record fields of a chunk's parameters, by index; other fields stay unchanged."""
         given = {name for parts in fields.values() for name in parts}
         specs = [spec for spec in self._layout.units[unit].chunks[number].params
                  if spec.index in fields]  # fmt: skip
@@ -220,7 +243,7 @@ class Contents:
         spec: ParamSpec,
         fields: Mapping[str, torch.Tensor],
     ) -> None:
-        """Stores one parameter's part of a subgroup; what ``fields`` lacks stays as it is."""
+        """Write one parameter's part of a subgroup; fields not in ``fields`` stay unchanged."""
         part = _part(subgroup, record, spec)
         if part is None:
             return
@@ -235,7 +258,7 @@ class Contents:
                 load_moment(value, stored, name, Noise(start, moments.index(name), 0))
 
     def _record(self, place: Place, subgroup: Subgroup) -> dict[str, torch.Tensor]:
-        """A copy of a record's fields, by name, on the CPU."""
+        """Return copies of a record's fields on the CPU, by name."""
         return {
             f.name: self._arenas.typed(place, f.offset, f.dtype, f.numel).cpu().clone()
             for f in subgroup.fields
@@ -244,7 +267,7 @@ class Contents:
     # -- reading --------------------------------------------------------------------------------
 
     def is_finite(self, unit: int) -> bool:
-        """Whether all weights, masters and moments are that are trained in a unit."""
+        """Return whether all trained weights, masters and moments of a unit are finite."""
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
@@ -257,8 +280,10 @@ class Contents:
         return True
 
     def stored(self, unit: int, number: int) -> dict[int, dict[str, torch.Tensor]]:
-        """By parameter index, what is stored for a chunk that is trained: moments in fp32, and the
-        exact fp32 ``master`` of a weight that is not that itself."""
+        """Return what is stored for a trained chunk, by parameter index.
+
+        That is the moments in fp32, and the exact fp32 ``master`` if it is not the weight itself.
+        """
         chunk = self._layout.units[unit].chunks[number]
         flats = self._gather(unit, number, chunk, masters=False)
         exact = self._exact(unit, number, chunk)
@@ -273,12 +298,12 @@ class Contents:
         }
 
     def has_master(self, unit: int, number: int) -> bool:
-        """Whether the weights of a chunk have masters beside them."""
+        """Return whether the weights of a chunk have separate masters."""
         records = [r for r in self._layout.subgroups[unit] if r.chunk == number]
         return any(f.name in MASTERS for record in records for f in record.fields)
 
     def masters(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """The exact fp32 value of every trained parameter of a unit."""
+        """Yield the exact fp32 value of every trained parameter of a unit."""
         for number, chunk in enumerate(self._layout.units[unit].chunks):
             if chunk.group is None:
                 continue
@@ -294,7 +319,7 @@ class Contents:
         return flat.cpu().clone()
 
     def _exact(self, unit: int, number: int, chunk: Chunk) -> torch.Tensor | None:
-        """The masters of a chunk, flat; ``None`` where it has none beside its weights."""
+        """Return the masters of a chunk, flat; ``None`` if the weights are the masters."""
         if not self.has_master(unit, number):
             return None
         fields = self._gather(unit, number, chunk, masters=True)
@@ -303,7 +328,7 @@ class Contents:
         return fields["master"]
 
     def exact(self, unit: int) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
-        """The exact value of every parameter of a unit: its master, else its weight."""
+        """Yield the exact value of every parameter of a unit: its master, else its weight."""
         yield from self.masters(unit)
         place = self._direct.bring(Key(Kind.WEIGHTS, unit))
         each = self._layout.units[unit]
@@ -324,7 +349,7 @@ class Contents:
     def _gather(
         self, unit: int, number: int, chunk: Chunk, *, masters: bool
     ) -> dict[str, torch.Tensor]:
-        """By name, a chunk's masters as they are stored, or its moments in fp32."""
+        """Return a chunk's masters as they are stored, or its moments in fp32, by name."""
         gathered: dict[str, torch.Tensor] = {}
         for subgroup in self._layout.subgroups[unit]:
             names = [
@@ -346,7 +371,7 @@ class Contents:
 def _before(
     spec: ParamSpec, chunk: Chunk, values: Values, weight: torch.Tensor
 ) -> torch.Tensor:  # fmt: skip
-    """What a weight was before it gets these values."""
+    """Return a weight's value from before this write."""
     known = values.get(BEFORE)
     return weight.cpu().clone() if known is None else flat_like(spec, known, chunk.dtype).cpu()
 
@@ -354,8 +379,10 @@ def _before(
 def _rounded(
     spec: ParamSpec, masters: Mapping[str, torch.Tensor], before: torch.Tensor
 ) -> torch.Tensor:
-    """A weight as its masters give it: what it was before others wrote to its memory.  ``before``:
-    where half of the masters is the weight itself, which alone can tell."""
+    """Return the old weight as its masters imply it, even if its memory was overwritten since.
+
+    With split masters the weight is their upper half, so only ``before`` has it.
+    """
     if "master" not in masters:
         return before
     exact = masters["master"][spec.offset : spec.offset + spec.numel]
@@ -366,8 +393,7 @@ def _keep_masters(
     spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor,
     fields: dict[str, torch.Tensor],
 ) -> None:  # fmt: skip
-    """An element of a weight that is given the value it has (``same``) keeps its master: what was
-    not changed is not rounded."""
+    """Keep the masters of elements whose weight is unchanged (``same``): they are not rounded."""
     for name in MASTERS:
         if name in fields:
             old = masters[name][spec.offset : spec.offset + spec.numel]
@@ -377,7 +403,7 @@ def _keep_masters(
 def _warn_if_lost(
     spec: ParamSpec, masters: Mapping[str, torch.Tensor], same: torch.Tensor
 ) -> None:  # fmt: skip
-    """Warn if a module changed the only copy of a weight, whose masters are that and low halves."""
+    """Warn if a module changed a weight with a split master, and its old value was not kept."""
     low = masters.get("master_lo")
     if low is not None and same.all() and low[spec.offset : spec.offset + spec.numel].any():
         log.warning(
@@ -391,8 +417,10 @@ def _warn_if_lost(
 def _part(
     subgroup: Subgroup, record: Mapping[str, torch.Tensor], spec: ParamSpec
 ) -> tuple[int, dict[str, torch.Tensor]] | None:
-    """Where in the chunk a subgroup's part of a parameter starts, and its fields; ``None`` if the
-    parameter does not reach into it."""
+    """Return where a subgroup's part of a parameter starts in the chunk, and its fields.
+
+    ``None`` if the subgroup does not contain any of the parameter.
+    """
     low = max(spec.offset, subgroup.start)
     high = min(spec.offset + spec.numel, subgroup.start + subgroup.count)
     if low >= high:

@@ -1,8 +1,8 @@
-"""Folders that ``torch.distributed.checkpoint`` has written, read one tensor at a time.
+"""Folders written by ``torch.distributed.checkpoint``, read one tensor at a time.
 
-No process group is needed, whatever number of ranks wrote the folder.  Its ``.metadata`` is a
-pickle: only the few classes that torch puts there are let in, so that a folder of a stranger can
-run nothing.  Tensors and values are loaded with ``weights_only``.
+No process group is needed, no matter how many ranks wrote the folder.  ``.metadata`` is a pickle;
+the unpickler accepts only the few classes that torch puts there, so loading an untrusted folder
+cannot run code.  Tensors and values are loaded with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ..io_engine.ranges import FileState
 from .weight_files import DISTRIBUTED
 
-# Under which keys people keep the two; torch's own examples use "app", "model" and "optim".
+# Common prefixes of the keys of both; torch's own examples use "app", "model" and "optim".
 _WEIGHTS = ("", "model.", "app.model.")
 _STATES = ("", "optim.", "optimizer.", "app.optim.", "app.optimizer.")
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, with the metadata that was read once."""
+    """torch's reader with metadata that has already been read."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -69,14 +69,14 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner; values that are no tensors are unpickled with ``weights_only``."""
+    """torch's planner, but values that are not tensors are unpickled with ``weights_only``."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class DistributedFolder:
-    """A checkpoint's tensors and values by their keys."""
+    """The tensors and values of a checkpoint, by key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,11 +94,11 @@ class DistributedFolder:
 
     @property
     def names(self) -> list[str]:
-        """None: which of the tensors are weights nobody says."""
+        """An empty list: the folder does not say which of its tensors are weights."""
         return []
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a weight, or ``None`` where there is no such tensor."""
+        """Return the shape of a weight, or ``None`` if there is no such tensor."""
         key = self._key(name)
         return None if key is None else tuple(self._known[key].size)
 
@@ -108,17 +108,17 @@ class DistributedFolder:
         return () if key is None else (self._known[key].properties.dtype,)
 
     def read(self, name: str) -> torch.Tensor:
-        """One weight."""
+        """Read one weight."""
         key = self._key(name)
         assert key is not None
         return self.tensor(key)
 
     def state(self, path: Path) -> FileState:
-        """Of what ``find`` has found, which is nothing."""
+        """Raise ``KeyError``: ``find`` never returns a file."""
         raise KeyError(path)
 
     def find(self, name: str) -> None:
-        """None lies there as it does in memory: they are in torch's own archives."""
+        """Return ``None``: tensors are in torch's own archives and cannot be read in place."""
         return None
 
     def _key(self, name: str) -> str | None:
@@ -130,24 +130,24 @@ class DistributedFolder:
     # -- anything -------------------------------------------------------------------------------
 
     def keys(self, under: str) -> list[str]:
-        """The keys that begin with ``under``."""
+        """Return the keys that begin with ``under``."""
         return [key for key in self._known if key.startswith(under)]
 
     def like(self, key: str) -> torch.Tensor | None:
-        """A tensor on ``meta`` with the shape of that of a key; ``None`` if it is no tensor."""
+        """Return a meta tensor of a key's shape and dtype, or ``None`` if it is not a tensor."""
         found = self._known[key]
         if not isinstance(found, TensorStorageMetadata):
             return None
         return torch.empty(found.size, dtype=found.properties.dtype, device="meta")
 
     def tensor(self, key: str) -> torch.Tensor:
-        """One tensor, put together from its shards."""
+        """Read one tensor, assembled from its shards."""
         like = self.like(key)
         assert like is not None
         return self._read(key, torch.empty_like(like, device="cpu"))  # type: ignore[no-any-return]
 
     def value(self, key: str) -> Any:
-        """A tensor, or what else a key has."""
+        """Read a key's tensor or other value."""
         if isinstance(self._known[key], BytesStorageMetadata):
             return self._read(key, None)
         return self.tensor(key)
@@ -156,7 +156,7 @@ class DistributedFolder:
         found = {key: into}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # there is no group: we know
+                warnings.simplefilter("ignore", UserWarning)  # about the missing process group
                 load(found, storage_reader=self._reader, planner=_Planner(), no_dist=True)
         except _FAILURES as error:
             raise ValueError(f"{self.path}: {key!r} cannot be read: {error}") from error
@@ -171,7 +171,7 @@ def _load(file: BinaryIO) -> Metadata:
 
 
 class StoredState(Mapping[str, Any]):
-    """The state of one parameter: read when it is asked for, and not kept."""
+    """The state of one parameter; values are read on access and not cached."""
 
     def __init__(self, folder: DistributedFolder, under: str, fields: Sequence[str]) -> None:
         self._folder, self._under, self._fields = folder, under, tuple(fields)
@@ -188,20 +188,20 @@ class StoredState(Mapping[str, Any]):
         return len(self._fields)
 
     def like(self, field: str) -> torch.Tensor | None:
-        """As ``DistributedFolder.like``."""
+        """See ``DistributedFolder.like``."""
         return self._folder.like(self._under + field)
 
 
 def optimizer_state(
     path: Path, model: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` in torch's format, its tensors still on disk.
+    """Return an optimizer's ``state_dict`` in torch's format, whose tensors are still on disk.
 
-    The folder may have it by names (``get_optimizer_state_dict``, flattened or not) or by numbers
+    Its keys in the folder may be names (``get_optimizer_state_dict``, flattened or not) or numbers
     (``optimizer.state_dict()``).
 
     Raises:
-        ValueError: it holds none, or that of parameters that the model lacks.
+        ValueError: the folder has no state, or state of parameters that the model lacks.
     """
     folder = DistributedFolder(path)
     root = next((root for root in _STATES if folder.keys(f"{root}state.")), None)
@@ -239,7 +239,7 @@ def optimizer_state(
 def _names(
     model: nn.Module, groups: Sequence[Mapping[str, Any]], *, numbered: bool
 ) -> list[list[list[str]]]:
-    """By group and parameter, what the folder may call it."""
+    """Return the possible names of each parameter in the folder, by group."""
     if numbered:
         numbers = iter(range(sum(len(group["params"]) for group in groups)))
         return [[[str(next(numbers))] for _ in group["params"]] for group in groups]
@@ -250,8 +250,8 @@ def _names(
 
 
 def _scalars(folder: DistributedFolder, under: str, names: Sequence[str]) -> dict[str, Any]:
-    """The hyper-parameters of the group that has a parameter of one of these names."""
-    for name in names:  # flattened: they stand with every parameter
+    """Return the hyper-parameters of the group with a parameter that has one of these names."""
+    for name in names:  # in flattened state every parameter has them
         keys = [k for k in folder.keys(f"{under}{name}.") if "." not in k[len(under + name) + 1 :]]
         if keys and f"{under}{name}.params" not in keys:
             return {key.rpartition(".")[2]: folder.value(key) for key in keys}

@@ -1,4 +1,4 @@
-"""Edits of weights and state between steps, committed or not."""
+"""Edits of weights and optimizer state between steps, with or without commits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("overspill")
 
 
 def spoil(executor: Executor, unit: Unit) -> None:
-    """A unit was given values that are not finite."""
+    """Record that a unit got non-finite values, which blocks commits, and log a warning."""
     executor.engine_port.tell(FiniteCheck(unit.index, finite=False))
     executor.engine_port.catch_up()
     log.warning(
@@ -30,13 +30,13 @@ def spoil(executor: Executor, unit: Unit) -> None:
 
 
 class Spoils(Protocol):
-    """Who commits, and must not while an edit is half made."""
+    """The part of commits that edits use: no commit may happen while an edit is half done."""
 
     def editing(self, parts: EditedParts) -> AbstractContextManager[Callable[[int], None]]: ...
 
 
 class Edits:
-    """The one way in which weights and state are changed from outside of a step."""
+    """The only way to change weights and state outside of a step."""
 
     def __init__(
         self,
@@ -76,12 +76,14 @@ class Edits:
 
     @contextmanager
     def of(self, parts: EditedParts) -> Iterator[Callable[[int], None]]:
-        """Inside, nothing moves, and weights and state may be edited: that belongs to the state
-        after the last step.  Gives what is to be called with a unit that was given values that are
-        not finite.
+        """Stop all transfers for the duration of the block, so that ``parts`` may be edited.
+
+        The edit belongs to the state after the last step.  The block receives a function to be
+        called with each unit that was given non-finite values.
 
         Raises:
-            IoError: weights that are not trained have no room on disk for others; nothing changes.
+            IoError: the disk has no room to store edited weights that are not trained; nothing
+                changes.
         """
         self._stop_moves(parts)
         for unit in parts:

@@ -1,4 +1,4 @@
-"""The resources of a model's weights and state, before the model is hooked up."""
+"""The resources for a model's weights and state, allocated before its hooks are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .contents import Contents
 
 @dataclass(frozen=True)
 class EngineResources:
-    """Room for all, who moves it, and what the parameters show once their weights are there."""
+    """Memory and disk space, the runtime that moves data, and the placeholders of parameters."""
 
     runtime: Runtime
     contents: Contents
@@ -33,12 +33,14 @@ class EngineResources:
         cls, blueprint: Blueprint, accelerator: Accelerator, owner: list[Runtime],
         found: OwnedStore | None = None,
     ) -> EngineResources:  # fmt: skip
-        """Takes memory and disk; ``found``: a store of the very same layout, to go on in.
+        """Allocate memory and disk space.
 
-        ``owner``: gets what is to be closed, before it takes anything.
+        Args:
+            owner: receives the runtime, which has to be closed, before anything is allocated.
+            found: a store of exactly the same layout to continue with.
 
         Raises:
-            BudgetError: a tier has no room.
+            BudgetError: a tier has too little room.
         """
         trainer, held_slots = Trainer(), SlotRefTracker()
 

@@ -1,8 +1,9 @@
-"""Names and shapes in files of the Hugging Face hub, where they are others than in memory.
+"""Conversion between tensors in memory and their names and shapes in Hugging Face files.
 
-transformers says so by conversions of its own (renamed, stacked, split, transposed tensors), which
-``from_pretrained`` and ``save_pretrained`` apply to all of a model at once.  Here they are applied
-one group of tensors at a time: the least that belongs together, such as the experts of a layer.
+transformers describes the difference by conversions (renamed, stacked, split, transposed tensors),
+which ``from_pretrained`` and ``save_pretrained`` apply to a whole model at once.  Here they are
+applied to one group of tensors at a time: the smallest set that belongs together, such as the
+experts of a layer.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass
 class Group:
-    """Tensors that become others together.  ``made`` has these on ``meta``."""
+    """Tensors that are converted together.  ``made`` has the results on ``meta``."""
 
     transform: Any
     target: str
-    sources: list[tuple[str, str]] = field(default_factory=list)  # with the pattern of each
-    renamings: list[Any] = field(default_factory=list)  # of what comes out
+    sources: list[tuple[str, str]] = field(default_factory=list)  # each with its pattern
+    renamings: list[Any] = field(default_factory=list)  # renamings of the results
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def convert(self, model: nn.Module, read: Read) -> dict[str, torch.Tensor]:
-        """What its tensors become; ``read`` gives each by its name."""
+        """Return the converted tensors; ``read`` returns a source tensor by name."""
         if self.transform is None:
             return {self.target: read(self.sources[0][0])}
         from transformers.core_model_loading import apply_renamings
@@ -57,13 +58,13 @@ class Group:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', which is not imported for this."""
+    """Return whether a model is a transformers model, without importing transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By the names of its state dict, a model's tensors as they stand there: nothing is read."""
+    """Return a model's parameters and persistent buffers by state-dict name; read nothing."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -73,16 +74,17 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def base_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The same, on ``meta``, but what is behind adapters has the name that it had before, and
-    stacks in sections are whole."""
+    """Return the same on ``meta``, with the base's names from before adapters, and whole stacks."""
     in_base = names_in_base(model)
     found = {in_base(name): on_meta(tensor) for name, tensor in tensors_of(model).items()}
     return joined(found, lambda _, parts: torch.cat(list(parts)))
 
 
 def saved_names(model: Any) -> list[str]:
-    """Of ``tensors_of``, those that transformers puts into files: tied ones once, and without what
-    the model is told to leave out."""
+    """Return the names in ``tensors_of`` that transformers saves.
+
+    Tied tensors have one name, and tensors that the model's class excludes have none.
+    """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
@@ -91,12 +93,12 @@ def saved_names(model: Any) -> list[str]:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape and dtype."""
+    """Return a meta tensor of the same shape and dtype."""
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 def to_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-    """How a model's tensors, given on ``meta``, become those of the hub's files."""
+    """Return the groups that convert a model's tensors (on ``meta``) to the Hub's."""
     renamings, converters = _split(_saved_as(model))
     groups: dict[str, Group] = {}
     for name in _natural(tensors):
@@ -111,8 +113,10 @@ def to_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
 
 
 def from_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-    """How tensors of the hub's files, given on ``meta``, become those of a model; those that the
-    model has not are left out."""
+    """Return the groups that convert the Hub's tensors (on ``meta``) to a model's.
+
+    Tensors that the model lacks are left out.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import rename_source_key
 
@@ -132,20 +136,23 @@ def from_hub(model: Any, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
 
 
 def _saved_as(model: Any) -> list[Any]:
-    """The conversions that were used when the model was loaded, or else belong to it, reversed."""
+    """Return the conversions from memory to files.
+
+    They are the reverse of the conversions that loaded the model, or else of its class's.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
     used: list[Any] | None = getattr(model, "_weight_conversions", None)
     if used is None:
-        # Nobody knows whether a file had the prefix, of a model that comes from none.
+        # A model that was not loaded does not say whether its files would have the prefix.
         every = get_model_conversion_mapping(model, add_legacy=False)
         used = [each for each in every if not isinstance(each, PrefixChange)]
     return [each.reverse_transform() for each in reversed(used)]
 
 
 def _split(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that only rename, and the others."""
+    """Split conversions into renamings and others."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     every = list(transforms)
@@ -156,7 +163,7 @@ def _split(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _match(name: str, converters: list[Any]) -> tuple[str, Any, str | None]:
-    """What a name becomes by the first converter that knows it, that one, and its pattern."""
+    """Return the new name by the first converter that matches, that converter, and its pattern."""
     for each in converters:
         target, pattern = each.rename_source_key(name)
         if pattern is not None:
@@ -171,7 +178,7 @@ def _rename(name: str, renamings: list[Any]) -> str:
 
 
 def _natural(names: Iterable[str]) -> list[str]:
-    """In the order of their numbers: the tenth expert comes after the ninth."""
+    """Sort names with numbers in numeric order: the tenth expert comes after the ninth."""
     from transformers.core_model_loading import dot_natural_key
 
     return sorted(names, key=dot_natural_key)
@@ -187,12 +194,12 @@ def _made(
 
 
 class HubFiles:
-    """Files with the hub's names, under those that a model has: ``TensorFiles``."""
+    """``TensorFiles`` that have the Hub's names, read under the names in a model."""
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         """
         Raises:
-            ValueError: what belongs together is not all there, or does not fit together.
+            ValueError: tensors that are converted together are incomplete or do not fit together.
         """
         self.path: Path = files.path
         self._model, self._files = model, files
@@ -217,7 +224,7 @@ class HubFiles:
 
     @property
     def names(self) -> list[str]:
-        """See ``TensorFiles``; those that the model has not as they stand in the files."""
+        """See ``TensorFiles``; tensors unknown to the model keep their names in the files."""
         return [*self._made, *self._others]
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -252,10 +259,10 @@ class HubFiles:
 
 
 def _trace(group: Group, model: nn.Module, files: WeightFiles) -> dict[str, InFiles]:
-    """Where tensors lie that are put together of others, row by row; none where rows are not kept
-    whole.
+    """Return the locations of a group's results, if they are made of whole rows of its sources.
 
-    The conversion is run on tensors of which every row is one number, its own.
+    The conversion runs on tensors in which each row is a single number, the row's own.  The result
+    is empty if the conversion does more than move rows.
     """
     runs, kinds = list[tuple[FileRun, int]](), set[tuple[torch.dtype, int]]()
     numbers: dict[str, torch.Tensor] = {}
@@ -273,7 +280,7 @@ def _trace(group: Group, model: nn.Module, files: WeightFiles) -> dict[str, InFi
         count += rows
     try:
         made = group.convert(model, numbers.__getitem__)
-    except Exception:  # it looks at what is in a row
+    except Exception:  # it needs the contents of rows
         return {}
     if len(kinds) != 1:
         return {}
@@ -289,7 +296,7 @@ def _trace(group: Group, model: nn.Module, files: WeightFiles) -> dict[str, InFi
 def _runs(
     rows: torch.Tensor, runs: list[tuple[FileRun, int]], row_bytes: int
 ) -> tuple[FileRun, ...]:
-    """Rows by their numbers as runs of files; ``runs`` has the first number of each."""
+    """Return rows, given by number, as runs of files; ``runs`` has the first number of each."""
     starts = [0, *(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), rows.numel()]
     firsts, found = [first for _, first in runs], list[FileRun]()
     for start, stop in itertools.pairwise(starts):

@@ -1,4 +1,4 @@
-"""What a path names that weights or an optimizer's state are read from."""
+"""Readers for the paths from which weights or optimizer state are imported."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ log = logging.getLogger("overspill")
 
 
 def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
-    """What ``weights=`` names: safetensors, or a folder of ``torch.distributed.checkpoint``; by the
-    names that ``model`` has in memory, or, without one, by those in the files.
+    """Open the files that ``weights=`` names: safetensors or a ``torch.distributed.checkpoint``.
+
+    Tensors have the names that ``model`` uses in memory or, without a model, those in the files.
 
     Raises:
-        ValueError: it is neither, or cannot be read, or holds quantised weights.
+        ValueError: the path is neither, or cannot be read, or holds quantised weights.
     """
     base = None if model is None else base_of(model)
     _refuse_quantised(path, base)
@@ -48,11 +49,13 @@ def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
 
 
 def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
-    """A ``state_dict`` on disk: a torch file or an export's folder, mapped, or a folder of
-    ``torch.distributed.checkpoint``.  Nothing is read yet.
+    """Open an optimizer's ``state_dict`` on disk, without reading its tensors.
+
+    The path is a torch file or an export's folder, which are memory-mapped, or a folder of
+    ``torch.distributed.checkpoint``.
 
     Raises:
-        ValueError: there is none, or it does not fit the model.
+        ValueError: there is no state, or it does not fit the model.
     """
     if (path / DISTRIBUTED).is_file():
         from .distributed_checkpoint import optimizer_state
@@ -69,9 +72,9 @@ def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -
 
 
 class Others:
-    """What files have besides weights: buffers, integer parameters and modules' own state.
+    """Tensors in files besides weights: buffers, integer parameters and modules' extra state.
 
-    Checked when it is made, before anything is changed.
+    They are checked when this is made, before anything is changed.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class Others:
         """
         Args:
             weights: names of the tensors that are read as weights.
-            ignored: patterns (``fnmatch``) of names of tensors that the model need not use.
+            ignored: patterns (``fnmatch``) of tensor names that the model need not use.
 
         Raises:
             ValueError: a buffer has another shape; an integer parameter on meta is not in the
-                files; or they have tensors that the model does not use.
+                files; or the files have tensors that the model does not use.
         """
         self._files, self._model = files, model
         self._tensors = unmanaged_tensors(model, managed)
@@ -117,7 +120,7 @@ class Others:
             raise ValueError(_unused(files.path, strange))
 
     def load(self) -> None:
-        """Put them into the model."""
+        """Load them into the model."""
         if self._missing:
             names = self._missing
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -134,7 +137,7 @@ class Others:
 
 
 def _unused(path: Path, names: list[str]) -> str:
-    """Say that a model does not use tensors of files."""
+    """Return the message for tensors in files that the model does not use."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     scales = any(_OF_QUANTISED.search(name) for name in names)
     why = (
@@ -147,7 +150,7 @@ def _unused(path: Path, names: list[str]) -> str:
     return f"weights: {path} has tensors that the model does not use: {listed}"
 
 
-# What bitsandbytes, GPTQ, AWQ, compressed-tensors and FP8 checkpoints call what codes need.
+# Names of scales and similar tensors in bitsandbytes, GPTQ, AWQ, compressed-tensors and FP8 files.
 _OF_QUANTISED = re.compile(
     r"(^|[._])(scales?|scale_inv|weight_scale(_inv|_2)?|input_scale|qweight|qzeros|g_idx|absmax|"
     r"quant_map|quant_state\..*|nested_absmax|SCB|weight_packed|zero_point|weight_zero_point)$"
@@ -155,10 +158,11 @@ _OF_QUANTISED = re.compile(
 
 
 def _refuse_quantised(path: Path, model: nn.Module | None) -> None:
-    """
+    """Raise if files are quantised and the model is not.
+
     Raises:
-        ValueError: the folder's ``config.json`` says that its weights are quantised, and the model
-            is not.
+        ValueError: ``config.json`` in the folder says that its weights are quantised, and the
+            model's configuration does not.
     """
     config = path / "config.json"
     if not config.is_file():

@@ -1,4 +1,4 @@
-"""Which units may be read in place: from the files that ``weights=`` names, as they are needed."""
+"""Selection of the units that can be read in place, from the files that ``weights=`` names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .weight_files import InFiles, TensorFiles
 
 
 def sources_of(files: TensorFiles, names: Mapping[int, str], parts: Partition) -> Sources:
-    """The units of which no parameter is trained, and all lie in the files as they do in memory.
+    """Return the untrained units whose weights lie in the files exactly as they do in memory.
 
     Args:
-        names: by parameter index, the tensor in the files.
+        names: the tensor's name in the files, by parameter index.
     """
     paths: dict[Path, int] = {}
     ranges: dict[int, FileRanges] = {}

@@ -1,4 +1,4 @@
-"""Values for parameters that have none yet: models on ``meta``, and their initialisers."""
+"""Initial values for parameters of models on ``meta``, and their initialisers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..training import module_private, torch_private
 
 @contextlib.contextmanager
 def empty_init() -> Iterator[None]:
-    """Builds models without memory for their parameters: they are on ``meta`` until ``wrap``.
+    """Build models without memory for their parameters, which stay on ``meta`` until ``wrap``.
 
-    Buffers are built as always.  Example::
+    Buffers are built as usual.  Example::
 
         with overspill.empty_init():
             model = LlamaForCausalLM(config)
@@ -44,8 +44,10 @@ def empty_init() -> Iterator[None]:
 
 
 def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
-    """The initialiser of a meta model: the model's own ``_init_weights``, else each module's
-    ``reset_parameters``."""
+    """Return the initialiser of a meta model.
+
+    It is the model's own ``_init_weights``, else each module's ``reset_parameters``.
+    """
     own: Any = getattr(model, "_init_weights", None)
 
     def reset(module: nn.Module) -> None:
@@ -65,9 +67,11 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
 def on_whole_stacks(
     model: nn.Module, init: Callable[[nn.Module], None]
 ) -> Callable[[nn.Module], None]:
-    """An initialiser that knows stacks of experts as parameters, for a model that may have them in
-    sections.  A section is shown as the module that holds its stack, with these experts and without
-    anything else; that module, with stacks of no experts."""
+    """Adapt an initialiser that expects whole stacks of experts to a model with split stacks.
+
+    A section is passed to it as the module that holds its stack, with the experts of this section
+    and no other parameters.  The holder itself is passed with empty stacks.
+    """
     where = {
         section: (holder, name)
         for holder in model.modules()
@@ -100,10 +104,10 @@ def initialise(
     found: FoundUnit, specs: Mapping[int, ParamSpec], parts: Partition,
     init: Callable[[nn.Module], None],
 ) -> dict[int, torch.Tensor]:  # fmt: skip
-    """Gives meta parameters of one unit memory, initialises them, and returns their values.
+    """Allocate the meta parameters of one unit, initialise them, and return their values.
 
-    Only their memory is taken; the caller moves the values home and frees it.  Modules that share
-    nothing with them are left alone: what they have may be elsewhere by now.
+    Only their own memory is allocated; the caller stores the values and frees it.  Modules that
+    share no parameter with them are not touched, because their weights may be elsewhere by now.
     """
     values: dict[int, torch.Tensor] = {}
     for index in specs:
@@ -113,7 +117,7 @@ def initialise(
         torch_private.become(p, values[index])
     mine = {id(parts.parameters[index]) for index in specs}
     modules = [found.module] if found.direct_only else list(reversed(list(found.module.modules())))
-    for module in modules:  # one after those in it
+    for module in modules:  # a module comes after its submodules
         within = [id(p) in mine for p in module.parameters()]
         direct = [id(p) in mine for p in module.parameters(recurse=False)]
         if any(direct) or found.direct_only or (within and all(within)):

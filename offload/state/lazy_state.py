@@ -1,4 +1,4 @@
-"""``optimizer.state`` of a wrapped model: the state of each parameter, read when asked for."""
+"""``optimizer.state`` of a wrapped model, which reads the state of a parameter on demand."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .torch_state import OptimizerState
 
 
 class ParameterState(dict[str, Any]):
-    """The state of one parameter, as torch's optimizers have it; empty before its first step.
+    """The state of one parameter, as in torch's optimizers; empty before its first step.
 
-    Tensors are copies, and what is changed in place in them is written back when the engine is used
-    next; what is set here is written at once.
+    Tensors are copies.  In-place changes to them are written back when the engine is used next;
+    values that are set with ``state[p][name] = ...`` are written at once.
     """
 
     def __init__(self, state: OptimizerState, index: int, values: Mapping[str, Any]) -> None:
@@ -37,13 +37,13 @@ class ParameterState(dict[str, Any]):
         return self
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return a value; set it first if it is not there."""
+        """Return a value, after setting it if it is missing."""
         if name not in self:
             self[name] = default
         return self[name]
 
     def clear(self) -> None:
-        """Reset the parameter to what it has before its first step."""
+        """Reset the parameter to the state before its first step."""
         self._state.reset([self._index])
         super().clear()
 
@@ -63,7 +63,7 @@ class ParameterState(dict[str, Any]):
 
 
 class LazyState(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """By parameter, as torch's; those that have taken a step are in it."""
+    """A mapping like torch's ``optimizer.state``, of all parameters that have taken a step."""
 
     def __init__(self, state: OptimizerState) -> None:
         self._state = state
@@ -95,7 +95,7 @@ class LazyState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return self._state.has(p)
 
     def pop(self, p: torch.Tensor, *default: Any) -> Any:
-        """Reset a parameter; return the state that it had."""
+        """Reset a parameter and return the state that it had."""
         if not self._state.has(p):
             if default:
                 return default[0]
@@ -105,7 +105,7 @@ class LazyState(MutableMapping[torch.Tensor, dict[str, Any]]):
         return found
 
     def clear(self) -> None:
-        """Reset all parameters to what they have before their first step."""
+        """Reset all parameters to the state before their first step."""
         self._state.reset([self._state.index_of(p) for p in self._state.those_that_have()])
 
 

@@ -1,8 +1,8 @@
-"""Copies that users got from state dicts, whose changes in place are written back.
+"""Copies of state that users got from state dicts, and whose in-place changes are written back.
 
-In PyTorch the tensors of ``optimizer.state`` and of state dicts are the state itself, so that
-``optimizer.state[p]["exp_avg"].zero_()`` resets a moment.  Here they are copies, and this finds out
-which of them were changed.
+In PyTorch the tensors of ``optimizer.state`` and of state dicts are the state itself, so
+``optimizer.state[p]["exp_avg"].zero_()`` resets a moment.  Here they are copies, and this module
+detects which of them were changed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,33 @@ from ..training import torch_private
 
 K = TypeVar("K", bound=Hashable)
 
+# Note [Tensors over parameters]
+# In PyTorch a tensor made from a parameter (``p.data``, ``p.detach()``, a view) shares its memory.
+# Here the parameter may be a placeholder, so ``ParamAccess`` makes one copy of the weight, which
+# all such tensors share, and tracks it in a ``_Loan``.  ``reconcile`` brings copy and weight
+# together before either is used.  If the bits of the copy have changed, they are written to the
+# weight.  If the unit has a newer version, the copy is overwritten.  If both have happened, one
+# change would be lost, and that is an error.  Bits are compared because ``.data`` shares no version
+# counter with the parameter.  ``reconcile`` drops a copy whose storage no other tensor uses.
+
 # Note [Copies in state dicts]
-# A copy has to be found even if its user has dropped it since: ``state_dict()["w"].zero_()`` holds
-# it for one expression.  So each is held here until it has been looked at once more, when the
-# engine is used next.  To hold a whole state dict for so long would double the memory of whoever
-# saves one, so when the dict itself is freed, what nobody else has, and nobody has changed, is let
-# go at once.  A weak reference to the dict tells of that; plain dicts have none, so the engine's
-# state dicts are ordered ones.
+# A change to a copy must be found even if the user keeps no reference to it: in
+# ``state_dict()["w"].zero_()`` the copy lives for one expression.  So ``LentCopies`` holds each
+# copy until the engine is used next, and checks it then.  If it held every copy of a whole state
+# dict until then, saving a model would take twice the memory.  So when the dict is freed, copies
+# without changes and other references are dropped at once.  A weak reference to the dict reports
+# this.  A plain dict supports no weak references, so the engine's state dicts are ordered ones.
 #
-# Changes are found by version counters, which cost nothing.  A change through ``.data`` or NumPy's
-# memory does not count there, so bits are compared too.  A single parameter's state is small: a
-# second copy of it is kept.  Of a state dict there is a checksum of each copy, compared when the
-# copy is let go, when its parameter is read, and when the model is used next.  Not later
-# (``stop_comparing``), because a dict that somebody keeps would be summed up at each forward.
+# Changes are found by tensor version counters, at no cost.  A change through ``.data`` or NumPy's
+# memory is not counted there, so bits are compared too.  For the state of a single parameter, which
+# is small, a second copy is kept to compare with.  For state dicts, a checksum of each copy is
+# kept.  It is compared when the copy is dropped, when its parameter is read, and when the model is
+# used next.  After that it is discarded (``stop_comparing``): otherwise each forward would compute
+# the checksums of every dict that a user keeps.
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A checksum of a tensor's bits, on its device."""
+    """Return a checksum of a tensor's bits, on its device."""
     data = torch_private.bytes_of(tensor.untyped_storage())
     if data.device.type == "cpu":
         return torch.tensor(crc32(data.numpy()), device="cpu")
@@ -44,23 +54,23 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([data[:whole].view(-1, _COLUMNS).sum(0), data[whole:].long()])
 
 
-_COLUMNS = 1021  # no divisor or multiple of a matrix's rows, so that moved elements are found
+_COLUMNS = 1021  # prime, unlike row lengths: so moved elements are found
 
 
 class LentCopy(Generic[K]):
-    """One copy: of what (``key``), and at which version of that it was taken."""
+    """A copy of the state known by ``key``, as it was at ``version``."""
 
     def __init__(self, key: K, tensor: torch.Tensor, version: object, *, by_bits: bool) -> None:
         self.key, self.version = key, version
         self.tensor: torch.Tensor | None = tensor
         self._count = torch_private.version_of(tensor)
         self._watched = torch_private.Watched(tensor.detach()) if by_bits else None
-        # Until `stop_comparing`
+        # `None` after `stop_comparing`
         self._sum = None if by_bits else torch_private.without_grad(_checksum)(tensor)
 
     @property
     def changed(self) -> bool:
-        """Whether it was written to since it was taken, or accepted last."""
+        """Whether the copy was written to since it was made or last accepted."""
         if self.tensor is None:
             return False
         if self._watched is not None:
@@ -69,17 +79,17 @@ class LentCopy(Generic[K]):
 
     @property
     def differs(self) -> bool:
-        """Whether its bits are others than when it was taken, if that is known still."""
+        """Whether its bits differ from the original ones; ``False`` after ``stop_comparing``."""
         if self.tensor is None or self._sum is None:
             return False
         return not torch.equal(torch_private.without_grad(_checksum)(self.tensor), self._sum)
 
     def stop_comparing(self) -> None:
-        """Compare its bits no more."""
+        """Discard the checksum, so that bits are not compared any more."""
         self._sum = None
 
     def accept(self, version: object) -> None:
-        """Take what it holds now for what the engine has at ``version``."""
+        """Treat the present contents as equal to the engine's state at ``version``."""
         assert self.tensor is not None
         self.version, self._count = version, torch_private.version_of(self.tensor)
         self.stop_comparing()
@@ -88,19 +98,19 @@ class LentCopy(Generic[K]):
 
     @property
     def alone(self) -> bool:
-        """Whether nobody but this holds it, or a tensor over its memory."""
+        """Whether nothing but this object refers to the tensor or its memory."""
         return self.tensor is None or (
             _references(self) == _KEPT and torch_private.is_alone(self.tensor, self._others)
         )
 
     @property
     def _others(self) -> int:
-        """How many tensors besides its own lie over its memory."""
+        """The number of tensors over the same memory that this object holds besides ``tensor``."""
         base = self.tensor is not None and torch_private.counted_by(self.tensor) is not self.tensor
         return int(base) + int(self._watched is not None)
 
     def freed_with_dict(self) -> None:
-        """Let go of it, if only a dict that is about to be freed has it, and nobody changed it."""
+        """Drop the tensor if it is unchanged and only a dict that is being freed refers to it."""
         if self.tensor is None or self.changed or _references(self) > _KEPT + 1:
             return
         if torch_private.is_alone(self.tensor, self._others) and not self.differs:
@@ -115,7 +125,10 @@ _KEPT = _references(LentCopy("", torch.empty(0, device="cpu"), 0, by_bits=False)
 
 
 class LentCopies(Generic[K]):
-    """All copies of one kind of state that one engine has given out."""
+    """All copies of one kind of state that an engine has given out.
+
+    See Note [Copies in state dicts].
+    """
 
     def __init__(self) -> None:
         self._copies: dict[int, LentCopy[K]] = {}
@@ -128,13 +141,13 @@ class LentCopies(Generic[K]):
     def add(
         self, key: K, tensor: torch.Tensor, version: object, *, by_bits: bool = False
     ) -> LentCopy[K]:
-        """Watch a copy of what is known by ``key``, as it is at ``version``."""
+        """Track a copy of the state known by ``key``, as it is at ``version``."""
         copy = LentCopy(key, tensor, version, by_bits=by_bits)
         self._copies[next(self._numbers)] = copy
         return copy
 
     def add_all(self, state: dict[str, Any], lent: list[LentCopy[K]]) -> None:
-        """Let go of copies when the dict that they are in is freed, unless somebody has them."""
+        """Drop copies when the dict that holds them is freed, unless other references exist."""
         if not isinstance(state, OrderedDict) or not lent:
             return
         number = next(self._numbers)
@@ -152,11 +165,11 @@ class LentCopies(Generic[K]):
         return iter(list(self._copies.values()))
 
     def changed(self, compare: Callable[[K], bool] = lambda key: False) -> list[LentCopy[K]]:
-        """Give the copies that were changed, and forget those that nobody has any more.
+        """Return the copies that were changed, and forget those without other references.
 
         Args:
-            compare: whether the bits of copies of this are compared, too; those of copies that are
-                forgotten always are.
+            compare: returns whether copies with this key are also compared by their bits.  Copies
+                about to be forgotten always are.
         """
         found: list[LentCopy[K]] = []
         for number, copy in list(self._copies.items()):
@@ -168,16 +181,16 @@ class LentCopies(Generic[K]):
         return found
 
     def stop_comparing(self) -> None:
-        """Compare bits no more: see Note [Copies in state dicts]."""
+        """Stop comparing bits: see Note [Copies in state dicts]."""
         for copy in self:
             copy.stop_comparing()
 
     def drop(self, key: K) -> None:
-        """Stop watching the copies of what is known by ``key``."""
+        """Stop tracking the copies of the state known by ``key``."""
         for number, copy in list(self._copies.items()):
             if copy.key == key:
                 self._copies.pop(number, None)
 
     def forget(self) -> None:
-        """Stop watching all copies."""
+        """Stop tracking all copies."""
         self._copies.clear()

@@ -1,4 +1,4 @@
-"""Loads a model's weights and state into their resources, unit by unit, and frees the originals."""
+"""Loading of a model's weights and state into the engine, unit by unit, freeing the originals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .original_weights import OriginalWeights
 from .unmanaged import require_values
 from .weight_files import match_files, read_float
 
-LARGEST_SHARE = 0.9  # of what a dtype can hold: a scale that is rounded may be larger
+LARGEST_SHARE = 0.9  # of a dtype's maximum: a scale that is rounded may be larger
 
 
 def load(
@@ -32,7 +32,7 @@ def load(
     resources: EngineResources,
     taken: OriginalWeights,
 ) -> None:
-    """Loads all resources, one unit at a time, from the model or from ``weights=`` files."""
+    """Load all weights and state, one unit at a time, from the model or from ``weights=`` files."""
     runtime = resources.runtime
     begin_adapters(model, trains=runtime.layout.trains)
     parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
@@ -81,10 +81,10 @@ def load(
 
 
 def _require_finite(parts: Partition, names: Container[int]) -> None:
-    """What is to be packed and is in memory, before anything is given up for it.
+    """Check weights that are in memory and are to be packed, before any original is freed.
 
     Raises:
-        ValueError: a weight is not finite, or may not be once it is unpacked.
+        ValueError: a weight is not finite, or may not be finite after unpacking.
     """
     for unit in parts.units:
         for (chunk, spec), part in zip(unit.params, unit.page, strict=False):
@@ -103,8 +103,11 @@ def values_of_unit(
     rules: Sequence[Rule], parts: Partition, optimizer: torch.optim.Optimizer,
     weight_of: Callable[[int], torch.Tensor],
 ) -> Callable[[ParamSpec], Values]:  # fmt: skip
-    """What ``Contents.load`` asks for: the weight (its master, where the optimizer has one), and
-    the moments that the optimizer has, or those that a rule starts with."""
+    """Return the function that ``Contents.load`` calls for a parameter's values.
+
+    It returns the weight (the optimizer's master, if it has one), and the moments that the
+    optimizer has or the rule starts with.
+    """
 
     def values(spec: ParamSpec) -> Values:
         p = parts.parameters[spec.index]
@@ -120,7 +123,7 @@ def values_of_unit(
             if name in (*rule.moments, "master") and value is not None:
                 tensors["weight" if name == "master" else name] = value
         if AVERAGE in rule.moments and rule.steps_taken(optimizer.state.get(p, {})):
-            tensors.setdefault(AVERAGE, tensors["weight"])  # kept from now on
+            tensors.setdefault(AVERAGE, tensors["weight"])  # averaging starts now
         return tensors
 
     return values

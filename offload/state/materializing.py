@@ -1,4 +1,4 @@
-"""All weights at once, as an ordinary model has them."""
+"""All weights in memory at once, as in an ordinary model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("overspill")
 
 
 class Materializing:
-    """See ``overspill.materialized``.  The engine makes one; each block is a ``Materialized``."""
+    """Implements ``overspill.materialized``; each block is a ``Materialized``."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Materializing:
         self.active = False
 
     def require_ended(self) -> None:
-        """
+        """Raise if the model is materialized.
+
         Raises:
             OffloadError: the parameters are ordinary ones now.
         """
@@ -42,12 +43,12 @@ class Materializing:
             raise OffloadError("the model is materialized; leave the `with` block before training")
 
     def end_if_over(self) -> None:
-        """Parameters show again what they did before the block, if an exception came in between."""
+        """Restore the parameters if an exception kept the end of a block from doing so."""
         if self._onloaded_units.returning is not None:
             self._onloaded_units.returning()
 
     def begin(self) -> None:
-        """Every parameter has its weights."""
+        """Load all weights into ordinary tensors."""
         full = self._weights.read_all()
         try:
             self.active = True
@@ -58,7 +59,7 @@ class Materializing:
             raise
 
     def end(self) -> Mapping[int, torch.Tensor]:
-        """The block is over, for good or not; what the parameters had."""
+        """End the block, after an error too, and return what the parameters held."""
         self._onloaded_units.returning = self._return
         params = self._runtime.parts.parameters
         found = {index: p.data for index, p in enumerate(params)}
@@ -66,20 +67,22 @@ class Materializing:
         return found
 
     def _return(self) -> None:
-        """Where an exception cuts this off, the next use does it again."""
+        """Make all parameters managed again; if an exception interrupts this, the next use does."""
         if not self._runtime.closed:
             self._onloaded_units.take_back(self._weights)
         self.active, self._onloaded_units.returning = False, None
 
     def abandon(self) -> None:
-        """An exception came before the block could end: the next use ends it, and drops edits."""
+        """Leave the end of an interrupted block to the next use; edits are dropped."""
         if self.active and self._onloaded_units.returning is None:
             log.warning("overspill: materialized was interrupted at its end; edits are dropped")
             self._onloaded_units.returning = self._return
 
     def write_back(self, found: Mapping[int, torch.Tensor]) -> None:
-        """What was edited is written to the weights, and nothing else: a bf16 weight written back
-        would round its master."""
+        """Write the weights that were edited.
+
+        Others are left alone: writing an unchanged bf16 weight would round its master.
+        """
         if not self._runtime.closed:
             changed = {
                 index: value
@@ -90,14 +93,19 @@ class Materializing:
 
 
 class Materialized:
-    """A block inside which every parameter has its weights, and nothing else may be done with the
-    model.  No generator: the collector would end that late."""
+    """A block in which every parameter holds its weights, and the model cannot be trained.
+
+    Not a generator: its ``finally`` could run late, during garbage collection.
+    """
 
     def __init__(
         self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
         *, writeback: bool,
     ) -> None:  # fmt: skip
-        """``require`` raises where the model cannot be used."""
+        """
+        Args:
+            require: raises if the model cannot be used.
+        """
         self._materializing, self._require = materializing, require
         self._model, self._writeback, self._open = model, writeback, False
 

@@ -22,7 +22,7 @@ from .param_access import ParamAccess
 
 
 class HalfEdits(Protocol):
-    """Who commits, and must not while a state dict is half loaded."""
+    """The part of commits that loading uses: no commit may happen while a dict is half loaded."""
 
     def begin_edit(self, parts: EditedParts) -> None: ...
 
@@ -32,7 +32,10 @@ class HalfEdits(Protocol):
 
 
 class StateHooks:
-    """Installs the hooks on every module that owns a managed parameter."""
+    """Installs state-dict hooks on the modules of a wrapped model.
+
+    Pre-hooks check and prepare, post-hooks fill in current weights for each managed parameter.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class StateHooks:
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
         self._memo: dict[int, tuple[int, torch.Tensor]] = {}  # (version of the unit, weight)
         self._loading: tuple[nn.Module, EditedParts] | None = (
-            None  # what load_state_dict was called on
+            None  # the module that load_state_dict was called on
         )
         self._handles: list[Any] = []
         # torch marks public hooks with an attribute, which bound methods cannot take.
@@ -60,7 +63,7 @@ class StateHooks:
 
             def hooked(module: nn.Module, *args: Any) -> None:
                 mine = me()
-                # A copy of a module has its hooks, and stands alone.
+                # A copied module has the hooks too, but is not part of this model.
                 if mine is not None and id(module) in ours:
                     mine(module, *args)
 
@@ -70,7 +73,7 @@ class StateHooks:
         load, begin, end = hook(self._load), hook(self._begin), hook(self._end)
         with all_or_none(self._handles):
             for module in model.modules():
-                if has_sections(module):  # whatever has come around them since they were split
+                if has_sections(module):  # also in modules added around them after the split
                     self._handles.append(module.register_load_state_dict_pre_hook(split_in))
                 self._handles.append(module.register_load_state_dict_pre_hook(begin))
                 self._handles.append(module.register_load_state_dict_post_hook(end))
@@ -81,7 +84,7 @@ class StateHooks:
                 self._handles.append(module.register_state_dict_post_hook(forget))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         remove_all(self._handles)
 
     def _require_open(self) -> None:
@@ -95,22 +98,27 @@ class StateHooks:
                 yield name, self._index[id(p)]
 
     def _begin_dict(self, *_: Any) -> None:
-        """Write what was changed in earlier ones first."""
+        """Write changes made to earlier state dicts, before a new one is filled."""
         if self._is_outermost():
             self._forget()
             self._weights.reconcile(compare=range(len(self._parts.units)))
 
     def _forget(self, *_: Any) -> None:
-        """A state dict begins, or ends: tied weights are one tensor in it, and none in others."""
+        """Clear the memo at the start and end of a state dict.
+
+        Tied weights are one tensor within a dict, but separate tensors in different dicts.
+        """
         if self._is_outermost():
             self._require_open()
-            self._trainer.require()  # before torch has read what shows
+            self._trainer.require()  # before torch reads visible parameters
             self._weights.tidy()
             self._memo.clear()
 
     def _is_outermost(self) -> bool:
-        """Whether one ``state_dict`` runs, of the whole or of a part, and not one inside another.
-        Those of modules around the model do not count."""
+        """Return whether the running ``state_dict`` call is not nested in another one.
+
+        Calls on modules around the model do not count.
+        """
         inside = 0
         for frame in callers():
             if frame.f_code is nn.Module.state_dict.__code__:
@@ -118,12 +126,12 @@ class StateHooks:
         return inside <= 1
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
-        """torch has read parameters that are hidden; those that show are no copies yet."""
+        """Replace placeholders, and weights that are not copies yet, by copies of the weights."""
         self._require_open()
         self._weights.reconcile()
         for name, index in self._owned(module):
             found = state.get(prefix + name)
-            if found is None or isinstance(found, nn.Parameter):  # keep_vars: as it is
+            if found is None or isinstance(found, nn.Parameter):  # keep_vars: left as it is
                 continue
             version = self._runtime.ledger.versions[self._parts.unit_of[index]]
             if self._memo.get(index, (-1,))[0] != version:
@@ -136,12 +144,12 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any],
         *_: Any,
     ) -> None:  # fmt: skip
-        """All that is loaded is one edit: a part of it is not to be committed."""
+        """Begin one edit for everything that is loaded, so that no commit has only a part of it."""
         self._require_open()
         commits, loading = self._commits, self._loading
         if commits and loading and loading[0] is not module and commits.is_open(loading[1]):
-            # A part of that module; or, after a load that was interrupted, something that does not
-            # make it whole.  A rollback does.
+            # `module` is a part of the module being loaded. Or that load was interrupted, and this
+            # one does not make it whole; a rollback does.
             return
         if meta.get("assign_to_params_buffers", False):
             raise OffloadError(
@@ -173,7 +181,7 @@ class StateHooks:
         self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any,
     ) -> None:  # fmt: skip
         self._require_open()
-        self._resident_guard.hide_all()  # torch then copies to no weight that shows
+        self._resident_guard.hide_all()  # so torch copies to no visible weight
         if not _runs(nn.Module.load_state_dict.__code__):
             return  # the dict is the loader's own: torch copies each value to a hidden parameter
         for name, index in self._owned(module):
@@ -184,10 +192,10 @@ class StateHooks:
 
 
 def _takes(value: Any, p: nn.Parameter) -> TypeGuard[torch.Tensor]:
-    """Whether torch would copy a value of a state dict to a parameter."""
+    """Return whether torch would copy a value of a state dict to a parameter."""
     return isinstance(value, torch.Tensor) and value.shape == p.shape and value is not p
 
 
 def _runs(method: CodeType) -> int:
-    """How often a method is among the callers."""
+    """Return how often a method is among the callers."""
     return sum(frame.f_code is method for frame in callers())

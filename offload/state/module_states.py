@@ -49,7 +49,7 @@ def states_of(model: nn.Module, failed: Callable[[str, Exception], None]) -> dic
 
 
 def added_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return those that are tensors by their names in the state dict, and warn of the others."""
+    """Return the tensors that modules add, by state-dict name, and warn of other entries."""
     found, others = dict[str, torch.Tensor](), list[str]()
     for path, module in _adding(model, remove_duplicate=False):
         try:
@@ -67,8 +67,7 @@ def added_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def named_tensors(states: States) -> dict[str, torch.Tensor]:
-    """Return those of a commit that are tensors by their names in the state dict, and warn of the
-    others."""
+    """Return the tensors in a commit's states, by state-dict name, and warn of other entries."""
     named = {_name(path, own): v for path, each in states.items() for own, v in each.items()}
     found = {name: value for name, value in named.items() if _is_dense(value)}
     warn_not_tensors(named.keys() - found.keys())
@@ -85,7 +84,7 @@ def warn_not_tensors(names: Iterable[str]) -> None:
 
 
 def warn_not_committed(model: nn.Module) -> None:
-    """Warn of modules whose states the commits of several ranks do not hold."""
+    """Warn of modules whose states are not in the commits of several ranks."""
     failed: dict[str, Exception] = {}
     if paths := sorted({**states_of(model, failed.__setitem__), **failed}):
         log.warning(
@@ -96,9 +95,9 @@ def warn_not_committed(model: nn.Module) -> None:
 
 
 class ModuleStates:
-    """Entries to be given back to the modules of a model.
+    """Entries to be loaded into the modules of a model.
 
-    Checked when it is made, so that nothing has been changed if they do not fit.
+    They are checked when this is made, so nothing has been changed if they do not fit.
     """
 
     def __init__(self, model: nn.Module, states: States) -> None:
@@ -117,22 +116,23 @@ class ModuleStates:
         self._states = [(path, modules[path], entries) for path, entries in states.items()]
 
     def restore(self) -> None:
-        """Have the modules load their entries."""
+        """Load the entries with the modules' own code."""
         for path, module, entries in self._states:
             give_back(module, entries, path)
 
 
 def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
-    """Have a module load entries that it had added to a state dict.
+    """Load entries that a module had added to a state dict, with the module's own code.
 
     Raises:
-        Exception: whatever its own code raises.
+        Exception: any error of that code.
     """
     left = module_private.load_added(module, entries)
     if not left:
         return
     present = module_private.added_state(module)
-    for own in left:  # without code to load it: bitsandbytes' scales, which are tensors in place
+    # no code loads them, such as bitsandbytes' scales: tensors are copied in place
+    for own in left:
         there: Any = present.get(own)
         value = entries[own]
         tensors = isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor)
@@ -149,7 +149,7 @@ def give_back(module: nn.Module, entries: Mapping[str, Any], path: str) -> None:
 
 
 class FoundStates:
-    """Entries of a model's modules that files hold."""
+    """Entries of a model's modules that are in files."""
 
     def __init__(
         self, model: nn.Module, names: Iterable[str], in_base: Callable[[str], str]
@@ -157,7 +157,7 @@ class FoundStates:
         """
         Args:
             names: tensors in the files that are neither parameters nor buffers of the model.
-            in_base: gives the name that something had before adapters were added.
+            in_base: maps a name to the one from before adapters were added.
         """
         there = set(names)
         # By module: the names in the files, by the names in the module.
@@ -165,7 +165,7 @@ class FoundStates:
         for path, module in _adding(model, remove_duplicate=False):
             try:
                 own = {*module_private.added_state(module), module_private.EXTRA}
-            except Exception:  # such as a module that is not built yet
+            except Exception:  # for example, the module is not built yet
                 own = {module_private.EXTRA}
             full = {each: _name(path, each) for each in sorted(own)}
             present = {
@@ -178,13 +178,13 @@ class FoundStates:
         self.names = {name for _, _, present in self._found for name in present.values()}
 
     def load(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Have the modules load what ``read`` gives by name in the state dict."""
+        """Load the entries into the modules; ``read`` returns a tensor by its name in the files."""
         for path, module, present in self._found:
             give_back(module, {own: read(name) for own, name in present.items()}, path)
 
 
 class KeptStates:
-    """What the states of modules are now, to be given back after an error."""
+    """A copy of the states of all modules, to be restored after an error."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept: list[tuple[str, nn.Module, dict[str, Any]]] = []
@@ -196,7 +196,7 @@ class KeptStates:
                 self._lost.append((path, error))
 
     def give_back(self) -> None:
-        """Undo what was loaded since; an error is logged."""
+        """Restore the states; errors are logged."""
         for path, module, entries in self._kept:
             try:
                 give_back(module, entries, path)
@@ -224,7 +224,7 @@ def _warn_of_code(path: str, error: Exception) -> None:
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether a safetensors file can hold a value."""
+    """Return whether a safetensors file can hold a value."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -233,7 +233,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two entries have the same values, NaN included; ``False`` if nobody can tell."""
+    """Return whether two entries have equal values, NaN included; ``False`` if that is unknown."""
     try:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             pair = [each.detach().cpu().contiguous().clone() for each in (one, other)]

@@ -1,4 +1,4 @@
-"""What a model gave up when it was wrapped, and how it gets it back."""
+"""The model's values from before it was wrapped, and their restoration if wrapping fails."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ log = logging.getLogger("overspill")
 
 
 class OriginalWeights:
-    """What was taken from a model whose weights are in the engine alone; to be given back if it
-    cannot be wrapped.
+    """Tracks what ``wrap`` has taken from a model, to restore it if the model cannot be wrapped.
 
-    None of its parameters then holds NaN unsaid: those whose exact values the engine has get them
+    After an error no parameter silently holds NaN: those whose exact values the engine has get them
     back, the others go to ``meta``, where using them raises.  A model that ``stands_in`` for
-    another loses nothing by that.
+    another (a rank's shards) loses nothing by that, so it logs no error.
     """
 
     def __init__(
@@ -33,7 +32,7 @@ class OriginalWeights:
     ) -> None:
         self._model, self._present, self._resources = model, groups, resources
         self._parts = resources.runtime.parts
-        # By parameter; ``True``: the engine has the values that it had.
+        # By parameter index; the last field says whether the engine has its original values.
         self._was: dict[int, tuple[ParamSpec, torch.dtype, torch.device, bool]] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[nn.Module, str, torch.Tensor | None]] = []
@@ -43,8 +42,7 @@ class OriginalWeights:
         self._states: KeptStates | None = None
 
     def note(self) -> None:
-        """Remember hyper-parameters, buffers and unmanaged parameters, which are about to be set to
-        those of a commit."""
+        """Save hyper-parameters, buffers and unmanaged parameters before they are overwritten."""
         self._groups = [
             (group, {k: _kept(v) for k, v in group.items() if k != "params"})
             for group in self._present
@@ -59,7 +57,7 @@ class OriginalWeights:
                 self._buffers.append((module, name, getattr(module, name)))
 
     def move_unmanaged(self) -> None:
-        """Bring every buffer, and every parameter that the engine does not hold, to the device."""
+        """Move every buffer, and every parameter that the engine does not manage, to the device."""
         device = self._resources.runtime.accelerator.device
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -73,8 +71,11 @@ class OriginalWeights:
                 p.data = p.data.to(device)
 
     def free(self, unit: Unit, *, theirs: bool) -> None:
-        """Frees the originals of a unit: its parameters keep their shape, and hold one NaN.
-        ``theirs``: the engine has the values that they had."""
+        """Free the originals of a unit; its parameters keep their shape, over a single NaN.
+
+        Args:
+            theirs: whether the engine has the values that they had.
+        """
         stubs = self._resources.stubs.of(unit)
         for (_, spec), stub in zip(unit.params, stubs, strict=True):
             p = self._parts.parameters[spec.index]
@@ -82,7 +83,7 @@ class OriginalWeights:
             torch_private.become(p, stub)
 
     def read(self) -> None:
-        """Copies to the host what is to be given back; to be called before the engine ends."""
+        """Copy to the host what is to be restored; must be called before the engine is closed."""
         for unit in self._parts.units:
             wanted = [i for _, spec in unit.params if self._theirs(i := spec.index)]
             if not wanted:
@@ -97,7 +98,7 @@ class OriginalWeights:
         return index in self._was and self._was[index][3]
 
     def give_back(self) -> None:
-        """Undoes all, once the engine has ended."""
+        """Restore everything, after the engine is closed."""
         for module, name, buffer in reversed(self._buffers):
             setattr(module, name, buffer)
         for moved, data in self._moved:
@@ -114,7 +115,7 @@ class OriginalWeights:
                 _, _, shape, stride = spec.as_parameter(torch.float32)
                 value = torch.empty_strided(shape, stride, device="meta")
                 device = value.device
-            if (known := managed(p)) is not None:  # a part of the model was hooked up
+            if (known := managed(p)) is not None:  # the model was partly hooked up
                 known.release(p, torch.empty(0, dtype=dtype, device="cpu"))
             torch_private.become(p, value.to(device, dtype))
         if lost:
@@ -126,7 +127,8 @@ class OriginalWeights:
             self._states.give_back()
 
 
-_LOST = torch.empty(0, dtype=torch.bool, device="meta")  # narrower than any weight
+# promotes to any weight's dtype, so it counts as lost
+_LOST = torch.empty(0, dtype=torch.bool, device="meta")
 
 
 def _kept(value: Any) -> Any:

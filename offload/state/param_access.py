@@ -1,4 +1,4 @@
-"""Full, current weights for whoever reads or changes them from outside: one at a time."""
+"""Access to the current full weights from outside of training, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Loan:
-    """The copy of a weight that all tensors lie over which others have made of the parameter;
-    ``version`` is the unit's when the copy was last the same as the weight."""
+    """The engine's own copy of a weight, which all tensors over the parameter share.
+
+    ``version`` is the unit's version when the copy last equalled the weight.  See Note [Lent
+    copies].
+    """
 
     watched: torch_private.Watched
     version: int
@@ -40,8 +43,11 @@ class _Loan:
 
 
 class ParamAccess:
-    """See ``managed.WeightAccess``.  Whoever keeps a tensor over a parameter sees its weights
-    and changes them, as in plain PyTorch: ``reconcile`` makes both true."""
+    """Reads and writes weights for code outside of the engine; see ``WeightAccess``.
+
+    A tensor over a parameter follows its weight, and changes to the tensor reach the weight, as in
+    plain PyTorch.  See Note [Tensors over parameters].
+    """
 
     def __init__(
         self, onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard,
@@ -55,35 +61,37 @@ class ParamAccess:
         self._loans: dict[int, _Loan] = {}
         self._in_dicts: LentCopies[int] = LentCopies()  # see Note [Copies in state dicts]
         self._outside: list[Callable[[], None]] = []
-        # Told before ``p.grad`` is set: in the end by what applies gradients in backward.
+        # Called before ``p.grad`` is set.  With update='backward', it raises for gradients already
+        # applied.
         self.require_gradients_unused: Callable[[], None] = lambda: None
 
     def name(self, index: int) -> str:
-        """The parameter's name in the model."""
+        """Return the parameter's name in the model."""
         unit = self._parts.units[self._parts.unit_of[index]]
         return next(spec.name for _, spec in unit.params if spec.index == index)
 
     def tidy(self) -> None:
-        """Closes what an exception has left open, so that nothing is seen that is no weight."""
+        """Close what an exception has left open, so that no placeholder is read as a weight."""
         self._forward_stack.tidy()
 
     # -- reading --------------------------------------------------------------------------------
 
     def read(self, index: int) -> torch.Tensor:
-        """A copy of a parameter's current weight, on its device, in its own strides."""
+        """Return a copy of a parameter's current weight, on its device and with its strides."""
         self._begin(self._parts.unit_of[index])
         return self._read(index)
 
     def read_all(self) -> list[torch.Tensor]:
-        """Copies of all current weights, by parameter index."""
+        """Return copies of all current weights, by parameter index."""
         values = [self.read(index) for index in range(len(self._parts.parameters))]
         self._onloaded_units.let_go()
         return values
 
     def _begin(self, unit: int) -> None:
         self._executor.health.check()
-        if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):  # who asks now aside
-            self._forward_stack.tidy(reading=True)  # no signal handler amid another read
+        # excluding the current call
+        if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):
+            self._forward_stack.tidy(reading=True)  # not in a signal handler during a read
         self.reconcile(compare={unit})
 
     def _read(self, index: int) -> torch.Tensor:
@@ -101,11 +109,11 @@ class ParamAccess:
             self._resident_guard.end_reading(unit, hidden)
 
     def together(self, indices: Collection[int]) -> bool:
-        """Whether the parameters are of one unit."""
+        """Return whether all parameters belong to the same unit."""
         return len({self._parts.unit_of[index] for index in indices}) == 1
 
     def compute(self, indices: Collection[int], run: Callable[[], T]) -> T:
-        """See ``managed.WeightAccess``."""
+        """See ``WeightAccess.compute``."""
         if not self._forward_stack.may_run():
             return NotImplemented  # type: ignore[no-any-return]
         unit = self._parts.unit_of[next(iter(indices))]
@@ -116,7 +124,7 @@ class ParamAccess:
             self._resident_guard.end_reading(unit, hidden)
 
     def address(self, index: int) -> int:
-        """See ``managed.WeightAccess``."""
+        """See ``WeightAccess.address``."""
         unit = self._parts.unit_of[index]
         hidden = self._begin_computing(unit)
         try:
@@ -133,7 +141,7 @@ class ParamAccess:
         for again in (True, False):
             try:
                 if computing and torch_private.in_backward():
-                    # It goes on with this unit, as with those that it saved.
+                    # Backward goes on with this unit, as with units that it saved.
                     self._resident_guard.show(unit)
                     self._forward_stack.backward_reads(unit)
                 return self._resident_guard.begin_reading(unit)
@@ -143,20 +151,22 @@ class ParamAccess:
         raise AssertionError("the second try returns or raises")
 
     def borrow(self, index: int) -> torch.Tensor:
-        """A copy as of ``read``; but if somebody has a tensor over one, over that one."""
+        """Return a copy as ``read`` does, or a tensor over the lent copy if there is one."""
         self._begin(self._parts.unit_of[index])
         loan = self._loans.get(index)
         return self._read(index) if loan is None else loan.copy.detach()
 
     def lend(self, index: int, copy: torch.Tensor) -> None:
-        """Somebody has a tensor over ``copy``, which was borrowed, and may change it."""
+        """Track ``copy``, which was borrowed: a tensor over it exists and may be written to."""
         if index not in self._loans:
             watched = torch_private.Watched(copy.detach())
             self._loans[index] = _Loan(watched, self._now(index))
 
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
-        """What torch has put into a state dict, as a copy: what is done to it is not done to the
-        weights."""
+        """Return the copy that goes into a state dict, given what torch has put there (``found``).
+
+        Writes to it do not reach the weight directly: see ``lend_in_dict``.
+        """
         if isinstance(found, PlaceholderParam):
             return self.read(index)
         self.reconcile()
@@ -166,7 +176,7 @@ class ParamAccess:
             and torch_private.is_alone(loan.copy, 1)
             and torch_private.storage_key(loan.copy) == torch_private.storage_key(found)
         ):
-            del self._loans[index]  # made for this, and nobody else has it
+            del self._loans[index]  # made for this dict, and not referenced elsewhere
             return found
         return found.detach().clone()
 
@@ -176,18 +186,19 @@ class ParamAccess:
         return self._ledger.versions[self._parts.unit_of[index]]
 
     def write_copies(self) -> None:
-        """As ``reconcile``, with the bits of all copies, since the model is used now."""
+        """Call ``reconcile`` and compare the bits of all copies, because the model runs next."""
         self.reconcile(compare=range(len(self._parts.units)))
         self._in_dicts.stop_comparing()
 
     def reconcile(
         self, units: Container[int] | None = None, *, compare: Container[int] = ()
     ) -> None:
-        """What was changed in copies that were lent is changed in the weights; what the weights are
-        by now, the copies are; copies that nobody has any more are forgotten.
+        """Write changes of lent copies to their weights, and refresh copies of changed weights.
+
+        Copies without other references are dropped.  See Note [Tensors over parameters].
 
         Args:
-            units: of these alone.
+            units: limits this to their parameters.
             compare: units whose copies in state dicts are compared by their bits.
 
         Raises:
@@ -219,10 +230,10 @@ class ParamAccess:
                 self._renew(index, loan)
 
     def write_changed(self) -> None:
-        """Write what modules have changed in their own weights, in place.
+        """Write the changes that modules have made in place to their own weights.
 
-        See Note [Changes in forward] in ``training/edit_watch.py``.  Graphs of that forward go on,
-        as with ``.data`` in plain PyTorch.
+        See Note [Changes in forward] in ``training/edit_watch.py``.  The graph of that forward
+        stays valid, as with ``.data`` in plain PyTorch.
         """
         changed = self._onloaded_units.changed()
         if late := [i for i in changed if self._parts.unit_of[i] in self._ledger.early]:
@@ -248,14 +259,13 @@ class ParamAccess:
         """
         self._onloaded_units.let_go()
         self._edits.restore({self._parts.unit_of[index] for index in values})
-        self._onloaded_units.forget_changed(
-            values
-        )  # not before: a failed restore leaves the change
+        # Only now: a failed restore must not lose the change.
+        self._onloaded_units.forget_changed(values)
         for index, value in values.items():
             self.require_same(index, value, " by its module's forward")
 
     def lend_in_dict(self, index: int, copy: torch.Tensor, state: dict[str, Any]) -> None:
-        """Watch a copy that is in a state dict: what is changed there in place is written back."""
+        """Track a copy in a state dict, so that in-place changes to it are written back."""
         lent = self._in_dicts.add(index, copy, self._now(index))
         self._in_dicts.add_all(state, [lent])
 
@@ -276,20 +286,18 @@ class ParamAccess:
             copy.accept(self._now(copy.key))
 
     def look_outside(self, look: Callable[[], None]) -> None:
-        """``look`` writes what was changed in weights where nobody tells of it."""
+        """Register ``look``, which writes weight changes that the engine cannot detect itself."""
         self._outside.append(look)
 
     def take_edits(self) -> None:
-        """Such changes are the weights' from now on; not for the inside of a forward."""
+        """Call every function registered with ``look_outside``; must not run during a forward."""
         for look in self._outside:
             look()
 
     def refuse_joined(self) -> None:
-        """Raises if two trained parameters lie over the same memory, as after ``a.data = b.data``:
-        each would be updated, and in plain PyTorch both updates change both.
+        """Raise ``OffloadError`` if trained parameters share memory, as after ``a.data = b.data``.
 
-        Raises:
-            OffloadError: two do.
+        The engine would update each by itself; in plain PyTorch each update changes both.
         """
         seen: dict[int, list[int]] = {}
         for index, loan in self._loans.items():
@@ -311,15 +319,14 @@ class ParamAccess:
         return first, first + copy.nbytes
 
     def renew(self) -> None:
-        """The copies that others have become what the weights are, whatever was done to them."""
+        """Refresh all lent copies from the weights, and discard changes made to them."""
         self._onloaded_units.forget_changed(self._onloaded_units.changed())
         self._forget()
         for index, loan in list(self._loans.items()):
             self._renew(index, loan)
 
     def _forget(self) -> None:
-        """Forgets copies over whose memory nobody has a tensor any more, but for other loans; not
-        where two parameters have the same one."""
+        """Drop copies that only loans refer to.  If two parameters share one copy, keep it."""
         keys = {i: torch_private.storage_key(loan.copy) for i, loan in self._loans.items()}
         lent = Counter(keys.values())
         starts = Counter((keys[i], loan.copy.data_ptr()) for i, loan in self._loans.items())
@@ -340,22 +347,22 @@ class ParamAccess:
     # -- writing --------------------------------------------------------------------------------
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Another weight for one parameter; its master follows."""
+        """Replace one parameter's weight and its master."""
         self.write_all({index: value})
 
     def write_all(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Writes weights (and their masters, exactly) by parameter index.
+        """Write weights, and their exact masters, by parameter index.
 
         Raises:
             OffloadError: a unit among them runs, or this step's backward has updated it already.
         """
         self.reconcile()
         others = {i: value for i, value in values.items() if not self._is_lent(i, value)}
-        if others:  # those that are lent are written now
+        if others:  # ``reconcile`` has written the lent ones
             self._write(others)
 
     def load_all(self, values: Mapping[int, Callable[[], torch.Tensor]]) -> None:
-        """Writes weights, unit by unit, as ``values`` give them by parameter index.
+        """Write weights unit by unit; each value is read by calling it.
 
         Raises:
             OffloadError: the model runs, or this step's backward has updated a unit already.
@@ -380,8 +387,10 @@ class ParamAccess:
         self.renew()
 
     def replace(self, index: int, value: torch.Tensor) -> None:
-        """As ``p.data = value``: what others have tensors over is theirs from now on, and keeps its
-        values; what they do to ``value`` they do to the weight."""
+        """Implement ``p.data = value``: later writes to ``value`` are writes to the weight.
+
+        Tensors over the previous data keep their values and are no longer connected to the weight.
+        """
         self._begin(self._parts.unit_of[index])
         loan = self._loans.pop(index, None)
         try:
@@ -393,11 +402,7 @@ class ParamAccess:
         self.lend(index, value)
 
     def require_writable(self, units: Iterable[int]) -> None:
-        """Raises if weights of units cannot be changed now.
-
-        Raises:
-            OffloadError: one of them runs, or this step's backward has updated it already.
-        """
+        """Raise ``OffloadError`` if a unit runs, or this step's backward has updated it already."""
         self._forward_stack.tidy()
         for unit in units:
             if self._onloaded_units.uses[unit]:
@@ -406,10 +411,9 @@ class ParamAccess:
             self._resident_guard.refuse_edit(unit)
 
     def require_same(self, index: int, value: torch.Tensor, by: str = "") -> None:
-        """``by``: what would change it, for the message.
+        """Raise ``OffloadError`` if a weight that cannot be changed would get another value.
 
-        Raises:
-            OffloadError: a weight that cannot be changed would get another value.
+        ``by`` names what would change it, for the message.
         """
         if self._parts.unit_of[index] not in self._executor.layout.unchangeable:
             return
@@ -433,7 +437,7 @@ class ParamAccess:
         self, values: Mapping[int, torch.Tensor],
         before: Mapping[int, torch.Tensor | None] | None = None,
     ) -> None:  # fmt: skip
-        """``before``: old values of weights that modules changed themselves; graphs stay valid."""
+        """Write weights; ``before`` has old values of weights that modules changed in place."""
         self._executor.health.check()
         fixed = self._executor.layout.unchangeable
         for index in values:
@@ -444,7 +448,7 @@ class ParamAccess:
             parts.setdefault(self._parts.unit_of[index], []).append(index)
         units = list(parts)
         self.require_writable(units)
-        # What is read elsewhere is read before all else stands still.
+        # Values that are themselves lazy are read now, before all transfers stop.
         given = {index: value.detach() for index, value in values.items()}
         before, end_graphs = before or {}, before is None
         unknown = {index for index, was in before.items() if was is None}

@@ -1,4 +1,4 @@
-"""Files that have whole stacks of experts, under the names of their sections."""
+"""Files that hold whole stacks of experts, read under the names of a model's sections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weight_files import FileRun, InFiles, TensorFiles
 
 
 class SectionFiles:
-    """``TensorFiles`` of a model with stacks in sections; ``files`` has the stacks."""
+    """``TensorFiles`` under the names of stack sections, over ``files`` with whole stacks."""
 
     def __init__(self, model: nn.Module, files: TensorFiles) -> None:
         """
@@ -25,11 +25,12 @@ class SectionFiles:
         """
         self.path: Path = files.path
         self._files = files
-        self._sections: dict[str, tuple[str, Section]] = {}  # with the name of its stack
+        # stack name and section, by section name
+        self._sections: dict[str, tuple[str, Section]] = {}
         for name, stack in model.named_modules():
             shape = files.shape(name) if isinstance(stack, Sections) else None
             if not isinstance(stack, Sections) or shape is None:
-                continue  # without the stack its sections may be there
+                continue  # the files may have sections instead
             if shape != stack.shape:
                 raise ValueError(
                     f"weights: {files.path} does not match the model: {name} has shape {shape}, "
@@ -63,7 +64,7 @@ class SectionFiles:
             return _read(found, self.shape(name) or ())
         stack, section = self._sections[name]
         if self._last is None or self._last[0] != stack:
-            self._last = None  # before there is another one
+            self._last = None  # free it before reading another one
             self._last = stack, self._files.read(stack)
         return self._last[1][section.first : section.experts.stop].clone()
 
@@ -85,7 +86,7 @@ class SectionFiles:
 
 
 def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:
-    """The bytes from ``first`` to ``stop`` of what the runs have, one after the other."""
+    """Yield runs for the bytes from ``first`` to ``stop`` of the concatenated ``runs``."""
     at = 0
     for run in runs:
         low, high = max(first, at), min(stop, at + run.nbytes)
@@ -95,7 +96,8 @@ def _cut(runs: tuple[FileRun, ...], first: int, stop: int) -> Iterator[FileRun]:
 
 
 def _read(found: InFiles, shape: tuple[int, ...]) -> torch.Tensor:
-    """
+    """Read a tensor from its runs.
+
     Raises:
         ValueError: a file has become shorter.
     """

@@ -1,4 +1,4 @@
-"""Which entry of a loaded optimizer state belongs to which parameter."""
+"""Matching of a loaded optimizer state with parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 log = logging.getLogger("overspill")
 
-NAMES = "param_names"  # of a state dict: by group, the names of its parameters
-Given = Mapping[int, Mapping[str, Any]]  # by the id of its parameter, a state
+NAMES = "param_names"  # key in a state dict: by group, the names of its parameters
+Given = Mapping[int, Mapping[str, Any]]  # states by the id of their parameter
 Groups = Sequence[Mapping[str, Any]]
 
 
@@ -26,7 +26,7 @@ def matched(
     have the same sizes, and parameters are matched by their group's ``param_names`` or by position.
 
     Args:
-        names: of the parameters of ``groups``.
+        names: the names of the parameters in ``groups``.
 
     Returns:
         The state of each parameter that has some, and a loaded group for each group.
@@ -98,7 +98,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[int]:
-    """The numbers that the loaded state has for a group's parameters, in the group's order."""
+    """Return the loaded state's numbers for a group's parameters, in the group's order."""
     numbers: list[int] = list(loaded["params"])
     if "param_names" not in loaded:
         return numbers

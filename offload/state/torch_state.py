@@ -1,4 +1,4 @@
-"""The optimizer's state in torch's own format, out of the engine and into it."""
+"""The optimizer's state in torch's own format: read from the engine and loaded into it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
 
 
 class OptimizerState:
-    """The state of all parameters: read when asked for, and replaced."""
+    """The optimizer state of all parameters, read on demand and replaceable."""
 
     def __init__(
         self,
@@ -41,14 +41,17 @@ class OptimizerState:
         averages: Averages,
         quiesce: Callable[[], None],
     ) -> None:
-        """``quiesce`` waits for all updates, and until nothing moves."""
+        """
+        Args:
+            quiesce: waits for all updates and transfers.
+        """
         self._model, self._groups, self._contents = model, groups, contents
         self._parts, self._steps = runtime.parts, runtime.ledger.steps
         self._blueprint = runtime.blueprint
         self._weights, self._resident_guard, self._edits = weights, resident_guard, edits
         self.averages, self._quiesce = averages, quiesce
         self._ledger = runtime.ledger
-        self._edited = [0] * len(self._parts.units)  # how often a unit's state was edited
+        self._edited = [0] * len(self._parts.units)  # number of edits of each unit's state
         self._held: LentCopies[tuple[int, str]] = LentCopies()
         self._in_dicts: LentCopies[tuple[int, str]] = LentCopies()
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
@@ -56,16 +59,17 @@ class OptimizerState:
     # -- one parameter --------------------------------------------------------------------------
 
     def has(self, p: object) -> bool:
-        """Whether a parameter has taken a step."""
+        """Return whether a parameter has taken a step."""
         index = self._index.get(id(p))
         return index is not None and self._steps[index] > 0
 
     def those_that_have(self) -> list[torch.Tensor]:
-        """The parameters that have taken a step."""
+        """Return the parameters that have taken a step."""
         return [p for p in self._parts.parameters if self.has(p)]
 
     def index_of(self, p: object) -> int:
-        """
+        """Return the index of a trained parameter.
+
         Raises:
             KeyError: the engine does not train such a parameter.
         """
@@ -85,7 +89,7 @@ class OptimizerState:
     # See Note [Copies in state dicts].
 
     def lend(self, index: int) -> dict[str, torch.Tensor]:
-        """Return copies of a parameter's state; the same ones again while somebody has them."""
+        """Return copies of a parameter's state; the previous ones if they are still referenced."""
         self.write_back({index})
         version = self._version(index)
         held = {copy.key: copy.tensor for copy in self._held if copy.version == version}
@@ -99,8 +103,10 @@ class OptimizerState:
         return found
 
     def adopt(self, index: int, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what ``state[p]`` holds after ``values`` were written to it: the tensors that were
-        given, as in PyTorch, where those can hold it; else copies."""
+        """Return the contents of ``state[p]`` after ``values`` were written to it.
+
+        As in PyTorch, these are the given tensors themselves if they are fp32, else copies.
+        """
         version = self._version(index)
         for name, value in values.items():
             self._held.drop((index, name))
@@ -113,12 +119,12 @@ class OptimizerState:
         return self._ledger.versions[unit], self._ledger.returns, self._edited[unit]
 
     def write_copies(self) -> None:
-        """As ``write_back``, with the bits of all copies, since the model is used now."""
+        """Call ``write_back`` and compare the bits of all copies, because the model runs next."""
         self.write_back(range(len(self._steps)))
         self._in_dicts.stop_comparing()
 
     def write_back(self, compare: Container[int] = ()) -> None:
-        """Write what was changed in place in copies of state.
+        """Write state that was changed in place in copies.
 
         Args:
             compare: parameters whose copies in state dicts are compared by their bits.
@@ -148,14 +154,13 @@ class OptimizerState:
             copy.accept(self._version(copy.key[0]))
 
     def forget_changes(self) -> None:
-        """The state is about to become that of a commit: changes in copies are dropped."""
+        """Discard changes in copies, because the state is about to be restored from a commit."""
         self._in_dicts.forget()
         for copy in self._held.changed():
             copy.accept(None)
 
     def renew(self) -> None:
-        """Give copies that users have kept over a step what the state is now, as in PyTorch, where
-        they are the state."""
+        """Update copies that users kept over a step, because in PyTorch they are the state."""
         for copy in self._held:
             if copy.alone or copy.tensor is None:
                 continue
@@ -165,19 +170,20 @@ class OptimizerState:
                 copy.accept(version)
 
     def write(self, values: Mapping[int, Mapping[str, Any]], *, whole: bool = False) -> None:
-        """Set values of the state of parameters, by index and name; the others stay.
+        """Set values of the state of parameters, by index and name; other values stay.
 
-        ``whole``: all values of these parameters are given.
+        Args:
+            whole: requires all values of these parameters.
 
         Raises:
-            ValueError: there is no value of this name, or it has another shape; nothing changed.
+            ValueError: a name is unknown, or a shape differs; nothing changed.
         """
         for index, given in values.items():
             self._check(index, given, whole=whole)
         self._edit(values)
 
     def reset(self, indices: Iterable[int]) -> None:
-        """Give parameters the state that they have before their first step."""
+        """Reset parameters to the state before their first step."""
         given: dict[int, Mapping[str, Any]] = {}
         for index in indices:
             rule, group = self._blueprint.rule_of(index), self._parts.groups[index]
@@ -243,7 +249,7 @@ class OptimizerState:
                     self._steps[index] = int(torch.as_tensor(given["step"]).item())
 
     def _chunk_of(self, index: int) -> tuple[int, int]:
-        """The unit of a parameter, and the number of its chunk there."""
+        """Return a parameter's unit, and the number of its chunk there."""
         unit = self._parts.unit_of[index]
         for number, chunk in enumerate(self._parts.units[unit].chunks):
             if any(spec.index == index for spec in chunk.params):
@@ -256,9 +262,12 @@ class OptimizerState:
     # -- all ------------------------------------------------------------------------------------
 
     def to_torch(self) -> dict[str, Any]:
-        """What ``torch.optim.Optimizer.state_dict`` gives: fp32 moments of all that took a step,
-        and the exact ``master`` of a weight that has one.  ``"param_names"`` has the names of the
-        parameters of each group, so that the state can be loaded after the model has changed."""
+        """Return the state in the format of ``torch.optim.Optimizer.state_dict``.
+
+        Parameters that have taken a step have fp32 moments, and the exact ``master`` if their
+        weight has one.  ``"param_names"`` has the parameter names of each group, so that the state
+        can be loaded after the model has changed.
+        """
         self.write_back(range(len(self._steps)))
         made = self.streamed(lambda name, shape, read: read())
         numbered = [p for group in self._groups for p in group["params"]]
@@ -272,22 +281,26 @@ class OptimizerState:
         return made
 
     def _names(self) -> list[list[str]]:
-        """The names of all parameters of the groups."""
+        """Return the names of all parameters, by group."""
         name_of = {id(p): name for name, p in self._model.named_parameters()}
         for p, name in zip(self._parts.parameters, self._parts.names, strict=True):
             name_of[id(p)] = name
         return [[name_of.get(id(p), "") for p in group["params"]] for group in self._groups]
 
     def streamed(self, make: Make) -> dict[str, Any]:
-        """As ``to_torch``, but with what ``make`` gives, told a tensor's name, its shape and how to
-        read it, fp32: at any time until training goes on, best in this order."""
+        """Build the result of ``to_torch`` with values that ``make`` returns instead of tensors.
+
+        ``make`` receives a tensor's name and shape, and a function that reads it in fp32.  That
+        function works until training goes on, and is fastest if called in the order of the calls of
+        ``make``.
+        """
         last: dict[tuple[int, int], dict[int, dict[str, torch.Tensor]]] = {}
 
         def read(index: int, name: str) -> torch.Tensor:
             chunk = self._chunk_of(index)
             if chunk not in last:
                 last.clear()
-                self._quiesce()  # weights may have been read in between, which takes room
+                self._quiesce()  # weights may have been read in between, which uses memory
                 last[chunk] = self._contents.stored(*chunk)
             return last[chunk][index][name]
 
@@ -310,10 +323,10 @@ class OptimizerState:
         return {"state": state, "param_groups": kept}
 
     def from_torch(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what ``to_torch`` or torch's own ``state_dict`` gave.
+        """Load the result of ``to_torch`` or of torch's own ``state_dict``.
 
         Raises:
-            ValueError: other groups or names, or tensors of other shapes; nothing was changed.
+            ValueError: groups, names or tensor shapes differ; nothing was changed.
         """
         groups = self._groups
         given, loaded_groups = matched(self._model, groups, self._names(), state_dict)
@@ -358,7 +371,7 @@ class OptimizerState:
     def _check_shapes(self, all_given: Given) -> None:
         for index, p in enumerate(self._parts.parameters):
             rule, given = self._blueprint.rule_of(index), all_given.get(id(p), {})
-            if rule is None:  # it is not trained, and has no state here
+            if rule is None:  # not trained, so it has no state
                 continue
             known = {"step", "master", *rule.moments}
             for name in given:
@@ -366,7 +379,7 @@ class OptimizerState:
                     raise ValueError(
                         f"the state has {name!r}; this optimizer's has {sorted(known)}"
                     )
-                like = getattr(given, "like", None)  # what is still on disk is not read for this
+                like = getattr(given, "like", None)  # values on disk are not read for this check
                 value = given[name] if like is None else like(name)
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
                     raise ValueError(
@@ -374,8 +387,10 @@ class OptimizerState:
                     )
 
     def _first_averages(self, unit: Unit, all_given: Given) -> Mapping[int, torch.Tensor]:
-        """The present weights of parameters that get a state without the average that is kept of
-        them: it starts there."""
+        """Return the weights of parameters whose loaded state lacks an average that the rule keeps.
+
+        Their averages start from these weights.
+        """
         lack = set()
         for _, spec in unit.params:
             given, rule = self._given(all_given, spec.index), self._blueprint.rule_of(spec.index)
@@ -389,8 +404,10 @@ class OptimizerState:
     def _values(
         self, all_given: Given, averages: Mapping[int, torch.Tensor]
     ) -> Callable[[ParamSpec], Mapping[str, torch.Tensor] | None]:
-        """What parameters are loaded with: what was given, else how the rule starts, or an
-        average."""
+        """Return the function that gives ``Contents.load`` the values of each parameter.
+
+        They are the loaded values, else an average's first value, else those the rule starts with.
+        """
 
         def values(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
             given = self._given(all_given, spec.index)

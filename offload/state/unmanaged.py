@@ -1,5 +1,8 @@
-"""Tensors of a model that the engine does not hold: buffers, integer parameters, and parameters
-that were added after ``wrap``.  They stay on the device; commits and exports include them."""
+"""Tensors of a model that the engine does not manage.
+
+These are buffers, integer parameters, and parameters that were added after ``wrap``.  They stay on
+the device; commits and exports include them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from .hub_names import tensors_of
 
 log = logging.getLogger("overspill")
 
-LARGE_SHARE = 0.1  # of what the engine holds, from which unmanaged tensors are named
+LARGE_SHARE = 0.1  # of the managed bytes, above which unmanaged tensors are reported
 
 
 def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, torch.Tensor]:
-    """Return what ``state_dict`` has besides the parameters whose ids are ``managed``, each once.
+    """Return the tensors of ``state_dict`` that are not managed, each once, without copies.
 
-    Nothing is copied.
+    Args:
+        managed: ids of the managed parameters.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in tensors_of(model).items():
@@ -31,11 +35,11 @@ def unmanaged_tensors(model: nn.Module, managed: Container[int]) -> dict[str, to
 
 
 def warn_of_large(model: nn.Module, parameters: Iterable[nn.Parameter], *, commits: bool) -> None:
-    """Warn of large tensors that stay on the device: quantised weights of other libraries, often.
+    """Warn of large tensors that stay on the device, often another library's quantised weights.
 
     Args:
-        parameters: those that the engine holds.
-        commits: whether every commit writes them.
+        parameters: the managed parameters.
+        commits: whether every commit writes unmanaged tensors.
     """
     managed = {id(p): _nbytes(p) for p in parameters}
     found = unmanaged_tensors(model, managed)
@@ -59,8 +63,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def renamed_parameters(
     model: nn.Module, names: Iterable[str], parameters: Iterable[nn.Parameter]
 ) -> dict[str, str | None]:
-    """Return the parameters that the model has no more under the name that they had: by that name
-    the one that they have now, or ``None`` if they have left the model."""
+    """Return the parameters that no longer have their name in the model, by their old name.
+
+    The values are the new names, or ``None`` if a parameter has left the model.
+    """
     present = tensors_of(model)
     moved = {n: p for n, p in zip(names, parameters, strict=True) if present.get(n) is not p}
     if not moved:
@@ -70,9 +76,10 @@ def renamed_parameters(
 
 
 def require_values(model: nn.Module, managed: Container[int]) -> None:
-    """
+    """Raise if an unmanaged tensor has no values.
+
     Raises:
-        OffloadError: an integer parameter, or a buffer, is on meta: nothing gives it values.
+        OffloadError: an integer parameter or a buffer is on meta, and no file provides its values.
     """
     for name, tensor in unmanaged_tensors(model, managed).items():
         if tensor.is_meta:
@@ -91,9 +98,9 @@ def require_values(model: nn.Module, managed: Container[int]) -> None:
 
 
 class UnmanagedState:
-    """What a commit holds of the tensors that the engine does not, to be put into a model.
+    """A commit's values of unmanaged tensors, to be restored into a model.
 
-    Checked when it is made, so that nothing has been changed if it does not fit.
+    They are checked when this is made, so nothing has been changed if they do not fit.
     """
 
     def __init__(
@@ -102,7 +109,7 @@ class UnmanagedState:
         """
         Args:
             stored: the tensors of the commit, by name.
-            added: names of those that had joined the model after it was wrapped.
+            added: names of tensors that were added to the model after it was wrapped.
 
         Raises:
             OffloadError: the model has no such tensor, or has a parameter of another shape.
@@ -122,8 +129,11 @@ class UnmanagedState:
             _check(modules, name, value)
 
     def restore(self) -> None:
-        """Put the values into the model.  A buffer of another shape is replaced, as by modules that
-        size their buffers when they first run."""
+        """Copy the values into the model.
+
+        A buffer of another shape is replaced, because some modules size their buffers when they
+        first run.
+        """
         modules = _modules(self._model)
         for name, value in self._stored.items():
             module, own = _owner(modules, name), name.rpartition(".")[2]
@@ -143,7 +153,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-    """The module that has a parameter or buffer of this name, even an empty one."""
+    """Return the module that has a parameter or buffer of this name, even an empty one."""
     path, _, own = name.rpartition(".")
     module = modules.get(path)
     if module is None:

@@ -1,4 +1,4 @@
-"""Foreign files that weights are imported from, or read in place: safetensors, one or in shards."""
+"""Safetensors files, single or sharded, from which weights are imported or read in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DISTRIBUTED = ".metadata"  # in every folder of torch.distributed.checkpoint
 
 @dataclass(frozen=True)
 class FileRun:
-    """Bytes of a file that lie one after the other."""
+    """A contiguous range of bytes in a file."""
 
     path: Path
     offset: int
@@ -31,40 +31,40 @@ class FileRun:
 
 @dataclass(frozen=True)
 class InFiles:
-    """A tensor as it lies in files: runs that follow each other in a contiguous tensor."""
+    """The location of a tensor in files: runs that make up a contiguous tensor in this order."""
 
     dtype: torch.dtype
     runs: tuple[FileRun, ...]
 
 
 class TensorFiles(Protocol):
-    """Tensors by name in files, read one at a time."""
+    """Files that hold tensors by name, and are read one tensor at a time."""
 
     path: Path
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, or ``None`` where there is no such tensor."""
+        """Return the shape of a tensor, or ``None`` if there is no such tensor."""
         ...
 
     def dtypes(self, name: str) -> Collection[torch.dtype]:
-        """The dtypes in which the files have a tensor, or the tensors that it is made of."""
+        """Return the dtypes in the files of a tensor, or of the tensors that it is made from."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Read one tensor."""
         ...
 
     def find(self, name: str) -> InFiles | None:
-        """Where a tensor lies, or ``None`` where it has to be made from what is in the files."""
+        """Return where a tensor lies, or ``None`` if it has to be computed from the files."""
         ...
 
     def state(self, path: Path) -> FileState:
-        """What a file was when it was found out what lies where in it."""
+        """Return the identity of a file at the time when its layout was read."""
         ...
 
 
@@ -118,11 +118,11 @@ class WeightFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return list(self._where)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, or ``None`` where there is no such tensor."""
+        """Return the shape of a tensor, or ``None`` if there is no such tensor."""
         if name not in self._where:
             return None
         return tuple(self._open(self._where[name]).get_slice(name).get_shape())
@@ -133,7 +133,7 @@ class WeightFiles:
         return (DTYPES[kind],) if kind in DTYPES else ()
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Read one tensor."""
         from safetensors import SafetensorError
 
         try:
@@ -156,7 +156,7 @@ class WeightFiles:
         return self._states[path]
 
 
-# By their names in the safetensors format.
+# Keys are the names in the safetensors format.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -164,14 +164,14 @@ DTYPES = {
     "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_IN_PLACE = ("F64", "F32", "F16", "BF16")  # what may be read where it lies
+_IN_PLACE = ("F64", "F32", "F16", "BF16")  # dtypes that can be read in place
 
 
 def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileState]:
-    """Where the floating-point tensors of a safetensors file lie, which was opened as one before;
-    and what the file is.
+    """Read where the floating-point tensors of a safetensors file lie, and the file's identity.
 
-    A length of 8 bytes, so many bytes of JSON, then the tensors' bytes, from which offsets count.
+    The format: 8 bytes with the header's length, the header as JSON, then the tensors' bytes, to
+    which offsets are relative.  The file was opened as safetensors before, so it is valid.
     """
     with file.open("rb") as stream:
         state = state_of(stream.fileno())
@@ -187,16 +187,18 @@ def _header(file: Path) -> tuple[dict[str, tuple[torch.dtype, FileRun]], FileSta
 
 
 def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
-    """By parameter index, the tensor in the files that holds it; checked before anything moves.
-    ``model``: that of ``parts``, or a part of it.
+    """Return the name in the files of each parameter's tensor, by parameter index.
 
-    A tied parameter may stand under any of its names, with or without a leading module.  What
-    transformers leaves out of files for this model (tables that are computed) may be missing, and
-    so may adapters.
+    Nothing is loaded.  A tied parameter may have any of its names, with or without the base model's
+    prefix.  Tensors that transformers does not save for this model (computed tables) may be
+    missing, and so may adapters.
+
+    Args:
+        model: the model of ``parts``, or a part of it.
 
     Raises:
-        ValueError: a parameter without a tensor, or one of another shape, or whose values are the
-            codes of a quantised weight.
+        ValueError: a parameter has no tensor, or one of another shape, or one that holds the codes
+            of a quantised weight.
     """
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
@@ -237,7 +239,7 @@ def match_files(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[
 
 
 def _no_weight(dtypes: Collection[torch.dtype], wanted: torch.dtype) -> str | None:
-    """Say why tensors of ``dtypes`` are not the values of a parameter of dtype ``wanted``."""
+    """Return why tensors of ``dtypes`` are not the values of a parameter of dtype ``wanted``."""
     for dtype in dtypes:
         number = dtype.is_floating_point or dtype.is_complex
         if not number or (dtype.itemsize == 1 and wanted.itemsize > 1):
@@ -249,10 +251,10 @@ def _no_weight(dtypes: Collection[torch.dtype], wanted: torch.dtype) -> str | No
 
 
 def read_float(files: TensorFiles, name: str) -> torch.Tensor:
-    """A tensor of weights.
+    """Read a tensor of weights.
 
     Raises:
-        ValueError: it has whole numbers, as quantised weights do.
+        ValueError: it holds integers, as quantised weights do.
     """
     value = files.read(name)
     if not (value.is_floating_point() or value.is_complex()):

@@ -102,11 +102,12 @@ def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def weight_difference(model: nn.Module, path: Path) -> float:
-    """How far a model's weights are from those in a safetensors file, relative to their size:
-    root of the summed squares of differences over that of weights.
+    """Return the relative difference of a model's weights from those in a safetensors file.
 
-    A largest difference would say little: where a gradient is zero but for rounding (the bias of
-    attention keys), AdamW makes full steps in the direction of the noise.
+    This is the root of the summed squared differences over that of the squared weights.
+
+    The largest difference would say little: where a gradient is zero except for rounding (the bias
+    of attention keys), AdamW makes full steps in the direction of the noise.
     """
     from safetensors import safe_open
 

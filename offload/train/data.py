@@ -40,7 +40,7 @@ def standard_library() -> Path:
 
 
 def _files(source: Path, suffixes: Sequence[str]) -> tuple[list[Path], int]:
-    """Files to read, in a fixed order, and how many others lie beside them."""
+    """Return the files to read, in a fixed order, and the number of other files there."""
     if source.is_file():
         return [source], 0
     if not source.is_dir():

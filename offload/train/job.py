@@ -131,19 +131,19 @@ class Job:
 
 
 class Watch(Protocol):
-    """Who is told what happens; the command line shows it."""
+    """Receives the events of a job; the command line shows them."""
 
     def note(self, text: str) -> None:
-        """A line worth reading."""
+        """Show a message."""
 
     def begin(self, title: str, steps: int) -> None:
-        """Training starts."""
+        """Show that training starts."""
 
     def step(self, record: StepRecord, memory: Mapping[str, MemoryStats]) -> None:
-        """A step is done; ``memory`` by tier, empty for a run without the engine."""
+        """Show a finished step; ``memory`` by tier, empty for a run without the engine."""
 
     def end(self) -> None:
-        """Training is over, well or not."""
+        """Show that training has ended, with or without an error."""
 
 
 def run(job: Job, watch: Watch) -> Report | None:
@@ -337,16 +337,16 @@ def _train_offloaded(
 def _offloaded(
     job: Job, source: ModelSource, model: nn.Module, progress: Progress, ranks: Ranks
 ) -> OffloadedOptimizer:
-    """The model wrapped anew, or as the last commit of a store has it."""
+    """Wrap the model, or resume it from the last commit of a store."""
     plain = torch.optim.AdamW(model.parameters(), lr=job.rate_for(source))
     options = {**job.offload, "accumulate": job.accumulate}
     if options.get("activations") in (None, "auto") and not ranks.several:
-        # So that not even the first step is over the budgets.
+        # With this, even the first step is within the budgets.
         options.setdefault("tokens", job.batch * job.seq)
     weights = source.folder
     if ranks.several:
         options.update(precision=None, device=ranks.device(options.get("device")))
-        weights = None if job.spread == "ddp" else weights  # it has them by now
+        weights = None if job.spread == "ddp" else weights  # already loaded
     if job.resume or (options.get("nvme") is not None and options.get("durable", True)):
         options["extra"] = progress.as_extra
     if not job.resume:

@@ -45,16 +45,16 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long and in what portions to train.
+    """Length and portions of training.
 
     Attributes:
         steps: optimizer steps.
         accumulate: micro-batches per step.
-        device: where batches go.
+        device: the device for batches.
         warmup: steps over which the learning rate rises to its value.
-        scaled: scale the loss (fp16), and leave out steps whose gradients overflow.
+        scaled: scale the loss (fp16), and skip steps whose gradients overflow.
         clip: largest global gradient norm, for optimizers that do not clip themselves.
-        ranks: those that train together.
+        ranks: the ranks that train together.
     """
 
     steps: int

@@ -96,7 +96,7 @@ def write_model(
 
 
 def write_traces(optimizer: OffloadedOptimizer, out: Path) -> tuple[float | None, Trace]:
-    """Write the trace of a run, and that of its plan beside it.
+    """Write the trace of a run and that of its plan.
 
     Returns:
         The seconds that the plan has for a step, ``None`` if it has none; and the run's trace.
@@ -104,7 +104,7 @@ def write_traces(optimizer: OffloadedOptimizer, out: Path) -> tuple[float | None
     optimizer.trace(out / TRACE)
     trace = load_trace(out / TRACE)
     again = replay(optimizer.plan, trace)
-    (out / PLANNED).unlink(missing_ok=True)  # of a run before
+    (out / PLANNED).unlink(missing_ok=True)  # from an earlier run
     if again is None:
         return None, trace
     save_trace(again.trace, out / PLANNED)

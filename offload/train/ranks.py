@@ -1,4 +1,4 @@
-"""The ranks that a job runs on: those that torchrun has started, else one."""
+"""The ranks that a job runs on: as started by torchrun, else one."""
 
 from __future__ import annotations
 

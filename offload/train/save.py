@@ -47,8 +47,10 @@ def save_weights(model: nn.Module, path: Path) -> int:
 
 
 def read_along(model: nn.Module) -> None:
-    """For the ranks that do not write, while one does ``save_weights`` of a sharded model: it needs
-    their rows of one parameter after the other."""
+    """Take part in ``save_weights`` of a sharded model on ranks that do not write.
+
+    The writing rank needs their rows, one parameter after the other.
+    """
     for p in model.parameters():
         if hasattr(p, "full_tensor"):
             p.full_tensor()

@@ -1,5 +1,4 @@
-"""What is known of a run only once it runs: what autograd keeps of each unit, and what had best be
-computed again because of it."""
+"""Choice of the units to recompute, made while training runs from what autograd keeps of each."""
 
 from __future__ import annotations
 
@@ -21,33 +20,37 @@ from .recompute import Recompute
 
 log = logging.getLogger("overspill")
 
-_LATER = 2  # steps: the first is slower than those that follow
-_MOST_LOOKS = 4  # at a choice for one load, as long as it changes
-_MORE = 1.1  # so much more that is kept is another load
+_LATER = 2  # steps until a review: the first one is slower than the others
+_MOST_LOOKS = 4  # reviews of the choice for one load, as long as it changes
+_MORE = 1.1  # if so much more is kept, it is another load
 
 
 class ActivationTuner:
-    """``saved_offloader`` takes what autograd saves, if it may leave; ``recompute`` has units
-    computed again: under ``activations="auto"`` those that are chosen here."""
+    """The choice of units to recompute, adapted to the load under ``activations="auto"``.
+
+    Attributes:
+        saved_offloader: offloads what autograd saves, or ``None``.
+        recompute: recomputes units, those chosen here or by the plan.
+    """
 
     def __init__(self, runtime: Runtime, model: nn.Module, backward: Backward) -> None:
         accelerator, policy = runtime.accelerator, runtime.config.activations
         self._blueprint, self._trace = runtime.blueprint, runtime.trace
         self._memory, self._ledger = runtime.memory, runtime.ledger
-        # Whether who runs a forward waits for what it computes, so that its time is known.
+        # Whether forwards run synchronously, so that their time is known.
         self._waits = accelerator.stream() is None
         self._saved_bytes: list[int] = []
-        self._forwards: list[UnitForward] = []  # of the last forwards, where their time is known
+        self._forwards: list[UnitForward] = []  # the last ones, if their time is known
         self._bursts: dict[tuple[int, int], tuple[Burst, ...]] = {}  # by FLOPs and bytes of a unit
-        self._stale = False  # what was chosen was chosen for another load
-        self._grown = 1.0  # so much larger is that one, where units are computed again
-        self._supposed = 0  # choices made with sizes of units that nothing has measured
-        self._again = 0  # steps until the choice is looked at again, as units of it were measured
-        self._looks = 0  # that are left for this load
-        self._unwatched = False  # and that one is not known by unit
-        self._since = 0  # the step that was the last before the present choice
-        self._steps = 0  # under it
-        # Of a micro-step: seconds of compute, and by unit the forwards computed again within it.
+        self._stale = False  # the choice was made for another load
+        self._grown = 1.0  # factor by which that load is larger, if units are recomputed
+        self._supposed = 0  # choices made with unmeasured sizes of units
+        self._again = 0  # steps until the choice is reviewed, with measurements of its units
+        self._looks = 0  # reviews left for this load
+        self._unwatched = False  # the load has changed, and is not known by unit
+        self._since = 0  # the last step before the current choice
+        self._steps = 0  # steps under the current choice
+        # Per micro-step: seconds of compute, and by unit the number of recomputed forwards.
         self._took: tuple[float, dict[int, float]] = 0.0, {}
         self.saved_offloader = make_stash(runtime.executor, accelerator, model, backward)
         self.recompute = Recompute(
@@ -58,7 +61,7 @@ class ActivationTuner:
             backward.when_begun(self._backward_begins)
 
     def _backward_begins(self) -> None:
-        """All that autograd keeps of a micro-step is there."""
+        """Record what autograd keeps of a micro-step, which is complete when backward begins."""
         assert self.saved_offloader is not None
         sizes, grown = self.saved_offloader.unit_bytes(), self.recompute.grown
         self._forwards = self.saved_offloader.forwards() if self._waits else []
@@ -70,8 +73,11 @@ class ActivationTuner:
             self._grown, self._stale = grown, True
 
     def _whole(self, sizes: list[int]) -> list[int]:
-        """What units keep, also those that are computed again: as the largest that is like them and
-        is not, or as it was planned; what they kept all the same is the least."""
+        """Return what each unit keeps if it is not recomputed.
+
+        For a recomputed unit this is what the largest similar unit keeps that is not recomputed, or
+        else the planned size. It is at least what the unit has kept all the same.
+        """
         planned, again = self._blueprint.needs.saved_bytes, self.recompute.units
         if not again or planned is None:
             return sizes
@@ -87,7 +93,7 @@ class ActivationTuner:
         ]
 
     def stepped(self) -> None:
-        """A step has ended: a better choice, if the load is another one."""
+        """Choose again after a step, if the load has changed or a review is due."""
         self._steps += 1
         self.recompute.stepped()
         self._leave_workspace()
@@ -104,21 +110,25 @@ class ActivationTuner:
             changed = self._choose()
             if supposed and changed and self._supposed < _MOST_LOOKS:
                 self._supposed += 1
-                self.recompute.watch()  # units that are kept from now on are measured
+                self.recompute.watch()  # to measure units that are not recomputed any more
             self._looks = _MOST_LOOKS if self._stale else self._looks - 1
             self._again = _LATER if self._looks and (changed or self._stale) else 0
             self._stale = False
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """The units that are computed again, and what a step was taken to cost when they were
-        chosen; ``None``: nothing is known of the load."""
+        """Return the recomputed units, and the cost of a step that this choice is based on.
+
+        ``None``: nothing is known of the load.
+        """
         if not sum(self._saved_bytes) or (costs := self._costs()) is None:
             return None
         return self.recompute.units, costs
 
     def _leave_workspace(self) -> None:
-        """Under ``device_memory="auto"``, less may stay where running units need more than was left
-        free."""
+        """Reduce the room for activations if running units need more workspace than was left free.
+
+        Applies to ``device_memory="auto"`` only.
+        """
         budgets, saved_offloader = self._blueprint.budgets, self.saved_offloader
         auto = self._blueprint.config.device_memory == "auto"
         if (
@@ -134,14 +144,14 @@ class ActivationTuner:
             saved_offloader.room_bytes = max(0, self._blueprint.layout.saved.compute - over)
 
     def _choose(self) -> bool:
-        """Whether other units than before are computed again now."""
+        """Choose the units to recompute, and return whether the choice has changed."""
         recompute, kept = self.recompute, sum(self._saved_bytes)
         layout, needs = self._blueprint.layout, self._blueprint.needs
         assert self.saved_offloader is not None
         room = self.saved_offloader.room_bytes
         units = frozenset[int]()
         if kept > room and (costs := self._costs()) is not None:
-            may = recompute.known(needs.recomputable)  # what was found out since counts too
+            may = recompute.known(needs.recomputable)  # includes what was found while running
             units = recomputing(layout, costs, replace(needs, recomputable=may), recompute.units)
         recompute.watching = False
         recompute.keeps_below = min(1.0, room / max(kept, 1)) if units else 0.0
@@ -158,7 +168,7 @@ class ActivationTuner:
         return changed
 
     def _costs(self) -> Costs | None:
-        """What a step takes, as far as it is known."""
+        """Return the cost of a step, as far as it is known."""
         layout, rates = self._blueprint.layout, self._blueprint.config.rates
         if rates is None:
             return None
@@ -175,8 +185,11 @@ class ActivationTuner:
         return costs.keeping(self._saved_bytes, known, self._when_saved())
 
     def _when_saved(self) -> dict[int, tuple[Burst, ...]]:
-        """By unit, when it saves what is kept of it.  Like units do as the last of them that was
-        not computed again: the first one of a process is slower."""
+        """Return when each unit saves what is kept of it.
+
+        Units of one shape save at the same times. The last measurement of one that was not
+        recomputed is used, because the first one of a process is slower.
+        """
         shapes = {
             u.index: (u.flops, nbytes)
             for u, nbytes in zip(self._blueprint.layout.units, self._saved_bytes, strict=True)
@@ -190,8 +203,11 @@ class ActivationTuner:
         return {u: self._bursts[shape] for u, shape in shapes.items() if shape in self._bursts}
 
     def _compute(self) -> tuple[float, dict[int, float]]:
-        """What a micro-step computes, as it was under the present choice, or before there was a
-        step of it under the one before."""
+        """Return the compute time of a micro-step, and its recomputed forwards by unit.
+
+        They were measured under the current choice, or, before its first step, under the previous
+        one.
+        """
         micro_steps = self._blueprint.config.accumulate
         profile = Profile.from_trace(self._trace, micro_steps, after=self._since)
         if profile.compute_s:

@@ -1,7 +1,6 @@
-"""What autograd saves and may leave: told to the machine, and handed back when backward asks.
+"""Offloading of storages that autograd saves, until backward unpacks them.
 
-Whole storages move, so that what several tensors share moves once.  A graph holds a handle for each
-saved tensor; with its last handle a storage is of no more use, whether a backward has run or not.
+See Note [Offloading of saved tensors].
 """
 
 from __future__ import annotations
@@ -30,15 +29,36 @@ from .untracked_activations import UntrackedActivations, UntrackedStep
 
 log = logging.getLogger("overspill")
 
-LEAST_SHARE = 4  # a storage of which less than such a part was saved stays
-TELL_SHARE = 16  # of the room, after which what was saved is told amid a unit
-NOWHERE = -1  # saved in no unit
+# Note [Offloading of saved tensors]
+# Whole storages move, so that memory that several saved tensors share moves once. A graph holds a
+# ``SavedHandle`` for each saved tensor, with shape and strides. All handles over one storage hold
+# its ``SharedStorage``. When the last handle is freed, whether a backward has run or not,
+# ``SharedStorage.end`` drops the storage from the residency machine. The end is a weak reference
+# with a callback in C, because Python code there could lose a signal.
+#
+# A storage can leave only if autograd has saved at least ``1 / LEAST_SHARE`` of its bytes:
+# otherwise other code probably keeps it, and offloading it would free nothing. Small storages,
+# parameters, buffers and memory of the engine stay.
+#
+# Saves are reported to the residency machine in chunks, at the end of a unit, and when the stream
+# changes, each time with one event for all of them. Above the room that is left for activations,
+# the forward waits for offloads. If no tier has room, storages stay and a warning says so, unless
+# the policy names a tier: then it is an error.
+#
+# A storage is packed as a known one only if its version is unchanged. Once it was reported, it may
+# have been copied already, so its version counter must be the same object as well: views made by
+# ``unsafe_chunk`` count their versions separately. ``unpack`` compares versions as torch does.
+
+
+LEAST_SHARE = 4  # a storage stays if autograd saved a smaller part of it
+TELL_SHARE = 16  # part of the room, after which saves are reported within a unit
+NOWHERE = -1  # the unit of what is saved outside of all units
 MORE_OVER = 1.1  # warn again only if the excess over the budget has grown by this factor
-MOST_FORWARDS = 10_000  # of units that are remembered: more without a backward are no step
+MOST_FORWARDS = 10_000  # units remembered; more without a backward is not a step
 
 
 class SharedStorage:
-    """A storage as all handles over it hold it; with the last of them it comes to its end."""
+    """A storage that autograd saved, shared by all handles over it."""
 
     __slots__ = (
         "__weakref__", "counted_by", "covered", "end", "saved", "unit", "version"
@@ -46,17 +66,17 @@ class SharedStorage:
 
     def __init__(self, store: SavedStore, saved: OffloadedStorage, t: torch.Tensor) -> None:
         self.unit, self.saved = NOWHERE - 1, saved
-        self.covered = 0  # bytes of what was saved of it
+        self.covered = 0  # total bytes of the tensors saved over it
         self.version = torch_private.version_of(t)
         self.counted_by = weakref.ref(torch_private.counted_by(t))
-        watch = torch_private.StorageWatch(t.untyped_storage())  # its end is Python code
+        watch = torch_private.StorageWatch(t.untyped_storage())  # its end runs Python code
         self.end = store.watch(self, saved.number, watch)
 
     def has(self, t: torch.Tensor) -> bool:
-        """Whether what is kept of it is, or will be, what ``t`` is now.
+        """Return whether the kept bytes are, or will be, the contents of ``t`` now.
 
-        What the machine was told of may have been copied: parts that count their versions apart,
-        as those of ``unsafe_chunk``, may have changed since with none of this tensor's.
+        Once the storage was reported, its bytes may have been copied. Then the version counter must
+        be the same one too.
         """
         if self.expired or self.version != torch_private.version_of(t):
             return False
@@ -64,12 +84,12 @@ class SharedStorage:
 
     @property
     def leaves(self) -> bool:
-        """Whether so much of it was saved that nobody else may be thought to hold it for long."""
+        """Whether so much of it was saved that other code is unlikely to keep it for long."""
         return self.covered * LEAST_SHARE >= self.saved.nbytes
 
     @property
     def expired(self) -> bool:
-        """Whether nobody has the storage itself any more."""
+        """Whether the storage itself is no longer referenced."""
         watch = self.end.beside
         assert isinstance(watch, torch_private.StorageWatch)
         return watch.expired
@@ -82,7 +102,7 @@ def _living(
 
 
 class SavedHandle:
-    """One saved tensor: where it lies in its storage, and the version that it must still have."""
+    """One saved tensor: its place in its storage, and the version that it must still have."""
 
     __slots__ = ("counter", "dtype", "offset", "shape", "shared", "stride", "version")
 
@@ -93,16 +113,16 @@ class SavedHandle:
 
 
 class SavedTensorOffloader:
-    """Takes what autograd saves; one engine's."""
+    """The pack and unpack functions of one engine, for saved tensors that are not weights."""
 
     def __init__(
         self, executor: Executor, accelerator: Accelerator, stays: Iterable[torch.Tensor]
     ) -> None:
-        """``stays``: tensors whose storages never leave."""
+        """Set up; ``stays``: tensors whose storages are never offloaded."""
         self._executor, self._accelerator, self._store = executor, accelerator, executor.saved
         self._device, self._policy = accelerator.device, executor.layout.saved.policy
-        self.room_bytes = executor.layout.saved.compute  # that may stay where they are
-        self._stays = {  # while they live: another may come to lie where one was
+        self.room_bytes = executor.layout.saved.compute  # that may stay with compute
+        self._stays = {  # while they live: their keys may be reused later
             torch_private.storage_key(t): torch_private.StorageWatch(t.untyped_storage())
             for t in stays
             if torch_private.has_memory(t)
@@ -121,18 +141,21 @@ class SavedTensorOffloader:
         self._stream: object = None
         self._unit = NOWHERE
         self._forwards: deque[UnitForward] = deque(maxlen=MOST_FORWARDS)
-        self._begins = False  # the last of them has yet to wait for what it needs
-        self._refused_bytes = 0  # that were saved when there was no room for more
+        self._begins = False  # the last one still waits for what it needs
+        # Bytes saved when no tier had room for more.
+        self._refused_bytes = 0
         self._told_refusal = False
-        self._told_over_bytes = 0  # by which a step passed its room, when that was last told
+        # The excess over the room that was last reported.
+        self._told_over_bytes = 0
         self._chunk = max(LEAST_BYTES, self.room_bytes // TELL_SHARE)
-        # Memory that came back, and that compute is yet to pass: by event, and since the last one.
+        # Memory that came back and that compute has not passed yet: by event, and since the last
+        # one.
         self._behind: deque[tuple[Event, int]] = deque()
         self._since_bytes = 0
         self.resting = UntrackedActivations()
 
     def rest_for(self, t: torch.Tensor) -> UntrackedStep | None:
-        """What to hold with ``t``, which stays as it is; ``None``: it is to be looked at."""
+        """Return what to hold with ``t`` if it stays without being tracked, else ``None``."""
         if self.resting.rest is None:
             return None
         rest = self.resting.take(t.nbytes)
@@ -143,13 +166,13 @@ class SavedTensorOffloader:
 
     @property
     def _room_bytes(self) -> int:
-        """That what is looked at may have."""
+        """The room for tracked activations."""
         return self.room_bytes - self.resting.aside_bytes
 
     # -- out ------------------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> SavedHandle | None:
-        """What to keep instead of ``t``; ``None``: it stays as it is."""
+        """Return what autograd keeps instead of ``t``; ``None``: ``t`` stays as it is."""
         self.resting.passed_bytes += t.nbytes
         storage = self._storage_of(t)
         if storage is None:
@@ -167,7 +190,8 @@ class SavedTensorOffloader:
             if shared.leaves and not left:
                 shared.end.counted = shared.saved.nbytes
                 self._count(shared.saved.nbytes)
-            if shared.leaves and shared.unit != self._unit:  # what is saved again is needed sooner
+            # A storage that is saved again is needed sooner in backward.
+            if shared.leaves and shared.unit != self._unit:
                 shared.unit = self._unit
                 self._untold.append(weakref.ref(shared))
         handle = SavedHandle(shared, t, torch_private.version_counter(t))
@@ -175,17 +199,17 @@ class SavedTensorOffloader:
         return handle
 
     def _count(self, nbytes: int) -> None:
-        """A storage of so many bytes may leave from now on."""
+        """Count a storage that may leave from now on."""
         self._bytes += nbytes
         self._largest = max(self._largest, nbytes)
         self._untold_bytes += nbytes
         if not torch_private.in_backward():
-            self._unit_bytes[self._unit] += nbytes  # in no unit: the last
+            self._unit_bytes[self._unit] += nbytes  # outside of units: the last entry
             if self._forwards and len(self._forwards[-1].saves) < MOST_FORWARDS:
                 self._forwards[-1].saves.append((time.perf_counter_ns(), nbytes))
 
     def _storage_of(self, t: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage of a tensor that may leave."""
+        """Return the storage of a tensor if it may be offloaded."""
         if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.device != self._device:
             return None
         if t.is_conj() or t.is_neg() or t.is_quantized or t.is_inference():
@@ -202,20 +226,20 @@ class SavedTensorOffloader:
         return storage
 
     def enter(self, unit: int) -> None:
-        """From now on ``unit`` runs, or none does."""
+        """Record that ``unit`` runs from now on, or none, and report what the last one saved."""
         if self.resting.rest is not None:
             self._unit = unit
         elif unit != self._unit:
             self._ran(unit)
             self._settle()
-            if unit == NOWHERE:  # what the last one saved is needed at once
+            if unit == NOWHERE:  # backward needs what the last one saved at once
                 self.tell()
             elif self._bytes:  # else nothing could leave
                 self._tell(self._take() if self._untold else [], unit)
 
     def computes(self) -> None:
-        """All that the unit had to wait for is there."""
-        if self._begins and self._forwards:  # not again, where a unit runs several times in a row
+        """Record that the unit has waited for all that it needs, so its compute begins."""
+        if self._begins and self._forwards:  # only once if a unit runs several times in a row
             last = self._forwards[-1]
             self._forwards[-1] = last._replace(began_ns=time.perf_counter_ns())
         self._begins = False
@@ -227,7 +251,7 @@ class SavedTensorOffloader:
             self._forwards.append(UnitForward(unit, time.perf_counter_ns(), []))
 
     def _look(self) -> None:
-        """Tells of what was saved, if it is much; waits, if it is too much."""
+        """Report saves if they are many, and wait for offloads if they exceed the room."""
         stream = self._accelerator.stream()
         if stream != self._stream:
             self._stream = stream
@@ -241,7 +265,7 @@ class SavedTensorOffloader:
             self.tell()
 
     def _settle(self) -> None:
-        """Counts what has come to its end."""
+        """Stop counting storages whose last handle was freed."""
         while self._store.ended:
             with self._lock:
                 try:
@@ -251,7 +275,7 @@ class SavedTensorOffloader:
         self._refused_bytes = min(self._refused_bytes, self._bytes)
 
     def _take(self) -> list[SharedStorage]:
-        """What nobody was told of; whoever has it keeps it from its end until he has told."""
+        """Return what was not reported yet; holding it defers its end until it is reported."""
         with self._lock:
             untold, self._untold, self._untold_bytes = self._untold, [], 0
         return [shared for each in untold if (shared := each()) is not None]
@@ -266,7 +290,7 @@ class SavedTensorOffloader:
         )
 
     def tell(self) -> None:
-        """Tells the machine of what was saved since it was told."""
+        """Report what was saved since the last report to the machine."""
         if self._untold and (untold := self._take()):
             self._tell(untold)
 
@@ -294,8 +318,10 @@ class SavedTensorOffloader:
             self._refused_bytes = self._bytes
 
     def _tell_over(self) -> None:
-        """Warn if a step kept more activations at compute than its budget, with the step's peak;
-        once, and again only if the excess has grown."""
+        """Warn if a step kept more activations at compute than its budget, with the step's peak.
+
+        Warn once, and again only if the excess has grown.
+        """
         most, room = self._store.most_here_bytes, self.room_bytes
         self._store.most_here_bytes = 0
         # Saves are reported in chunks, so an excess of one chunk is normal.
@@ -312,7 +338,7 @@ class SavedTensorOffloader:
     # -- back -----------------------------------------------------------------------------------
 
     def turn(self, backward: bool) -> None:
-        """A backward begins, or has ended."""
+        """Report what was saved, and tell the machine that a backward begins or has ended."""
         if not self._executor.health.ended:
             self.tell()
             self._ran(NOWHERE)
@@ -326,24 +352,24 @@ class SavedTensorOffloader:
             self._behind.clear()
             self._since_bytes = 0
             if not backward:
-                if self.resting.rest is None:  # else they are as they were
+                if self.resting.rest is None:  # else they are unchanged
                     self._unit_bytes = [0] * len(self._unit_bytes)
                 self._forwards.clear()
                 with self._lock:
                     self._known = _living(self._known)
-                    self._bytes = self._store.counted_bytes  # interrupts may have lost some
+                    self._bytes = self._store.counted_bytes  # interrupts may have lost some ends
 
     def unit_bytes(self) -> list[int]:
-        """By unit, what was saved in forwards since the last backward."""
+        """Return the bytes that each unit saved in forwards since the last backward."""
         return list(self._unit_bytes)
 
     def forwards(self) -> list[UnitForward]:
-        """When units ran in forwards since the last backward, and what was saved then."""
+        """Return when units ran in forwards since the last backward, and what was saved then."""
         return list(self._forwards)
 
     @torch_private.without_grad
     def unpack(self, handle: SavedHandle) -> torch.Tensor:
-        """The tensor again."""
+        """Return the saved tensor, and fetch its storage if it was offloaded."""
         version = torch_private.version_of(handle.counter)
         if version != handle.version:
             raise RuntimeError(
@@ -369,9 +395,11 @@ class SavedTensorOffloader:
         raise AssertionError("tries do not end")
 
     def _keep_up(self) -> None:
-        """More is about to come back.  What compute is yet to pass of what came before is memory
-        that nothing else gets, and a device may be far behind: it is waited for, but for so much
-        as the largest storage."""
+        """Wait for compute to pass most storages that came back, before another one comes.
+
+        Memory that compute has yet to pass cannot be reused, and a device may be far behind.
+        Storages up to the size of the largest one are not waited for.
+        """
         if self._since_bytes:
             self._behind.append((self._accelerator.record(), self._since_bytes))
             self._since_bytes = 0
@@ -382,7 +410,7 @@ class SavedTensorOffloader:
             behind -= nbytes
 
     def _tries(self, saved: OffloadedStorage) -> Iterator[torch.Tensor | None]:
-        # Between the grant and this look it may have left again.
+        # It may have been offloaded again between the grant and this read.
         while True:
             yield saved.memory
 
@@ -390,7 +418,7 @@ class SavedTensorOffloader:
 def make_stash(
     executor: Executor, accelerator: Accelerator, model: nn.Module, backward: Backward
 ) -> SavedTensorOffloader | None:
-    """One for a model, told of its backwards; ``None``: what is saved stays as it is."""
+    """Return the offloader that follows a model's backwards, or ``None`` if nothing may leave."""
     if executor.layout.saved.policy == "keep":
         return None
     saved_offloader = SavedTensorOffloader(

@@ -1,4 +1,4 @@
-"""Which units a backward pass has open, and when a backward pass is over."""
+"""The units that a backward pass has open, and the start and end of backward passes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .onloaded_units import OnloadedUnits
 
 
 class Backward:
-    """Keeps one unit open at a time; tells of the first graph task's begin and the last one's end.
+    """The state of backward passes: their graph tasks, and the unit that is open, one at a time.
 
-    With reentrant checkpointing, graph tasks nest: the pass is over when none is open any more.
+    With reentrant checkpointing, graph tasks nest: the pass has ended when none is open any more.
     """
 
     def __init__(self, onloaded_units: OnloadedUnits, trace: Trace) -> None:
@@ -24,20 +24,22 @@ class Backward:
         self._left: list[Callable[[int], None]] = []
 
     def when_begun(self, told: Callable[[], None]) -> None:
-        """``told`` is called when the first graph task has begun: what was changed by then in
-        weights is told to the graphs."""
+        """Call ``told`` when the first graph task has begun.
+
+        Graphs still notice changes to weights that ``told`` makes.
+        """
         self._begun.append(told)
 
     def when_over(self, told: Callable[[], None]) -> None:
-        """``told`` is called when the last open graph task has ended."""
+        """Call ``told`` when the last open graph task has ended."""
         self._over.append(told)
 
     def when_left(self, told: Callable[[int], None]) -> None:
-        """``told`` is called with each unit that backward has let go to go on with another."""
+        """Call ``told`` with each unit that backward has released to go on with another one."""
         self._left.append(told)
 
     def opened(self) -> None:
-        """A graph task is running: makes sure to hear of its end."""
+        """Record that a graph task is running, and ask autograd to report its end."""
         task = torch_private.current_graph_task()
         if not self._trace.computing:
             self._trace.compute_resume("backward")
@@ -53,8 +55,10 @@ class Backward:
             self._finish()
 
     def enter(self, unit: int) -> None:
-        """Backward has come to ``unit``; the ones before it are let go, but not one that this one
-        comes with."""
+        """Onload ``unit``, which backward has reached, and release the units before it.
+
+        Nothing changes if a unit is open that ``unit`` is onloaded with.
+        """
         self.opened()
         if any(unit in self._onloaded_units.groups[each] for each in self._units):
             return
@@ -63,12 +67,14 @@ class Backward:
         self._units.append(unit)
 
     def recomputes(self, unit: int) -> None:
-        """A checkpoint is about to run the forward of ``unit`` again: the others are let go, else
-        more of them would be open than a forward or a backward needs."""
+        """Release the other units before a checkpoint runs the forward of ``unit`` again.
+
+        Otherwise more of them would be open than a forward or a backward needs.
+        """
         self._let_go(but=unit)
 
     def leave(self, unit: int) -> None:
-        """All gradients of ``unit`` are there: its weights are of no more use."""
+        """Release ``unit``, whose gradients are all there: backward needs its weights no longer."""
         if unit in self._units:
             self._units.remove(unit)
             self._onloaded_units.leave(unit, visible=False)
@@ -85,7 +91,7 @@ class Backward:
         _tell(self._over)
 
     def abandon(self) -> None:
-        """An exception ended the last backward without a word."""
+        """Finish a backward that an exception ended without a callback."""
         if self._tasks or self._units:
             self._tasks.clear()
             self._finish()

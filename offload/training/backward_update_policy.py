@@ -1,4 +1,4 @@
-"""Updates while backward runs: which units may be updated then, and what nobody may do after."""
+"""Updates during backward: which units may be updated then, and which operations they rule out."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from .update_waiter import UpdateWaiter
 
 
 class Seals(Protocol):
-    """Who is told that the state after the last step is about to be left behind."""
+    """The commits, as far as a step needs them: ``seal`` is called before weights change."""
 
     def seal(self) -> None: ...
 
 
-Runs = AbstractContextManager[bool]  # a lock, which is held as long as a block runs
+Runs = AbstractContextManager[bool]  # a lock, held while a block runs
 
 
 class Declared:
-    """A block.  C lets its lock go, so that no interrupt leaves it declared for good, and no
-    collected frame ends it late."""
+    """A context manager that holds a lock.
+
+    Its ``__exit__`` is the lock's own, in C: no interrupt leaves the declaration in force for good,
+    and no generator that is garbage-collected ends it late.
+    """
 
     def __init__(self, check: Callable[[], None], runs: Runs) -> None:
-        """``check`` raises where the block cannot be entered."""
+        """Set up; ``check`` raises if the block cannot be entered."""
         self._check, self._runs = check, runs
 
     def __enter__(self) -> None:
@@ -46,7 +49,7 @@ class Declared:
 
 
 class BackwardUpdatePolicy:
-    """The decisions of ``update="backward"``; in the other modes nothing is early."""
+    """Decisions for ``update="backward"``; in the other modes no unit is updated early."""
 
     def __init__(
         self,
@@ -69,20 +72,22 @@ class BackwardUpdatePolicy:
             resident_guard,
         )
         self._update_waiter, self._commits = update_waiter, commits
-        self._declared: list[tuple[weakref.ref[Any], bool]] = []  # the innermost last
+        self._declared: list[tuple[weakref.ref[Any], bool]] = []  # innermost last
         self._told_of_dropped = self._told_of_drop = False
-        self._consumed: set[int] = set()  # parameters whose gradient an update has used up
+        self._consumed: set[int] = set()  # parameters whose gradient was applied
 
     def may_update(self, unit: int, over: bool) -> bool:
-        """Whether a unit may be updated now, its gradients being gathered; ``over``: no backward
-        runs any more, so that a graph that is still there is in nobody's way."""
+        """Return whether a unit whose gradients are being gathered may be updated now.
+
+        ``over``: no backward runs any more, so that graphs that still exist do not matter.
+        """
         if self._update != "backward" or not self._final():
             return False
-        users = self._onloaded_units.users[unit]  # itself, and those that share its weights
+        users = self._onloaded_units.users[unit]  # itself, and units that share its weights
         return over or not any(self._saved.holds(u) or self._onloaded_units.uses[u] for u in users)
 
     def begin_early(self, unit: int, params: Sequence[int]) -> None:
-        """Backward is about to have a unit updated, whose ``params`` have a gradient."""
+        """Prepare the update of a unit during backward; ``params``: those with a gradient."""
         if self._commits is not None:
             self._commits.seal()
         self._update_waiter.wait_for_updates()
@@ -93,19 +98,19 @@ class BackwardUpdatePolicy:
         self._resident_guard.end_graphs([unit])
 
     def renew(self, index: int) -> None:
-        """Another gradient takes the place of a parameter's."""
+        """Forget that a parameter's gradient was applied: another one takes its place."""
         self._consumed.discard(index)
 
     def drop(self) -> None:
-        """All gradients are dropped."""
+        """Forget which gradients were applied: all gradients are dropped."""
         self._consumed.clear()
 
     def consumed(self, params: Collection[int]) -> bool:
-        """Whether backward has used up the gradient of one of the parameters."""
+        """Return whether backward has already applied the gradient of one of the parameters."""
         return not self._consumed.isdisjoint(params)
 
     def refuse_consumed(self, params: Collection[int]) -> None:
-        """Raises when backward has used up the gradient of one of the parameters."""
+        """Raise if backward has already applied the gradient of one of the parameters."""
         if self.consumed(params):
             raise OffloadError(
                 "update='backward' has applied this gradient already; for several backward() per "
@@ -114,8 +119,10 @@ class BackwardUpdatePolicy:
             )
 
     def refuse_dropped(self, live: Callable[[int], bool]) -> None:
-        """Raises when gradients were dropped that this step's backward has applied already;
-        ``live``: whether the engine holds a parameter's gradient."""
+        """Raise if gradients were dropped that this step's backward has already applied.
+
+        ``live``: whether the engine holds a parameter's gradient.
+        """
         dropped = [
             unit
             for unit in sorted(self._ledger.early)
@@ -133,12 +140,13 @@ class BackwardUpdatePolicy:
         self._told_of_dropped = False
 
     def require_unused(self) -> None:
-        """Raise when gradients are dropped that this step's backward has applied already.
+        """Raise if gradients are about to be dropped that this step's backward has already applied.
 
-        Once in a step: after an exception in backward there may be no other way to go on.
+        Raises only once per step: after an exception in backward there may be no other way to go
+        on.
 
         Raises:
-            OffloadError: they were; nothing has been dropped yet.
+            OffloadError: backward has applied them; nothing was dropped yet.
         """
         if not self._ledger.early:
             self._told_of_drop = False
@@ -155,7 +163,7 @@ class BackwardUpdatePolicy:
             )
 
     def refuse_updated(self, unit: int) -> None:
-        """Raises when a gradient comes for a unit that this step's backward has updated already."""
+        """Raise if a gradient comes for a unit that this step's backward has already updated."""
         if unit in self._ledger.early:
             raise OffloadError(
                 f"update='backward' has updated {self._resident_guard.name_of(unit)!r} already in "
@@ -166,7 +174,7 @@ class BackwardUpdatePolicy:
             )
 
     def declared(self, final: bool) -> Declared:
-        """Inside, every backward is (or is not) the last one of the step."""
+        """Return a context in which every backward is, or is not, the last one of the step."""
 
         def check() -> None:
             if not final and self._update == "backward" and self._config.accumulate == 1:
@@ -178,14 +186,14 @@ class BackwardUpdatePolicy:
         return Declared(check, self.all_final(final))
 
     def all_final(self, final: bool = True) -> Runs:
-        """As ``declared``, for the engine's own use."""
+        """Return the same context as ``declared``, without its check."""
         runs = threading.Lock()
         self._declared = [each for each in self._declared if each[0]() is not None]
         self._declared.append((weakref.ref(runs), final))
         return runs
 
     def _final(self) -> bool:
-        """Whether this backward is the last one of the step: as declared, else by its number."""
+        """Return whether this backward is the last of the step: as declared, else by its number."""
         for runs, final in reversed(self._declared):
             if (lock := runs()) is not None and lock.locked():
                 return bool(final)

@@ -32,15 +32,15 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Conversions:
-    """Make a wrapped model keep its dtype and device when it is converted, until ``remove``."""
+    """A guard that makes a wrapped model keep its dtype and device, until ``remove``."""
 
     def __init__(
         self, model: nn.Module, held: Callable[[nn.Parameter], bool], closed: Callable[[], bool]
     ) -> None:
         """
         Args:
-            held: whether an engine holds a parameter's weights now.
-            closed: whether the weights are gone with the engine.
+            held: returns whether an engine holds a parameter's weights now.
+            closed: returns whether the weights were released with the engine.
         """
         self._held, self._closed = held, closed
         self._modules: list[nn.Module] = []
@@ -56,7 +56,7 @@ class Conversions:
         self._modules.clear()
 
     def keep(self, module: nn.Module, convert: Convert) -> bool:
-        """Whether a module keeps what it has, instead of being converted; then warn."""
+        """Return whether ``module`` is to stay as it is instead of being converted; if so, warn."""
         kinds = dict.fromkeys((p.dtype, p.device) for p in filter(self._held, module.parameters()))
         asked = {kind: _converted(convert, *kind) for kind in kinds}
         changes = [kind for kind in kinds if asked[kind] != kind]
@@ -75,7 +75,10 @@ class Conversions:
 
 
 class Kept:
-    """The ``_apply`` of a wrapped module.  Copies and pickles leave it out: see ``pickling``."""
+    """The ``_apply`` of a wrapped module.
+
+    Copies and pickles of the module leave it out: see ``pickling``.
+    """
 
     def __init__(self, module: nn.Module, conversions: weakref.ref[Conversions]) -> None:
         self._module, self._conversions = weakref.ref(module), conversions
@@ -89,13 +92,13 @@ class Kept:
 
 
 def in_engine(p: nn.Parameter) -> bool:
-    """Whether an engine holds a parameter's weights; not inside ``materialized``."""
+    """Return whether an engine holds a parameter's weights; not so inside ``materialized``."""
     found = managed(p)
     return found is not None and not found.given
 
 
 def holders(model: nn.Module, held: Callable[[nn.Parameter], bool]) -> list[nn.Module]:
-    """The modules with parameters that an engine holds, and those above them."""
+    """Return the modules with parameters that an engine holds, and those above them."""
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if held(p)]
     parts = (name.split(".")[:-1] for name in names)
     above = {".".join(each[:count]) for each in parts for count in range(len(each) + 1)}
@@ -110,7 +113,7 @@ def holders(model: nn.Module, held: Callable[[nn.Parameter], bool]) -> list[nn.M
 def _converted(
     convert: Convert, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.dtype, torch.device]:
-    """What a conversion makes of a tensor; tried on one without elements."""
+    """Return the dtype and device that a conversion gives, tried on an empty tensor."""
     with torch.no_grad():
         found = convert(torch.empty(0, dtype=dtype, device=device))
     return found.dtype, found.device

@@ -50,8 +50,11 @@ class Change(NamedTuple):
 
 
 class EditWatch:
-    """Detects by version counters which parameters were written, by unit: while they are shown, and
-    while they are hidden, through a tensor that was made before and shares the counter."""
+    """Detection of writes to parameters, by version counters and by unit.
+
+    Writes are found while parameters are shown, and while they are hidden, through a tensor that
+    was made before and shares the counter.
+    """
 
     def __init__(
         self, parts: Partition, params: Sequence[Sequence[nn.Parameter]], changing: set[int]
@@ -74,7 +77,7 @@ class EditWatch:
         self._edited: list[str] = []
 
     def _versions(self, unit: int) -> tuple[int, ...]:
-        with torch_private.without_overrides():  # a hidden parameter's class would ask each time
+        with torch_private.without_overrides():  # reading a hidden one would ask its class
             return tuple(map(torch_private.version_of, self._params[unit]))
 
     def _written(self, unit: int, before: tuple[int, ...]) -> list[int]:
@@ -91,7 +94,7 @@ class EditWatch:
                     view.copy_(self._changed[spec.index].weight)
 
     def shown(self, unit: int) -> None:
-        """Note the versions of parameters that were just shown."""
+        """Record the versions of parameters that were just shown."""
         self._seen[unit] = self._versions(unit)
         if self._known:
             self._before[unit] = {
@@ -101,7 +104,7 @@ class EditWatch:
             }
 
     def hidden(self, unit: int) -> None:
-        """Note the versions of parameters that were just hidden."""
+        """Record the versions of parameters that were just hidden."""
         self._hid[unit] = self._versions(unit)
 
     def look_while_shown(self, unit: int, wait: Callable[[], None]) -> None:
@@ -113,7 +116,7 @@ class EditWatch:
         written = self._written(unit, before)
         if written:
             wait()
-            if not torch_private.in_backward():  # a checkpoint's second clamp changes nothing
+            if not torch_private.in_backward():  # a recomputation's clamp changes nothing
                 self._changing.discard(unit)
         for place in written:
             now, then = self._copy(unit, place), self._before[unit].get(place)
@@ -132,20 +135,23 @@ class EditWatch:
 
     @property
     def changed(self) -> Mapping[int, Change]:
-        """Weights that were changed while they showed, and not written yet, by parameter."""
+        """Weights that were changed while shown and are not written yet, by parameter."""
         return self._changed
 
     def may_change(self, unit: int, group: Iterable[int]) -> bool:
-        """Whether a unit that is about to run may change its weights: it has not run before, or it,
-        or one that shares weights (``group``), changed them when it last ran."""
+        """Return whether a unit that is about to run may change its weights.
+
+        It may if it has not run before, or if it, or a unit that shares its weights (``group``),
+        changed them when it last ran.
+        """
         return unit not in self._ran or not self._changing.isdisjoint(group)
 
     def will_run(self, unit: int) -> None:
-        """Note that a unit runs now."""
+        """Record that a unit runs now."""
         self._ran.add(unit)
 
     def any_changed(self, units: Iterable[int]) -> bool:
-        """Whether there are such changes in these units."""
+        """Return whether ``changed`` has weights of these units."""
         return bool(self._changed) and any(
             spec.index in self._changed for unit in units for spec in self._specs[unit]
         )
@@ -156,21 +162,23 @@ class EditWatch:
             del self._changed[index]
 
     def look_while_hidden(self, unit: int) -> None:
-        """Notes what was changed since they were hidden, if they are."""
+        """Record changes made since a unit's parameters were hidden, if they are hidden."""
         if self._hid[unit]:
             self.end_of_hiding(unit)
             self.hidden(unit)
 
     def end_of_hiding(self, unit: int) -> None:
-        """They are about to show: notes what was changed before."""
+        """Record changes made while a unit's parameters were hidden; they are about to be shown."""
         before, self._hid[unit] = self._hid[unit], ()
         self._edited += [self._specs[unit][place].name for place in self._written(unit, before)]
 
     def outdate(self, unit: int, changes: Callable[[int], bool]) -> None:
-        """Weights change, of those parameters that ``changes`` says by their index: graphs that
-        have saved these themselves are told, and that is no edit."""
+        """Make graphs that saved parameters themselves fail in backward; this counts as no edit.
+
+        ``changes`` says by parameter index whether its weights change.
+        """
         seen, hid = bool(self._seen[unit]), bool(self._hid[unit])
-        self._seen[unit] = self._hid[unit] = ()  # an exception in between is none either
+        self._seen[unit] = self._hid[unit] = ()  # no edit, even if an exception follows
         pairs = zip(self._params[unit], self._specs[unit], strict=True)
         torch_private.outdate(p for p, spec in pairs if changes(spec.index))
         if seen:
@@ -179,10 +187,10 @@ class EditWatch:
             self.hidden(unit)
 
     def refuse(self) -> None:
-        """Raises if something was noted.
+        """Raise if a change was recorded that cannot be kept.
 
         Raises:
-            OffloadError: weights were changed by a tensor that was made while they showed.
+            OffloadError: weights were changed by a tensor that was made while they were shown.
         """
         if self._edited:
             names, self._edited = ", ".join(dict.fromkeys(self._edited)), []

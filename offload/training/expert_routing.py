@@ -1,4 +1,4 @@
-"""Which sections of experts compute is about to use, told to the machine that moves them."""
+"""Reports of the expert sections that compute is about to use, to the residency machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .onloaded_units import OnloadedUnits
 
 
 class Choices:
-    """Hears what routers choose; ``remove`` ends that."""
+    """A listener that reports the choices of routers, until ``remove``."""
 
     def __init__(self, model: nn.Module, onloaded_units: OnloadedUnits) -> None:
         self._protocol = onloaded_units.executor.protocol
@@ -26,7 +26,7 @@ class Choices:
 
         def told(holder: nn.Module, now: Collection[int], then: Collection[int] | None) -> None:
             mine = me()
-            if mine is not None and id(holder) in mine._number_of:  # and not a copy's
+            if mine is not None and id(holder) in mine._number_of:  # and not in a copy of the model
                 mine._told(mine._number_of[id(holder)], now, then)
 
         self._announce_to(told)
@@ -45,7 +45,7 @@ class Choices:
         chosen, among, likely = frozenset(experts), list[int](), set[int]()
         for stack in stacks_of(holder).values():
             for section in stack:
-                unit = self._unit_of.get(id(section))  # none of what stays
+                unit = self._unit_of.get(id(section))  # none for resident sections
                 if unit is not None:
                     among.append(unit)
                     if not chosen.isdisjoint(section.experts):
@@ -54,5 +54,5 @@ class Choices:
             self._protocol.chosen(among, likely, now=now)
 
     def remove(self) -> None:
-        """Nobody is told any more."""
+        """Stop reporting choices."""
         self._announce_to(None)

@@ -1,5 +1,4 @@
-"""For who runs a model otherwise than through its modules: tells the engine what their hooks
-would."""
+"""An adapter for code that runs a model without calling its modules, in place of their hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Values = Mapping[int, Callable[[], torch.Tensor]]  # by parameter index
 
 
 class Loads(Protocol):
-    """Who writes weights."""
+    """The interface for writing weights."""
 
     def load_all(self, values: Values) -> None: ...
 
@@ -27,7 +26,7 @@ class Loads(Protocol):
 
 
 class Usable(Protocol):
-    """Who knows whether the engine can be used, and brings units up to date."""
+    """The interface of the checks before use, and of the updates of units."""
 
     def require(self) -> None: ...
 
@@ -37,14 +36,17 @@ class Usable(Protocol):
 
 
 class ExternalForwardAdapter:
-    """One engine's, whose weights all stay; units and parameters are by their index."""
+    """The interface of an engine whose weights are all resident; units and parameters by index."""
 
     def __init__(
         self, ledger: Ledger, hooks: ModuleHooks, loop: Usable, onloaded_units: OnloadedUnits,
         collector: GradientCollector, loads: Loads, while_open: list[Removable],
     ) -> None:  # fmt: skip
-        """``loads`` writes weights; ``while_open``: what ends with the engine, before its machinery
-        does."""
+        """
+        Args:
+            loads: writes weights.
+            while_open: objects to remove when the engine closes, before its machinery stops.
+        """
         self._ledger, self._hooks, self._loop = ledger, hooks, loop
         self._onloaded_units, self._collector, self._loads = onloaded_units, collector, loads
         self._executor, self._while_open = onloaded_units.executor, while_open
@@ -52,29 +54,32 @@ class ExternalForwardAdapter:
         self.device = self.accelerator.device
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins."""
+        """Begin a forward of the whole model."""
         self._hooks.before_root()
 
     def after_forward(self, output: Any) -> None:
-        """It has ended; ``None``: it has raised."""
+        """End a forward of the whole model; ``output`` is ``None`` if it raised."""
         self._hooks.after_root(output)
 
     def catch_up(self, unit: int) -> None:
-        """Weights of a unit are about to be read: their update is over first."""
+        """Wait for the update of a unit whose weights are about to be read."""
         self._loop.require()
         self._loop.catch_up(unit)
 
     def version(self, unit: int) -> int:
-        """How often a unit's weights have changed."""
+        """Return how often a unit's weights have changed."""
         return self._ledger.versions[unit]
 
     def weight(self, index: int) -> torch.Tensor:
-        """Where a weight lies for good."""
+        """Return the resident weights of a parameter."""
         return self._onloaded_units.weight(index)
 
     def copied(self, units: Collection[int], copy: Callable[[], None]) -> None:
-        """Has ``copy`` read the weights of units once the last step has updated them and they have
-        come to the device; the next updates come after that.  Any thread may call it."""
+        """Call ``copy`` to read weights of units, between the last step's update and the next.
+
+        By then the update is finished, and its weights have come to the device. Any thread may call
+        this.
+        """
         places = []
         for unit in units:
             self._executor.engine_port.await_update(unit)
@@ -90,21 +95,23 @@ class ExternalForwardAdapter:
             self._executor.compute.mark(place)
 
     def until_closed(self, what: Removable) -> None:
-        """``what`` ends with the engine."""
+        """Remove ``what`` when the engine closes."""
         self._while_open.append(what)
 
     def appeared(self, index: int) -> None:
-        """A gradient was put, or added, into a parameter's ``grad``."""
+        """Take a gradient that was assigned or added to a parameter's ``grad``."""
         self._collector.appeared(index, self.parts.parameters[index])
 
     def replace(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Weights become these."""
+        """Replace weights by these values."""
         self._loop.require_usable()
         self._loads.load_all({index: value.clone for index, value in values.items()})
 
     def look_outside(self, look: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """``look`` is called when weights are to be whole, as long as there is who has it: it gives
-        ``replace`` what was changed in them unseen."""
+        """Call ``look`` whenever weights must be complete, as long as its object lives.
+
+        It passes weights that were changed without the engine's knowledge to ``replace``.
+        """
 
         def called() -> None:
             if (mine := look()) is not None:
@@ -114,25 +121,28 @@ class ExternalForwardAdapter:
 
     @property
     def at_once(self) -> bool:
-        """Whether a step's updates are over when it returns."""
+        """Whether a step's updates are finished when it returns."""
         return not self._executor.protocol.updates_pending
 
     def landed(self) -> None:
-        """Returns when the last step's updates are over."""
+        """Wait until the last step's updates are finished."""
         self._loop.require_usable()
         if self._executor.protocol.updates_pending:
             self._executor.protocol.finish_updates()
 
     @property
     def returns(self) -> int:
-        """How often weights became those of a commit."""
+        """How often the weights were set back to those of a commit."""
         return self._ledger.returns
 
     @property
     def spoiled(self) -> bool:
-        """Whether updates have given values that are not finite, here."""
+        """Whether updates have produced non-finite values on this rank."""
         return bool(self._ledger.spoiled or self._ledger.nonfinite)
 
     def spread(self, norm: Callable[[float], float]) -> None:
-        """Gradients are spread over ranks: ``norm`` gives that of all from one's sum of squares."""
+        """Combine gradient norms over ranks.
+
+        ``norm`` returns the norm over all ranks, given one rank's sum of squares.
+        """
         self._ledger.over_ranks = norm

@@ -1,4 +1,4 @@
-"""The units whose forward runs now, and what an exception has left open of them."""
+"""The units whose forward is running, and the cleanup after an exception."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ class _Frame:
         self, unit: int, autocast_cache: bool, around: Around | None, *, away: bool
     ) -> None:
         self.unit, self.autocast_cache, self.around = unit, autocast_cache, around
-        self.away = away  # who runs does not close it: others have, or will
+        self.away = away  # the end of this frame does not close the unit
         self.began = torch_private.graph_clock()
         self.task = torch_private.current_graph_task()
 
 
 class _Stack(threading.local):
-    """The units that run in the present thread, outermost first."""
+    """The frames of the current thread, outermost first."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.roots = 0  # forwards of the whole model around them
+        self.roots = 0  # enclosing forwards of the whole model
 
 
 class ForwardStack:
-    """Around each unit's forward the engine's pair of saved-tensor hooks is pushed; a pair around
-    it gets everything that is no weight."""
+    """The stack of running forwards, with the engine's saved-tensor hooks around each one.
+
+    An enclosing pair of hooks gets every saved tensor that is not a weight.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class ForwardStack:
         self._told_nested = False
 
     def push_root(self) -> None:
-        """A forward of the whole model begins: what autograd saves between units may leave too."""
+        """Begin a forward of the whole model; activations between units can be offloaded too."""
         if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():
             return
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
@@ -68,7 +70,7 @@ class ForwardStack:
         self._mine.roots += 1
 
     def pop_root(self) -> None:
-        """It has ended, or raised."""
+        """End a forward of the whole model that has returned or raised."""
         if self._mine.roots and not self._mine.frames:
             self._mine.roots -= 1
             torch_private.pop_saved_tensor_hooks()
@@ -76,9 +78,9 @@ class ForwardStack:
     def enter(self, unit: int) -> None:
         """Onload a unit whose forward begins.
 
-        It may run inside another one although it is no part of it in the module tree, as adapters
-        do that replace ``forward``: no plan has room for both, so the outer ones are offloaded
-        then, and read op by op until they end.
+        It may run inside another unit without being part of it in the module tree, for instance if
+        an adapter replaces ``forward``. The plan has no room for both, so the outer units are then
+        offloaded, and read op by op until they end.
         """
         try:
             self._onloaded_units.enter(unit)
@@ -103,34 +105,40 @@ class ForwardStack:
         )  # fmt: skip
 
     def push(self, unit: int, around: Around | None = None, *, away: bool = False) -> None:
-        """The unit, which is open, runs from now on, until ``pop``, and so does what is ``around``
-        it; ``away``: it is not that which lets it go."""
+        """Push a frame for a unit that is open and runs until ``pop``.
+
+        Args:
+            around: ends with the unit's forward.
+            away: another caller opens and closes the unit.
+        """
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
         frame = _Frame(unit, torch.is_autocast_cache_enabled(), around, away=away)
         torch_private.push_saved_tensor_hooks(self._saved.packing(outer), self._saved.unpack)
-        if self._onloaded_units.streamed[unit]:  # a cast of what leaves would keep it
+        if self._onloaded_units.streamed[unit]:  # the cache would keep casts of offloaded weights
             torch.set_autocast_cache_enabled(False)
         self._mine.frames.append(frame)
 
     def may_run(self) -> bool:
-        """Whether ``run`` can be used: what others do with saved tensors it cannot know of, but for
-        checkpoints, which drop them."""
+        """Return whether ``run`` can be used.
+
+        It cannot if other code handles saved tensors in ways that the engine does not know.
+        Checkpoints are known: they drop them.
+        """
         top = torch_private.top_saved_tensor_hooks()
         known = top is None or self._saved.is_packing(top) or torch_private.of_checkpoint(top)
         return known and torch_private.saved_tensor_hooks_allowed()
 
     def run(self, unit: int, function: Callable[[], T]) -> T:
-        """What ``function`` gives, which computes with weights of the unit, which is open, but is
-        not a part of its forward."""
+        """Return what ``function`` computes with weights of an open unit, outside its forward."""
         top = torch_private.top_saved_tensor_hooks()
         if top is None or self._saved.is_packing(top):
-            self.push(unit, away=True)  # whoever reads it has opened it, and closes it
+            self.push(unit, away=True)  # the reader has opened the unit, and closes it
             try:
                 return function()
             finally:
                 self._pop()
-        # A checkpoint counts what is saved, here and when it computes again, where the unit may
-        # be open for backward and nobody is asked.
+        # A checkpoint counts saved tensors, in forward and in the recomputation, where the unit may
+        # be open for backward and this function is not called. So no hooks are pushed.
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
@@ -139,8 +147,11 @@ class ForwardStack:
             torch.set_autocast_cache_enabled(cached)
 
     def pop(self, unit: int, *, completed: bool) -> int | None:
-        """The unit runs no more, and is let go; the graph's clock when it began.  ``None``: it was
-        not the innermost that runs.  Not ``completed``: it has raised."""
+        """Pop the unit's frame and release the unit; ``completed`` is false if its forward raised.
+
+        Returns:
+            The graph's clock when the unit began, or ``None`` if it is not the innermost frame.
+        """
         stack = self._mine.frames
         if not stack or stack[-1].unit != unit:
             return None
@@ -153,9 +164,11 @@ class ForwardStack:
             self._onloaded_units.leave(frame.unit)
 
     def put_away(self) -> bool:
-        """Lets the units go that run in this thread, for one that is read amid them and has no room
-        beside them: until they end they are read as that one is.  ``False``: there is none, or what
-        runs there reads parameters without asking."""
+        """Release the units that run in this thread, to make room for one that is read inside them.
+
+        Until they end, their weights are read op by op. Returns false if there are none, or if
+        scripted code runs in one, which reads parameters without calling the engine.
+        """
         here = [frame for frame in self._mine.frames if not frame.away]
         found = self._onloaded_units.parts.found
         if any(module_private.is_scripted(found[frame.unit].module) for frame in here):
@@ -167,7 +180,7 @@ class ForwardStack:
 
     def _pop(self, *, completed: bool = False) -> _Frame:
         frame = self._mine.frames.pop()
-        # A backward that raised has taken its hooks with it.
+        # A backward that raised has removed its hooks already.
         if frame.task == torch_private.current_graph_task():
             torch_private.pop_saved_tensor_hooks()
         if frame.around is not None:
@@ -176,16 +189,17 @@ class ForwardStack:
         return frame
 
     def backward_reads(self, unit: int) -> None:
-        """Backward computes with a unit outside of its module: it stays open until it comes to
-        another one."""
+        """Open a unit that backward reads outside of its module, until backward enters another."""
         self._backward.enter(unit)
 
     # -- after an exception ---------------------------------------------------------------------
 
     def tidy(self, *, reading: bool = False) -> None:
-        """Closes what an interrupted forward, backward or read has left open, if none runs in this
-        thread: whoever reads weights between forwards needs the room.  ``reading``: what is kept
-        open for readers stays."""
+        """Close what an exception left open, unless this thread runs a forward or a backward.
+
+        Reading weights between forwards needs the room. ``reading``: keep open what is kept for
+        readers.
+        """
         kept = not reading and self._onloaded_units.kept is not None
         if not (self._mine.frames or kept or self._onloaded_units.in_use):
             return
@@ -196,23 +210,24 @@ class ForwardStack:
             self._clear()
 
     def make_room(self, module: nn.Module) -> None:
-        """As ``tidy``, where ``module`` is about to run: maybe by itself, outside of the model's
-        forward."""
+        """Close what an exception left open, before ``module`` runs, maybe outside of the model."""
         if (self._mine.frames or self._onloaded_units.in_use) and self._left_behind(module):
             self._clear()
 
     def _left_behind(self, module: nn.Module) -> bool:
-        """Whether an exception has left open what is open when ``module`` is called: nothing that
-        runs around it has opened it."""
+        """Return whether open units were left open by an exception when ``module`` is called.
+
+        They were if none of the modules that run around it has opened them.
+        """
         if torch_private.in_backward() or not self._trainer.alone():
-            return False  # several threads may run parts of one forward: what is open is another's
+            return False  # another thread of the same forward may have opened units
         around = torch_private.modules_around(module)
         found = self._onloaded_units.parts.found
         mine = [found[frame.unit].module for frame in self._mine.frames]
         return around is not None and not any(m is other for m in mine for other in around)
 
     def begin(self) -> None:
-        """A forward of the whole model begins: what an interrupted one left behind is closed."""
+        """Begin a forward of the whole model, and close what an interrupted one left open."""
         if torch_private.in_backward():
             self._leave_all()
         else:
@@ -220,7 +235,7 @@ class ForwardStack:
             self._trainer.begins()
 
     def forget(self) -> None:
-        """The engine ends: an exception may have left its hooks on this thread."""
+        """Remove hooks that an exception may have left on this thread, because the engine ends."""
         while self._mine.frames:
             self._pop()
         self._forget_roots()

@@ -1,4 +1,4 @@
-"""Where nothing is trained, a forward of the whole model is what repeats, in place of a step."""
+"""Counting of forwards of the whole model, which replace steps if nothing is trained."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from . import torch_private
 from .handles import remove_all
 from .modelled_compute import token_count
 
-_INPUTS = ("input_ids", "inputs_embeds")  # transformers may give caches and masks before them
+_INPUTS = ("input_ids", "inputs_embeds")  # transformers may pass caches and masks before these
 
 
 class Forwards:
-    """Counts forwards, and tells the machine and ``over`` of each."""
+    """A counter of forwards, which reports each one to the residency machine and to ``over``."""
 
     def __init__(
         self, model: nn.Module, protocol: Protocol, over: Callable[[int, int], None]
     ) -> None:
-        """``over``: called with the number of a forward that has ended, and how many tokens went
-        into it."""
+        """Install hooks; ``over`` is called with each forward's number and its input tokens."""
         self.count = self._tokens = 0
         self._protocol, self._over = protocol, over
         me = weakref.ref(self)
@@ -54,5 +53,5 @@ class Forwards:
         self._over(self.count, self._tokens)
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         remove_all(self._handles)

@@ -1,4 +1,4 @@
-"""How ``p.grad`` finds the gradients that the engine holds, for as long as there is one."""
+"""Access from ``p.grad`` to the gradients that the engine holds, until the engine is closed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from .gradient_tensor import GradientAccess, OffloadedGradient
 
 
 class GradientDoor:
-    """``p.grad`` must not keep the engine: torch never collects such a ring."""
+    """A weak reference to the engine's gradients, shared by all ``p.grad``.
+
+    A strong one would form a reference cycle that torch never frees.
+    """
 
     def __init__(self) -> None:
         self._behind: weakref.ref[GradientAccess] | None = None
 
     def open(self, behind: GradientAccess) -> None:
-        """Gradients are read and changed through ``behind`` from now on."""
+        """Read and change gradients through ``behind`` from now on."""
         self._behind = weakref.ref(behind)
 
     def close(self) -> None:
-        """The engine has ended."""
+        """Refuse access from now on: the engine is closed."""
         self._behind = None
 
     def __call__(self) -> GradientAccess:
-        """
+        """Return the engine's gradients.
+
         Raises:
-            OffloadError: the engine has ended.
+            OffloadError: the engine is closed.
         """
         behind = None if self._behind is None else self._behind()
         if behind is None:
@@ -39,7 +43,7 @@ class GradientDoor:
 def gradients_by(
     door: GradientDoor, parts: Partition, accumulate: int
 ) -> Callable[[int], OffloadedGradient]:
-    """What makes a parameter's ``p.grad``, by its index."""
+    """Return a function that makes a parameter's ``p.grad``, by its index."""
 
     def make(index: int) -> OffloadedGradient:
         p = parts.parameters[index]

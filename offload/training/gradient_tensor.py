@@ -1,4 +1,4 @@
-"""``p.grad`` between backward and step: a tensor without memory whose gradient the engine holds."""
+"""The tensor in ``p.grad`` between backward and step, whose values the engine holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Whose = tuple[int, int]
 
 
 class GradientAccess(Protocol):
-    """How wrappers reach their gradients: all by parameter index."""
+    """The interface by which wrappers reach their gradients, by parameter index."""
 
     def add(self, number: int, grad: torch.Tensor) -> None: ...
     def read(self, number: int) -> torch.Tensor: ...
@@ -29,19 +29,20 @@ class GradientAccess(Protocol):
 
 
 class OffloadedGradient(torch.Tensor):
-    """Stands for the gradient of parameter ``number``.
+    """A tensor without memory that stands for the gradient of parameter ``number``.
 
-    Adding to it (autograd's accumulation), its L2 norm, and multiplying it by a number go to the
-    engine, so that ``clip_grad_norm_`` and ``GradScaler`` move no gradient.  Any other operation
-    reads the gradient, runs on the plain tensor, and writes back what it changed, one at a time; a
-    view of the gradient is one of a copy that is lent, and what is written there is the gradient's.
+    Autograd's accumulation, L2 norms and multiplication by a number go to the engine, so
+    ``clip_grad_norm_`` and ``GradScaler`` move no gradient. Any other operation reads the gradient,
+    runs on the plain tensor, and writes back what it changed, one gradient at a time. A view of the
+    gradient is a view of a copy; what is written there is written to the gradient.
 
-    ``gone``: another backward has put a gradient of its own in the place of this one.
+    Attributes:
+        gone: another backward has replaced this gradient by its own.
     """
 
     number: int
     gone: bool
-    access: Callable[[], GradientAccess]  # raises once the engine has ended
+    access: Callable[[], GradientAccess]  # raises once the engine is closed
 
     @staticmethod
     def __new__(
@@ -57,7 +58,7 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def whose(self) -> _Whose:
-        """Of which engine it is, and of which parameter there."""
+        """The engine, by the id of its ``access``, and the parameter's index there."""
         return id(self.access), self.number
 
     def _plain(self) -> torch.Tensor:
@@ -75,11 +76,11 @@ class OffloadedGradient(torch.Tensor):
             self.copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy, as an array."""
+        """Return a copy as an array."""
         return self._plain().numpy(force=force)
 
     def tolist(self) -> Any:
-        """The elements, as a list."""
+        """Return the elements as a list."""
         return self._plain().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -144,7 +145,7 @@ _NOT_DONE: Answer = (False, None)
 
 
 def _wrappers(value: Any) -> list[OffloadedGradient] | None:
-    """The wrappers of a list, or of one; ``None`` where anything else is among them."""
+    """Return the wrappers in a list, or the only one; ``None`` if there is anything else."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return values if values and all(isinstance(v, OffloadedGradient) for v in values) else None
 
@@ -152,7 +153,7 @@ def _wrappers(value: Any) -> list[OffloadedGradient] | None:
 def _by_engine(
     grads: Sequence[OffloadedGradient],
 ) -> list[tuple[GradientAccess, list[int]]]:
-    """The engines whose gradients these are, each with their places in the list."""
+    """Return the engines of these gradients, each with their positions in the list."""
     places: dict[int, list[int]] = {}
     for place, grad in enumerate(grads):
         places.setdefault(id(grad.access), []).append(place)
@@ -174,7 +175,7 @@ def _scale(grads: Sequence[OffloadedGradient], factor: float) -> None:
 
 
 def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
-    """L2 norms, in fp32 where gradients are narrower."""
+    """Return L2 norms, in fp32 for narrower gradients."""
     grads = _wrappers(args[0])
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if grads is None or order not in (2, 2.0) or len(args) > 2 or kwargs.get("dim") is not None:
@@ -189,7 +190,7 @@ def _norm(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
 
 
 def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
-    """In place, by a number or a tensor of one."""
+    """Multiply in place, by a number or a zero-dimensional tensor."""
     grads, factor = _wrappers(args[0]), args[1]
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
         factor = factor.item()
@@ -200,7 +201,7 @@ def _multiply(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
 
 
 def _unscale(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
-    """GradScaler's: says whether any gradient is not finite, and multiplies all."""
+    """Unscale for ``GradScaler``: report whether any gradient is not finite, and multiply all."""
     grads, found, factor = _wrappers(args[0]), args[1], args[2]
     if grads is None:
         return _NOT_DONE
@@ -233,7 +234,7 @@ _KNOWN: Mapping[str, Callable[[Sequence[Any], Mapping[str, Any]], Answer]] = Map
 
 
 def _on_plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs ``func`` on the plain gradients, and writes back those that it mutates."""
+    """Run ``func`` on the plain gradients, and write back the mutated ones."""
     plain: dict[_Whose, torch.Tensor] = {}
 
     def load(value: Any) -> Any:
@@ -264,7 +265,7 @@ def _wrappers_in(values: Any) -> dict[_Whose, OffloadedGradient]:
 def _lend(
     wrappers: Mapping[_Whose, OffloadedGradient], plain: Mapping[_Whose, torch.Tensor], result: Any
 ) -> None:
-    """A result over the memory of a copy may be written to later."""
+    """Lend the copies that a result has views of: they may be written to later."""
     owners = {torch_private.storage_key(copy): whose for whose, copy in plain.items()}
     for leaf in torch_private.tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, OffloadedGradient):
@@ -274,7 +275,7 @@ def _lend(
 
 
 def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A list operation, run on one-element lists, so that one gradient is in memory at a time."""
+    """Run a list operation on one-element lists, so that one gradient is in memory at a time."""
     count = len(args[0])
     results: list[Any] = []
     for i in range(count):

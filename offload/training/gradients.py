@@ -1,9 +1,4 @@
-"""Gradients on their way out: collected as they appear, gathered flat per unit, handed over.
-
-``p.grad`` is the truth at every moment: a plain tensor in the hook is fresh, the wrapper means
-that more is added to what is there, ``None`` at the step skips the parameter, and a tensor of the
-user's is copied in.
-"""
+"""Collection of gradients: taken from autograd, gathered by unit, and handed over."""
 
 from __future__ import annotations
 
@@ -29,10 +24,26 @@ from .gradient_tensor import OffloadedGradient
 from .handles import all_or_none, remove_all
 from .onloaded_units import OnloadedUnits
 
+# Note [Collection of gradients]
+# A post-accumulate hook takes each new gradient out of ``p.grad`` and puts an ``OffloadedGradient``
+# there. The plain tensor stays in ``pending``, as ``fresh`` if it is the first one since ``p.grad``
+# was ``None``, or as ``added`` if it adds to what the engine holds. Once all trained parameters of
+# a unit have one, the unit is delivered: its gradients are gathered into one flat buffer, and the
+# residency machine copies that out, merges it with earlier micro-steps, or updates the unit from
+# it. A partly frozen unit waits until backward has left it, because backward still uses its frozen
+# weights.
+#
+# ``p.grad`` decides at every moment which gradient counts. A pending gradient is dropped if
+# ``p.grad`` is no longer the wrapper, as after a backward that raised. At the step, ``None`` skips
+# a parameter, and a plain tensor that the user assigned is copied in.
+#
+# ``p.grad.zero_()`` writes nothing: the parameter is noted in ``zeroed``, and zeros are made only
+# if nothing was added by the time of delivery. If an exception interrupts a delivery, the unit's
+# gradients may be incomplete; ``torn`` records them, and using them raises.
+
 
 class _Pending:
-    """A unit's gradients that have appeared and are not gathered yet, by parameter index; and the
-    streams that made them."""
+    """Gradients of a unit that are not gathered yet, by index, and the streams that made them."""
 
     __slots__ = ("added", "fresh", "streams")
 
@@ -43,10 +54,14 @@ class _Pending:
 
 
 class GradientCollector:
-    """One per engine.  ``early`` is asked, when a unit is gathered, whether to update it now.
+    """The gradients of one engine on their way from autograd to where they are kept.
 
-    ``zeroed``: parameters whose gradient was set to zero in place; ``torn``: those of a unit that
-    was being gathered when an exception came.
+    See Note [Collection of gradients]. When a unit is delivered, ``backward_updates`` decides
+    whether to update it at once.
+
+    Attributes:
+        zeroed: parameters whose gradient was set to zero in place.
+        torn: parameters of units whose delivery was interrupted by an exception.
     """
 
     def __init__(
@@ -70,7 +85,7 @@ class GradientCollector:
             tuple(spec.index for chunk, spec in unit.params if chunk.group is not None)
             for unit in parts.units
         ]
-        # Backward still comes to their frozen weights when all that is trained has its gradient.
+        # Backward still uses their frozen weights after all trained ones have their gradients.
         self._partly_frozen = {
             unit.index
             for unit in parts.units
@@ -80,9 +95,10 @@ class GradientCollector:
         self.zeroed: set[int] = set()
         self.torn: set[int] = set()
         self.taken: dict[int, int] = {}  # how often a fresh gradient came
-        self.appeared_any = False  # since it was last set so
+        self.appeared_any = False  # since a caller last set it to ``False``
         self._told = [0] * len(parts.units)  # how often gradients were handed over
-        self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by unit, where it keeps them
+        # By unit, views of the place where its gradients always lie.
+        self._own: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._handles: list[Any] = []
         me = weakref.ref(self)
         with all_or_none(self._handles):
@@ -100,20 +116,20 @@ class GradientCollector:
         self._handles.append(p.register_post_accumulate_grad_hook(fired))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         remove_all(self._handles)
         self._own.clear()
 
     # -- appearance -----------------------------------------------------------------------------
 
     def appeared(self, index: int, p: torch.Tensor) -> None:
-        """Autograd has accumulated into ``p.grad``."""
+        """Take the gradient that autograd has just accumulated into ``p.grad``."""
         grad = torch_private.grad_of(p)
         self._backward.opened()
         self.appeared_any = True
         if grad is None:
             return
-        if grad.requires_grad and torch.is_grad_enabled():  # which autograd sets for no other
+        if grad.requires_grad and torch.is_grad_enabled():  # as autograd does for create_graph only
             raise OffloadError(
                 f"the gradient of parameter {self._name(index)!r} has a graph, after "
                 "backward(create_graph=True), which overspill does not keep; for a penalty on "
@@ -127,19 +143,19 @@ class GradientCollector:
             self.deliver(unit, over=False)
 
     def _complete(self, unit: int) -> bool:
-        """Whether a gradient has appeared for all that is trained of a unit."""
+        """Return whether every trained parameter of a unit has a pending gradient."""
         pending = self.pending.get(unit)
         return pending is not None and len(pending.fresh) + len(pending.added) == len(
             self.trained[unit]
         )
 
     def left(self, unit: int) -> None:
-        """Backward has gone on from a unit to another."""
+        """Deliver a partly frozen unit that backward has left for another one."""
         if unit in self._partly_frozen and self._complete(unit):
             self.deliver(unit, over=False)
 
     def _take(self, index: int, p: torch.Tensor, grad: torch.Tensor) -> None:
-        """Replaces a fresh gradient by the wrapper, and keeps it until the unit is gathered."""
+        """Replace a fresh gradient by the wrapper, and keep it until the unit is gathered."""
         if grad.layout is not torch.strided:
             raise OffloadError(
                 f"parameter {self._name(index)!r} got a {grad.layout} gradient; overspill keeps "
@@ -148,7 +164,7 @@ class GradientCollector:
         unit = self.parts.unit_of[index]
         self._backward_updates.refuse_updated(unit)
         pending = self._pending_of(unit)
-        pending.added.pop(index, None)  # of a backward that did not end; it was dropped since
+        pending.added.pop(index, None)  # from a backward that raised; dropped since
         pending.fresh[index] = grad.detach().resolve_conj()
         self._renew(index)
         self.taken[index] = self.taken.get(index, 0) + 1
@@ -156,27 +172,27 @@ class GradientCollector:
             p.grad = None
         if index not in self._wrappers:
             self._wrappers[index] = self._make_grad(index)
-        elif sys.getrefcount(self._wrappers[index]) > 2:  # somebody has kept the last one
+        elif sys.getrefcount(self._wrappers[index]) > 2:  # the user has kept the last one
             self._wrappers[index].gone = True
             self._wrappers[index] = self._make_grad(index)
         with torch_private.without_overrides():
             p.grad = self._wrappers[index]
 
     def _pending_of(self, unit: int) -> _Pending:
-        """Where a gradient of a unit goes, that the calling thread's stream has made."""
+        """Return a unit's pending gradients; the calling thread's stream is about to add one."""
         pending = self.pending.setdefault(unit, _Pending())
         pending.streams.add(self.accelerator.stream())
         return pending
 
     def _renew(self, index: int) -> None:
-        """A parameter's earlier gradient is of no more account."""
+        """Discard what is recorded about a parameter's earlier gradient."""
         self._ledger.renew(index)
         self.zeroed.discard(index)
         self._backward_updates.renew(index)
         self.torn.discard(index)
 
     def zero(self, index: int) -> None:
-        """``p.grad.zero_()``: nothing is written before somebody wants the zeroes."""
+        """Set a gradient to zero, as for ``p.grad.zero_()``, without writing zeros yet."""
         pending = self.pending.get(self.parts.unit_of[index])
         if pending is not None:
             pending.fresh.pop(index, None)
@@ -185,21 +201,21 @@ class GradientCollector:
         self.zeroed.add(index)
 
     def replace(self, index: int, value: torch.Tensor) -> None:
-        """Another gradient takes the place of a parameter's zeroes."""
+        """Replace a parameter's zeros by the gradient ``value``."""
         unit = self.parts.unit_of[index]
         self._backward_updates.refuse_updated(unit)
         self._renew(index)
         self._pending_of(unit).fresh[index] = value.detach().clone()
 
     def _zeroes(self, unit: int) -> None:
-        """The unit is about to be gathered: zeroes that nothing was added to are gradients too."""
+        """Turn zeros that nothing was added to into pending gradients, before delivery."""
         for index in self.zeroed.intersection(self.trained[unit]):
             if self.live(index):
                 self.replace(index, torch.zeros_like(self.parts.parameters[index]))
             self.zeroed.discard(index)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """``p.grad.add_(grad)``: autograd accumulates into the wrapper."""
+        """Add to a gradient, as for ``p.grad.add_(grad)``, by which autograd accumulates."""
         if index in self.zeroed:
             self.replace(index, grad)
             return
@@ -212,10 +228,10 @@ class GradientCollector:
             pending.added[index] = pending.added[index] + grad
         else:
             pending.added[index] = grad.detach().resolve_conj().clone()
-        self._ledger.squares.pop(index, None)  # last: what has come is measured when it is gathered
+        self._ledger.squares.pop(index, None)  # last: the norm is measured again at delivery
 
     def awaits(self, index: int) -> bool:
-        """Whether a gradient of this backward has appeared and is not gathered yet."""
+        """Return whether a gradient of this backward has appeared and is not gathered yet."""
         pending = self.pending.get(self.parts.unit_of[index])
         return pending is not None and (index in pending.fresh or index in pending.added)
 
@@ -224,22 +240,22 @@ class GradientCollector:
         return next(spec.name for _, spec in unit.params if spec.index == index)
 
     def live(self, index: int) -> bool:
-        """Whether ``p.grad`` is the wrapper, so that the engine holds its gradient."""
+        """Return whether ``p.grad`` is the wrapper, so that the engine holds its gradient."""
         grad = torch_private.grad_of(self.parts.parameters[index])
         return grad is not None and grad is self._wrappers.get(index)
 
     # -- delivery -------------------------------------------------------------------------------
 
     def deliver_all(self, *, over: bool = True) -> None:
-        """Gathers whatever has appeared; ``over``: backward has ended."""
+        """Deliver all units with pending gradients; ``over``: backward has ended."""
         for unit in list(self.pending):
             self.deliver(unit, over=over)
 
     def deliver_now(self) -> None:
-        """Gathers whatever has appeared, for somebody who looks at gradients.
+        """Deliver all pending gradients, because they are about to be read.
 
         Raises:
-            OffloadError: a backward runs that uses its gradients up.
+            OffloadError: a running backward applies its gradients as they come.
         """
         inside = torch_private.in_backward()
         if inside and self._transient and self.pending:  # before a part of a unit is updated
@@ -250,10 +266,9 @@ class GradientCollector:
         self.deliver_all(over=not inside)
 
     def deliver(self, unit: int, *, over: bool) -> None:
-        """Gathers one unit's gradients into its slot and hands them over.
+        """Gather one unit's gradients into its slot, and hand them over; ``over``: after backward.
 
-        ``over``: backward has ended.  Where gradients have no home, they stay pending until the
-        update may consume them.
+        If gradients are not kept anywhere, they stay pending until the update may consume them.
         """
         self._zeroes(unit)
         pending = self._still_wanted(unit)
@@ -278,7 +293,7 @@ class GradientCollector:
             self._told[unit] += 1
             self.executor.protocol.gathered(unit, merge=merge, update=update, in_place=in_place)
         except BaseException:
-            # Nobody can tell how far it came.
+            # How far it came is unknown.
             self.torn.update(self.trained[unit])
             self.pending.pop(unit, None)
             if not self.executor.health.failed:
@@ -286,8 +301,11 @@ class GradientCollector:
             raise
 
     def _still_wanted(self, unit: int) -> _Pending | None:
-        """What has appeared for a unit, but for gradients that were dropped since (``p.grad`` is
-        another or none): those of a backward that did not end."""
+        """Return a unit's pending gradients, except dropped ones.
+
+        A gradient was dropped if ``p.grad`` is no longer the wrapper, as after a backward that
+        raised.
+        """
         pending = self.pending[unit]
         for found in (pending.fresh, pending.added):
             for index in [i for i in found if not self.live(i)]:
@@ -299,7 +317,7 @@ class GradientCollector:
 
     @torch_private.without_grad
     def _hand_over(self, unit: int, pending: _Pending, merge: bool) -> tuple[bool, bool]:
-        """Gathers into the place where the gradients are wanted.
+        """Gather into the place where the machine wants the gradients.
 
         Returns:
             Whether that is where they are kept, and whether nothing is left to be done there.
@@ -323,7 +341,7 @@ class GradientCollector:
         return on_slot, in_place
 
     def refuse_torn(self, params: Collection[int]) -> None:
-        """Raises when one of the gradients was lost to an exception."""
+        """Raise if an exception interrupted the gathering of one of these gradients."""
         lost = self.torn.intersection(params)
         if lost:
             raise OffloadError(
@@ -332,7 +350,7 @@ class GradientCollector:
             )
 
     def _in_host_layout(self, unit: int) -> bool:
-        """Whether gradients are gathered straight to where they are kept."""
+        """Return whether gradients are gathered directly where they are kept."""
         home = self.executor.layout.homes[unit]
         return not self.accelerator.has_device_memory or home.grads is Tier.DEVICE
 
@@ -352,9 +370,9 @@ class GradientCollector:
             torch._foreach_copy_(targets, sources)
 
     def _targets(self, unit: int, place: Place, on_slot: bool) -> list[tuple[int, torch.Tensor]]:
-        """Where in ``place`` each parameter's gradient goes; what lies between them is zeroed.
+        """Return where each parameter's gradient goes in ``place``; zero the padding in between.
 
-        Those of a place that is the unit's own for good are made once.
+        The views of a place that always belongs to the unit are made once.
         """
         if unit in self._own:
             return self._own[unit]
@@ -381,7 +399,7 @@ class GradientCollector:
     # -- at the step ----------------------------------------------------------------------------
 
     def take_user_grads(self) -> None:
-        """Copies in gradients that the user has put into ``p.grad`` himself, zeroes among them."""
+        """Copy in gradients that the user has assigned to ``p.grad``, and pending zeros."""
         for indices in self.trained:
             for index in indices:
                 p: nn.Parameter = self.parts.parameters[index]
@@ -403,7 +421,7 @@ class GradientCollector:
             )
 
     def drop(self) -> None:
-        """Forgets all gradients."""
+        """Forget all gradients."""
         for indices in self.trained:
             for index in indices:
                 with torch_private.without_overrides():
@@ -414,5 +432,5 @@ class GradientCollector:
         self.torn.clear()
 
     def present(self, unit: int) -> frozenset[int]:
-        """The unit's parameters that have a gradient."""
+        """Return the unit's parameters that have a gradient."""
         return frozenset(i for i in self.trained[unit] if self.live(i))

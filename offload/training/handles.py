@@ -1,4 +1,4 @@
-"""Hooks that stand on a user's model: all of them, or none."""
+"""Lists of hook handles on a user's model: all hooks are installed, or none."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Protocol
 
 
 class Removable(Protocol):
-    """Hooks that can be taken away, or what else ends so."""
+    """Hooks, or another resource, that ``remove`` releases."""
 
     def remove(self) -> None: ...
 
 
 def remove_all(handles: list[Any]) -> None:
-    """Takes hooks away, the last one first."""
+    """Remove hooks, the last one first."""
     while handles:
         handles.pop().remove()
 
 
 @contextmanager
 def all_or_none(handles: list[Any]) -> Iterator[None]:
-    """If the block, which adds to ``handles``, raises, their hooks are taken away."""
+    """Remove the hooks in ``handles``, to which the block adds, if the block raises."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,7 @@
-"""The gradients that the engine holds between backward and step, as ``p.grad`` shows them."""
+"""Access through ``p.grad`` to the gradients that the engine holds between backward and step.
+
+See Note [Collection of gradients] in ``gradients.py``.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ log = logging.getLogger("overspill")
 
 
 class _Loan(torch_private.Watched):
-    """A copy of a gradient that somebody has a view of; ``taken`` says which gradient it was."""
+    """A copy of a gradient that users have views of; ``taken`` identifies the gradient."""
 
     def __init__(self, copy: torch.Tensor, taken: int) -> None:
         super().__init__(copy)
@@ -35,10 +38,10 @@ class _Loan(torch_private.Watched):
 
 
 class HeldGradients:
-    """Reads and writes one gradient at a time; norms and scales touch no gradient at all.
+    """Access to held gradients, one at a time; norms and scales read no gradient.
 
-    A norm is known from arrival (sums of squares in fp64), and a scale is applied by the update
-    in the pass that it makes anyway, in fp32 before any rounding to a narrower gradient.
+    Sums of squares are computed in fp64 as gradients arrive, and give the norms. The update applies
+    a scale in the pass that it makes anyway, in fp32, before it rounds to a narrower gradient.
     """
 
     def __init__(
@@ -61,14 +64,14 @@ class HeldGradients:
         self._loans: dict[int, _Loan] = {}
 
     def _refuse_lost(self, numbers: Sequence[int]) -> None:
-        """Raises when one of the gradients is not there any more, or not whole."""
+        """Raise if one of the gradients was used up by an update, or is incomplete."""
         self._backward_updates.refuse_consumed(numbers)
         self._collector.refuse_torn(numbers)
 
     # -- one gradient ---------------------------------------------------------------------------
 
     def add(self, number: int, grad: torch.Tensor) -> None:
-        """Autograd adds to a gradient of an earlier backward."""
+        """Add ``grad`` to the gradient of an earlier backward, for autograd."""
         self.reconcile()
         self._refuse_lost([number])
         if number in self._ledger.scales:
@@ -84,7 +87,7 @@ class HeldGradients:
         self._collector.add(number, grad)
 
     def zero(self, number: int) -> None:
-        """``p.grad.zero_()``, as ``zero_grad(set_to_none=False)`` does."""
+        """Set a gradient to zero, as for ``p.grad.zero_()`` or ``zero_grad(set_to_none=False)``."""
         self._backward_updates.require_unused()
         self._collector.zero(number)
         if (loan := self._loans.get(number)) is not None:
@@ -121,7 +124,7 @@ class HeldGradients:
         self._direct.store(Key(Kind.GRADS, self._parts.unit_of[number]))
 
     def _flat(self, number: int) -> tuple[torch.Tensor, ParamSpec]:
-        """The parameter's gradient at its place, flat, after everything has arrived."""
+        """Return the parameter's flat gradient where it is kept, once everything has arrived."""
         unit = self._parts.unit_of[number]
         self._refuse_lost([number])
         self._collector.deliver_now()
@@ -139,23 +142,26 @@ class HeldGradients:
                     return whole[spec.offset : spec.offset + spec.numel], spec
         raise KeyError(number)
 
-    # -- views that others have -----------------------------------------------------------------
+    # -- views that users hold -----------------------------------------------------------------
 
     def borrow(self, number: int) -> torch.Tensor:
-        """A copy as of ``read``; but if somebody has a view of one, that one."""
+        """Return a copy of the gradient, as ``read`` does, or the copy that users have views of."""
         self.reconcile()
         loan = self._loans.get(number)
         return self._read(number) if loan is None else loan.tensor.detach()
 
     def lend(self, number: int, copy: torch.Tensor) -> None:
-        """Somebody has a view of ``copy``, which was borrowed, and may write to it."""
+        """Record that a view of the borrowed ``copy`` exists, which may be written to."""
         if number not in self._loans:
             taken = self._collector.taken.get(number, 0)
             self._loans[number] = _Loan(copy.detach(), taken)
 
     def reconcile(self) -> None:
-        """What was written to views of gradients is written to the gradients; views of gradients
-        that others have taken the place of, or that nobody has any more, are forgotten."""
+        """Write changes of views back to the gradients, and forget views that are not needed.
+
+        A view is not needed once another gradient has taken its place, or no other tensor uses its
+        memory.
+        """
         for number, loan in list(self._loans.items()):
             current = loan.taken == self._collector.taken.get(number, 0)
             if not (current and self._collector.live(number)):
@@ -168,7 +174,7 @@ class HeldGradients:
                 del self._loans[number]
 
     def renew(self) -> None:
-        """Views become what the gradients are after another backward."""
+        """Update views to the gradients that another backward has produced."""
         self.reconcile()
         for number, loan in self._loans.items():
             loan.tensor.copy_(self._read(number))
@@ -177,10 +183,10 @@ class HeldGradients:
     # -- norms and scales -----------------------------------------------------------------------
 
     def norms(self, numbers: Sequence[int]) -> list[float]:
-        """The L2 norm of each gradient, as it is now; also of one that ``update="backward"`` has
-        applied, as trainers ask for their log.
+        """Return the L2 norm of each gradient as it is now.
 
-        The first call reads the gradients; from then on norms are taken as gradients arrive.
+        This includes gradients that ``update="backward"`` has applied already, because trainers log
+        norms. The first call reads the gradients; later norms are computed as gradients arrive.
         """
         self.reconcile()
         self._collector.refuse_torn(numbers)
@@ -204,9 +210,9 @@ class HeldGradients:
         return found
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
-        """Multiplies gradients by ``factor`` when the update reads them."""
+        """Multiply gradients by ``factor`` when the update reads them."""
         self.reconcile()
-        if factor != 1.0:  # clipping to a norm that is larger changes nothing
+        if factor != 1.0:  # clipping with a norm below the limit changes nothing
             self._backward_updates.refuse_consumed(numbers)
         self._collector.refuse_torn(numbers)
         self._collector.deliver_now()

@@ -1,7 +1,7 @@
-"""All module hooks: units are fetched before they run, and let go after.
+"""Module hooks, which onload units before they run and release them afterwards.
 
-Hooks on the outputs fetch a unit again before its backward.
-Nothing's correctness depends on a backward hook having fired.
+Hooks on the outputs fetch a unit again before its backward. Correctness never depends on a backward
+hook having fired.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ Hook = Callable[[nn.Module, Any], None]
 
 
 class Occasions(Protocol):
-    """Who is told where the user's loop comes by."""
+    """The engine's reactions to points in the user's training loop."""
 
     def require(self) -> None:
-        """Raises where the engine cannot be used."""
+        """Raise if the engine cannot be used."""
 
     def before_forward(self) -> None:
-        """A forward of the whole model begins, outside of any backward."""
+        """React to the start of a forward of the whole model, outside of any backward."""
 
     def catch_up(self, unit: int) -> None:
-        """A module is about to run that reads weights of the unit."""
+        """Bring a unit up to date before a module runs that reads its weights."""
 
     def after_forward(self) -> None:
-        """A forward of the whole model has ended."""
+        """React to the end of a forward of the whole model."""
 
 
 class ModuleHooks:
-    """Installs hooks on the units, on whoever reads their weights, and on the root; ``remove``
-    takes all away."""
+    """The hooks on units, on modules that read their weights, and on the root module."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class ModuleHooks:
         saved_offloader: SavedTensorOffloader | None,
         recompute: Recompute,
     ) -> None:
-        """Installs the hooks."""
+        """Install the hooks."""
         self._saved_offloader, self._recompute = saved_offloader, recompute
         self._onloaded_units, self._backward, self._forward_stack = (
             onloaded_units,
@@ -86,7 +85,7 @@ class ModuleHooks:
         self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
 
     def _hook_border(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
-        """A unit that stays: what autograd saves in it is known as its own."""
+        """Hook a resident unit, to attribute to it what autograd saves while it runs."""
         own = id(module)
 
         def before(called: nn.Module, _args: Any) -> None:
@@ -97,7 +96,7 @@ class ModuleHooks:
         self._handles.append(module.register_forward_pre_hook(_uncompiled(before), prepend=True))
 
     def _hook_unit(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
-        own = id(module)  # a copy of the module has its hooks, and stands alone
+        own = id(module)  # copies of the module share its hooks, but not the engine
 
         @torch_private.not_compiled
         def before(called: nn.Module, args: Any, kwargs: Any) -> None:
@@ -116,9 +115,11 @@ class ModuleHooks:
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _hook_readers(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
-        """Whoever calls a module that may read weights of a resident unit waits for their update:
-        the unit's own module, and all that hold a parameter of it, wherever they are in the
-        model."""
+        """Make modules that may read weights of resident units wait for their update.
+
+        These are the unit's own module and all modules, anywhere in the model, that hold a
+        parameter of it.
+        """
         parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         readers: dict[nn.Module, set[int]] = {}
@@ -161,8 +162,10 @@ class ModuleHooks:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_streams(self, me: weakref.ref[ModuleHooks], model: nn.Module) -> None:
-        """Modules inside of a unit may run on streams of their own: whoever reads weights there is
-        seen, also where autograd saves none."""
+        """Hook modules inside of a unit, which may run on streams of their own.
+
+        Their use of weights is recorded even if autograd saves none of them.
+        """
         parts = self._onloaded_units.parts
         index_of = {id(p): index for index, p in enumerate(parts.parameters)}
         roots = {id(found.module) for found in parts.found}
@@ -177,12 +180,12 @@ class ModuleHooks:
     # -- units ----------------------------------------------------------------------------------
 
     def runs(self, unit: int) -> None:
-        """What autograd saves from now on, it saves in this unit."""
+        """Attribute to this unit what autograd saves from now on."""
         if self._saved_offloader is not None:
             self._saved_offloader.enter(unit)
 
     def before_forward(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The unit's module is about to run."""
+        """Prepare for the run of a unit's module: onload the unit and push its frame."""
         self.runs(unit)
         self._forward_stack.make_room(module)
         self._loop.catch_up(unit)
@@ -200,19 +203,20 @@ class ModuleHooks:
             self._saved_offloader.computes()
 
     def after_forward(self, unit: int, output: Any) -> None:
-        """The unit's module has run, or raised."""
+        """Finish a run of the unit's module; ``output`` is ``None`` if it raised."""
         began = self._forward_stack.pop(unit, completed=output is not None)
         if began is None or output is None:
             return
         if torch.is_grad_enabled():
             backward = self._backward
             for t in differentiable(output):
-                if torch_private.made_since(t, began):  # and not handed through
+                if torch_private.made_since(t, began):  # and not an input that was passed through
                     t.register_hook(lambda _grad: backward.enter(unit))
-        self._onloaded_units.refuse_edits()  # after an exception torch might suppress this error
+        # Not after an exception: torch might suppress this error.
+        self._onloaded_units.refuse_edits()
 
     def open_ahead(self, units: Collection[int]) -> None:
-        """Onload units whose parameters are about to be inspected, and then computed with."""
+        """Onload units whose parameters are about to be inspected before they are computed with."""
         if not torch_private.in_backward():
             for unit in units:
                 self._loop.catch_up(unit)
@@ -221,7 +225,7 @@ class ModuleHooks:
     # -- the root -------------------------------------------------------------------------------
 
     def before_root(self) -> None:
-        """A forward of the whole model begins: clears what an interrupted one left behind."""
+        """Begin a forward of the whole model, and clear what an interrupted one left open."""
         self._loop.require()
         self._forward_stack.begin()
         if not torch_private.in_backward():
@@ -230,12 +234,14 @@ class ModuleHooks:
         self._forward_stack.push_root()
 
     def use_here(self, units: Sequence[int]) -> None:
-        """A module is about to run that reads weights of units that are open."""
+        """Record that the current stream uses these units, which a module is about to read."""
         self._onloaded_units.use_here(units)
 
     def after_root(self, output: Any) -> None:
-        """Marks the outermost backward pass as open as soon as it starts; ``None``: the forward has
-        raised."""
+        """End a forward of the whole model; ``output`` is ``None`` if it raised.
+
+        Hooks on the outputs mark the outermost backward pass as open as soon as it starts.
+        """
         self._forward_stack.pop_root()
         self.runs(NOWHERE)
         if output is not None and torch.is_grad_enabled():
@@ -247,14 +253,17 @@ class ModuleHooks:
             self._onloaded_units.refuse_edits()
 
     def remove(self) -> None:
-        """Takes all hooks away."""
+        """Remove all hooks."""
         remove_all(self._handles)
 
 
 def _uncompiled(hook: Hook) -> Hook:
-    """For modules inside of a unit: what is compiled with them begins with the unit, which has been
-    shown, and runs on the unit's stream; there the hook would only part the graph.  Where such a
-    module alone is compiled its hidden parameters are not passed by: they read their weights."""
+    """Return a hook for modules inside of a unit that does nothing in compiled code.
+
+    Code that is compiled together with such a module begins with the unit, which is shown by then,
+    and runs on the unit's stream. The hook would only break the graph. If such a module is compiled
+    alone, its hidden parameters still read their weights.
+    """
     hook = torch_private.not_compiled(hook)
 
     @torch_private.not_a_graph
@@ -314,7 +323,7 @@ def _root_after(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any],
 
 
 def differentiable(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in ``output`` through which gradients will come."""
+    """Yield the tensors in ``output`` through which gradients will flow."""
     leaves = [output] if isinstance(output, torch.Tensor) else torch_private.tree_leaves(output)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:

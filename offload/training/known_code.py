@@ -1,10 +1,11 @@
-"""Which modules are known to compute the same again: torch's and transformers' own, peft's LoRA,
-and those whose code shows it.
+"""Detection of modules whose recomputation gives the same result and changes nothing.
 
-Code shows it if it reads its module, its arguments and constants, and calls torch, ``math`` and
-code that shows it too.  Whatever else there is (a write to an attribute, a list that grows, an
-object of a class that nobody knows) leaves it unknown: it may compute the same, but nobody can
-tell.
+These are modules of torch and transformers, LoRA layers of peft, and modules whose code shows it.
+Code shows it if it only reads its module, its arguments and constants, and calls torch, ``math``
+and code that shows it too. Anything else (a write to an attribute, a list that grows, an object of
+an unknown class) leaves the module unknown, although it may compute the same.
+
+See Note [Recomputation of units] in ``recompute.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from . import module_private
 
 _OTHERS = ("transformers.", "peft.tuners.lora.", "peft.tuners.tuners_utils")
 LIBRARIES = ("torch.nn.", *_OTHERS)  # whose modules are known
-_APART = ("torch.distributed", "torch.ops")  # what others wait for, and operations of anyone's
+_APART = ("torch.distributed", "torch.ops")  # collectives, and operations of other libraries
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size, type(...),
@@ -35,13 +36,13 @@ _BUILTINS = (
     "abs all any bool dict divmod enumerate filter float frozenset int isinstance issubclass len "
     "list map max min pow range reversed round set slice sorted str sum super tuple type zip"
 )
-# What instructions begin with that change more than local variables, or leave the function's code.
+# Prefixes of instructions that change more than local variables, or leave the function's code.
 _WRITES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_SUBSCR", "STORE_SLICE",
            "DELETE_ATTR", "DELETE_DEREF", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_SUBSCR",
            "IMPORT_", "LOAD_BUILD_CLASS", "MATCH_CLASS", "SEND")  # fmt: skip
 _GENERATES = ("YIELD_", "RETURN_GENERATOR")
-# Names of attributes that may stand for a call that changes what it belongs to or what is outside,
-# or draws numbers that no checkpoint brings back.
+# Names of attributes that may stand for a call that changes its object or outside state, or draws
+# random numbers that no checkpoint restores.
 _CHANGES = (
     "add add_module append appendleft apply backward batch_norm clear compile data debug discard "
     "distributed eval extend extendleft grad info insert instance_norm load_state_dict log_once "
@@ -50,36 +51,38 @@ _CHANGES = (
 )
 _CHANGES_BEGIN = ("register", "reset_", "set_")
 _CHANGES_END = ("_", "_update")
-_GIVEN_TO_CHANGE = ("out", "inplace")  # keywords of torch's for what a call writes to
+_GIVEN_TO_CHANGE = ("out", "inplace")  # torch keywords for what a call writes to
 _UNDERSCORED = ("__class__", "__name__")
-# What Python calls by itself, and changes nothing where it is called in a forward.
+# Methods that Python calls implicitly, and that change nothing when called in a forward.
 _UNCALLED = ("__annotate__", "__annotate_func__", "__class__", "__eq__", "__hash__", "__init__",
              "__post_init__", "__replace__", "__repr__")  # fmt: skip
-_OF_TENSORS = ("torch", __name__.partition(".")[0])  # torch's, and what stands for one of them
+_OF_TENSORS = ("torch", __name__.partition(".")[0])  # of tensors, and of placeholders
 _OF_OBJECTS = ("__dict__", "__weakref__")
 _ATTENTIONS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 def known(module: nn.Module) -> bool:
-    """Whether the module, with all inside it, is known to compute the same from the same inputs,
-    and to change nothing.  Never raises."""
+    """Return whether a module, with all inside it, computes the same again and changes nothing.
+
+    Never raises.
+    """
     try:
         parts = list(module.modules())
         return all(map(_as_usual, parts)) and _Reader(parts).shows()
-    except Exception:  # whatever a module holds and answers: nobody knows it
+    except Exception:  # modules hold anything; what fails is unknown
         return False
 
 
 def _as_usual(module: nn.Module) -> bool:
-    """Whether nothing runs around the module's forward, and it has no state that moves with it."""
-    held = type(module) in (nn.ParameterDict, nn.ParameterList)  # nobody can call them
+    """Return whether nothing runs around the module's forward, and it changes no state."""
+    held = type(module) in (nn.ParameterDict, nn.ParameterList)  # these cannot be called
     if not (held or module_private.calls_as_modules_do(module)) or "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module) or getattr(module, "running_mean", None) is not None:
         return False
-    if getattr(module, "max_norm", None) is not None:  # it scales its weights when it runs
+    if getattr(module, "max_norm", None) is not None:  # its weights are scaled when it runs
         return False
-    if getattr(module, "lora_variant", None):  # DoRA and others, some of which hooks give more to
+    if getattr(module, "lora_variant", None):  # DoRA and others; hooks pass more to some of them
         return False
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     if any(type(each).__module__.partition(".")[0] not in _OF_TENSORS for each in tensors):
@@ -89,8 +92,11 @@ def _as_usual(module: nn.Module) -> bool:
 
 
 class _Reader:
-    """Reads the code of forwards, and all that it may call of the modules': by their names, as code
-    does not tell whose attribute it means."""
+    """A reader of the code of forwards, and of what they may call in the modules' classes.
+
+    Attributes are looked up by name in all classes, because code does not tell whose attribute it
+    reads.
+    """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = {id(each): each for each in parts}
@@ -100,7 +106,7 @@ class _Reader:
         self._read: set[tuple[int, int]] = set()
 
     def shows(self) -> bool:
-        """Whether all that they hold and call is known."""
+        """Return whether everything that the modules hold and call is known."""
         if any(_called_by_python(cls) for cls in self._classes):
             return False
         forwards = (vars(cls).get("forward") for cls in self._libraries)
@@ -113,7 +119,7 @@ class _Reader:
         return self._named("forward") and all(map(self._named, self._overridden()))
 
     def _overridden(self) -> set[str]:
-        """What code of the libraries may call, and find as it is written here."""
+        """Return the names that library code may call, and that these classes override."""
         return {
             name for cls in self._classes for name in vars(cls)
             for base in cls.__mro__
@@ -122,7 +128,7 @@ class _Reader:
         }  # fmt: skip
 
     def _holds(self, values: Iterable[object]) -> bool:
-        """Whether nothing that is held can be called, unless it is known."""
+        """Return whether none of the values can be called, except known ones."""
         return all(map(self._member, values))
 
     def _member(self, value: object) -> bool:
@@ -139,7 +145,7 @@ class _Reader:
         return self._value(value) or (_without_methods(value) and self._holds(vars(value).values()))
 
     def _named(self, name: str) -> bool:
-        """Whether all that the modules' classes have by this name is known."""
+        """Return whether everything of this name in the modules' classes is known."""
         for cls in self._classes:
             found = vars(cls).get(name)
             if isinstance(found, property):
@@ -151,7 +157,7 @@ class _Reader:
         return True
 
     def _value(self, value: object) -> bool:
-        """Whether a constant, or something to call, is known."""
+        """Return whether a constant, or a callable, is known."""
         if type(value) in _PLAIN:
             return True
         if type(value) is tuple:
@@ -178,7 +184,7 @@ class _Reader:
         return self._code(function.__code__, function.__globals__, ("__class__",))
 
     def _code(self, code: CodeType, scope: Mapping[str, Any], free: Sequence[str]) -> bool:
-        if (id(code), id(scope)) in self._read:  # is being read, or was found well
+        if (id(code), id(scope)) in self._read:  # is being read, or was found to be known
             return True
         self._read.add((id(code), id(scope)))
         names = [name for each in code.co_consts if type(each) is tuple for name in each]
@@ -200,12 +206,12 @@ class _Reader:
                 return _builtin(what)
             return _harmless(what) and self._value(scope[what])
         if kind.startswith("BINARY_OP") and instruction.argrepr.endswith("="):
-            return False  # in place, and nobody knows whose it is
+            return False  # in place, on an unknown object
         if "DEREF" in kind:
             return what in cells
         if kind in ("LOAD_ATTR", "LOAD_METHOD") or kind.startswith("LOAD_SUPER"):
             return _harmless(what) and self._named(what)
-        if isinstance(what, CodeType):  # of a comprehension, or of a function within
+        if isinstance(what, CodeType):  # a comprehension, or an inner function
             return self._code(what, scope, cells)
         return True
 
@@ -217,8 +223,10 @@ def _builtin(name: str) -> bool:
 
 
 def _harmless(name: str) -> bool:
-    """Whether an attribute of that name is no call that changes something, by torch's habit of an
-    underscore at the end, and by the usual names."""
+    """Return whether an attribute of that name is not a call that changes something.
+
+    Judged by torch's convention of a trailing underscore, and by common names.
+    """
     if name.startswith("__"):
         return name in _UNDERSCORED
     if name in _CHANGES.split() or name.startswith(_CHANGES_BEGIN):
@@ -227,14 +235,16 @@ def _harmless(name: str) -> bool:
 
 
 def _of_a_library(function: FunctionType | BuiltinFunctionType) -> bool:
-    # A wrapper bears the module of what it wraps: whose code it is and what it calls.
+    # ``__module__`` of a wrapper is that of the wrapped function, so its globals are checked too.
     own = function.__globals__ if isinstance(function, FunctionType) else {}
     return all(_pure(where) for where in (function.__module__, own.get("__name__", "math")))
 
 
 def _of_libraries(function: FunctionType) -> bool:
-    """Whether a library's function is its own, and what it calls by a global name: anybody may have
-    put another there."""
+    """Return whether a library function, and what it calls by a global name, are the library's own.
+
+    Either may have been patched.
+    """
     inner = unwrap(function)
     named = (inner.__globals__.get(name) for name in inner.__code__.co_names)
     return _of_a_library(function) and all(
@@ -243,7 +253,7 @@ def _of_libraries(function: FunctionType) -> bool:
 
 
 def _called_by_python(cls: type) -> bool:
-    """Whether a class has code that runs where nobody calls it by a name."""
+    """Return whether a class has code that Python runs without a call by name."""
     return any(
         name.startswith("__") and callable(found) and name not in _UNCALLED
         for name, found in vars(cls).items()
@@ -251,7 +261,7 @@ def _called_by_python(cls: type) -> bool:
 
 
 def _pure(name: str | None) -> bool:
-    """Whether functions of a module are known."""
+    """Return whether the functions of a module are known."""
     return name is not None and (
         name == "math" or _of_torch(name) or name.startswith(_OTHERS)
     )  # fmt: skip
@@ -266,8 +276,10 @@ def _of_library(cls: type) -> bool:
 
 
 def _without_methods(value: object) -> bool:
-    """Whether an object has members alone, as namespaces and most dataclasses do: nothing to call
-    but what Python makes for every class."""
+    """Return whether an object only has members, like namespaces and most dataclasses.
+
+    It has nothing to call but what Python makes for every class.
+    """
     cls = type(value)
     if cls in (argparse.Namespace, SimpleNamespace):
         return True

@@ -1,8 +1,8 @@
-"""Compute of a simulated device: every unit takes the time that its FLOPs need at the set rate.
+"""Compute time of a simulated device: each unit takes the time that its FLOPs need.
 
-The tiny model's own arithmetic runs at once on the calling thread; what is left of the modelled
-time that thread sleeps, after the unit's weights have come and before its results go on, so that
-everything the engine does meanwhile lies under compute as it would on a device.
+The tiny model's own arithmetic runs at once on the calling thread. The thread then sleeps for the
+rest of the modelled time, after the unit's weights have come and before its results are passed on.
+So everything that the engine does meanwhile overlaps with compute, as on a device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .hooks import differentiable
 
 
 class ModelledCompute:
-    """Hooks on every unit, to be installed after the engine's own.
+    """Hooks on every unit, installed after the engine's own.
 
     Args:
         flops_s: FLOPs per second of the device.
-        compute: how long it has waited for the engine so far is not modelled time.
+        compute: counts the time spent waiting for the engine, which is not modelled compute time.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ModelledCompute:
     ) -> None:
         self._flops_s, self._compute = flops_s, compute
         self._due_ns = self._waited_at = 0
-        self.modelled_s = 0.0  # of compute, in all
+        self.modelled_s = 0.0  # total modelled compute
         self._handles: list[Any] = [model.register_forward_pre_hook(self._restart, prepend=True)]
         for unit, found in zip(parts.units, parts.found, strict=True):
             if unit.flops:
@@ -68,8 +68,11 @@ class ModelledCompute:
         self._due_ns, self._waited_at = time.perf_counter_ns(), self._compute.waited_ns
 
     def _spend(self, flops: float) -> None:
-        """Compute goes on for so long.  Begins when what came before was due, waits left out, so
-        that neither the model's own arithmetic nor a late waking adds to the modelled time."""
+        """Sleep until compute of ``flops`` is due to end.
+
+        It begins when the previous compute was due to end, plus the waits since. So neither the
+        model's own arithmetic nor a late wake-up adds to the modelled time.
+        """
         needed_s = flops / self._flops_s
         self.modelled_s += needed_s
         needed_ns, now_ns = int(needed_s * 1e9), time.perf_counter_ns()
@@ -80,14 +83,16 @@ class ModelledCompute:
         sleep_until(self._due_ns)
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
 
 def token_count(values: Any) -> int:
-    """Tokens in the first tensor among a module's arguments that has dimensions: all but the last
-    dimension's elements of activations, all elements of token ids."""
+    """Return the number of tokens in the first non-empty tensor among a module's arguments.
+
+    These are all elements of token ids, or all but the last dimension of activations.
+    """
     for value in torch_private.tree_leaves(values):
         if not isinstance(value, torch.Tensor) or value.is_nested:
             continue

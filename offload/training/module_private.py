@@ -11,7 +11,7 @@ import torch
 
 
 def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.nn.Parameter | None]:
-    """The parameters that a module holds itself, by their names there; it follows changes."""
+    """Return a live mapping of the parameters that a module holds itself, by name."""
     return module._parameters
 
 
@@ -20,8 +20,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module())) | {"_apply", "__reduce_ex__"}
 
 
 def set_apply(module: torch.nn.Module, apply: Callable[..., torch.nn.Module] | None) -> None:
-    """Give a module an ``_apply`` of its own, through which all its conversions go; ``None``: the
-    one of its class."""
+    """Give a module its own ``_apply``, which all conversions call; ``None``: its class's."""
     if apply is None:
         module.__dict__.pop("_apply", None)
     else:
@@ -40,27 +39,35 @@ def with_members(
     module: torch.nn.Module, modules: Mapping[str, torch.nn.Module | None],
     parameters: Mapping[str, torch.nn.Parameter | None],
 ) -> torch.nn.Module:  # fmt: skip
-    """A module like this one, that holds others."""
+    """Return a copy of a module that holds other modules and parameters."""
     made = copy.copy(module)
     made._modules, made._parameters = dict(modules), dict(parameters)
     return made
 
 
 def put_in_place(module: torch.nn.Module, name: str, other: torch.nn.Module) -> None:
-    """A module takes the place of a parameter of that name.  An exception between the lines leaves
-    the parameter."""
+    """Replace a parameter by a module of the same name.
+
+    If an exception comes between the two lines, attribute access still finds the parameter.
+    """
     module._modules[name] = other
     del module._parameters[name]
 
 
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, object]]:
-    """What a module has beside what every module has (parameters, buffers, hooks, its mode)."""
+    """Return the attributes of a module that not every module has.
+
+    Parameters, buffers, hooks and the mode are left out.
+    """
     return ((name, value) for name, value in vars(module).items() if name not in _OF_MODULES)
 
 
 def calls_as_modules_do(module: torch.nn.Module) -> bool:
-    """Whether nothing but the engine runs around a module's forward: no ``__call__`` of its own, no
-    hooks of others, on it or on all modules."""
+    """Return whether only the engine runs code around a module's forward.
+
+    The module has no ``__call__`` of its own, and no other hooks, neither itself nor on all
+    modules.
+    """
     if type(module).__call__ is not torch.nn.Module.__call__:
         return False
     own = (module._forward_pre_hooks, module._forward_hooks)
@@ -71,12 +78,12 @@ def calls_as_modules_do(module: torch.nn.Module) -> bool:
 
 
 def is_scripted(module: torch.nn.Module) -> bool:
-    """Whether a part of a module runs in TorchScript, which asks no tensor's class."""
+    """Return whether a part of a module runs in TorchScript, which ignores tensor subclasses."""
     return any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own buffers that belong into a state dict."""
+    """Return the module's own buffers that belong in a state dict."""
     skip = module._non_persistent_buffers_set
     return {n: b for n, b in module._buffers.items() if b is not None and n not in skip}
 
@@ -86,7 +93,7 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def adds_state(module: torch.nn.Module) -> bool:
-    """Whether a module's state dict may have more than its own parameters and buffers."""
+    """Return whether a module's state dict may hold more than its own parameters and buffers."""
     kind, base = type(module), torch.nn.Module
     if kind._save_to_state_dict is not base._save_to_state_dict:
         return True
@@ -97,8 +104,10 @@ def adds_state(module: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def added_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What a module's state dict has beside parameters and buffers, as ``state_dict`` makes it, by
-    name without a prefix."""
+    """Return what a module's state dict holds besides parameters and buffers, by unprefixed name.
+
+    The entries are as ``state_dict`` makes them.
+    """
     metadata = {"version": module._version}
     found: dict[str, Any] = OrderedDict()
     found._metadata = OrderedDict({"": metadata})  # type: ignore[attr-defined]
@@ -109,16 +118,17 @@ def added_state(module: torch.nn.Module) -> dict[str, Any]:
         made = hook(module, found, "", metadata)
         found = found if made is None else made
     own = {*module._parameters, *module._buffers}
-    theirs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}  # renamed ones
+    theirs = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}  # renamed tensors
     return {n: v for n, v in found.items() if n not in own and id(v) not in theirs}
 
 
 def load_added(module: torch.nn.Module, entries: Mapping[str, Any]) -> list[str]:
-    """Have a module load such entries, as ``load_state_dict`` does but without the engine's hooks;
-    return the names of those that it did not take.
+    """Load entries that ``added_state`` returned; return the names of those not taken.
+
+    Works like ``load_state_dict``, but without the engine's hooks.
 
     Raises:
-        RuntimeError: it refuses them.
+        RuntimeError: the module refuses them.
     """
     state, hooks = dict(entries), module._load_state_dict_pre_hooks
     metadata = {"version": module._version}
@@ -147,7 +157,7 @@ _OF_HOOKS = (
 
 
 def without_hooks(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's attributes, without the engine's hooks and conversions."""
+    """Return a module's attributes, without the engine's hooks and conversions."""
     state = dict(vars(module))
     if _package_of(type(state.get("_apply"))) == _OWN_PACKAGE:
         del state["_apply"]
@@ -164,7 +174,7 @@ def without_hooks(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _of_others(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """Hooks that are not this package's."""
+    """Return the hooks that are not this package's."""
     return OrderedDict(
         (number, hook)
         for number, hook in hooks.items()
@@ -177,18 +187,18 @@ def _package_of(function: object) -> str:
 
 
 def with_buffers(module: torch.nn.Module, make: Callable[[torch.Tensor], object]) -> dict[str, Any]:
-    """The attribute that holds a module's own buffers, with what ``make`` gives for each."""
+    """Return the attribute for a module's own buffers, with ``make`` applied to each buffer."""
     buffers = module._buffers.items()
     return {"_buffers": {n: None if b is None else make(b) for n, b in buffers}}
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own buffers, those that are ``None`` included."""
+    """Return the names of a module's own buffers, including ``None`` entries."""
     return list(module._buffers)
 
 
 def has_compiled(module: torch.nn.Module) -> bool:
-    """Whether a part of it, or all, was compiled: by ``torch.compile`` or its own ``compile``."""
+    """Return whether a module or a part of it was compiled by ``torch.compile`` or ``compile``."""
     return any(
         hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
         for each in module.modules()
@@ -196,5 +206,5 @@ def has_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_persistent(module: torch.nn.Module, buffer: str) -> bool:
-    """Whether ``state_dict`` has this buffer of the module's own."""
+    """Return whether ``state_dict`` contains this buffer of the module itself."""
     return buffer not in module._non_persistent_buffers_set

@@ -1,8 +1,8 @@
-"""Makes parameters point into their slot while the unit is in use, and at a stub otherwise.
+"""Onloading and offloading of units: parameters point into a slot while compute uses them.
 
-A stub keeps shape, dtype and device, holds one NaN of its own and no more, so that a stray read
-shows.  Every residency gets a new storage object over the slot: when that has expired, nothing
-points into the slot any more.
+At other times a parameter points at its placeholder, which keeps shape, dtype and device and holds
+a single NaN, so a stray read is noticed. Each onload creates a new storage object over the slot:
+see Note [References to slots] in ``slot_refs.py``.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from .slot_refs import SlotRefTracker
 from .stubs import Stubs
 from .views import OnloadedUnit, View, make_views
 
-_KEPT_VIEWS = 4  # for each parameter: as it is, transposed; parts of it may be without number
-_TRIES, _LOOK_S = 10, 0.02  # to find room that somebody who holds slots may give back
+_KEPT_VIEWS = 4  # whole and transposed ones per parameter; slices could be countless
+_TRIES, _LOOK_S = 10, 0.02  # to find room while other threads still hold slots
 
 
 class OnloadedUnits:
-    """Opens and closes units for compute.  Counts uses; the first opens, the last closes."""
+    """Units that are onloaded for compute; the first use opens one, the last closes it."""
 
     def __init__(
         self, parts: Partition, executor: Executor, accelerator: Accelerator, held: SlotRefTracker,
         stubs: Stubs, changing: set[int],
     ) -> None:  # fmt: skip
-        """``changing``: parameters that their modules have changed in forward."""
+        """Set up; ``changing``: parameters that their modules have changed in forward."""
         self.parts, self.executor, self.accelerator = parts, executor, accelerator
         self._held, self._stubs = held, stubs
         count = len(parts.units)
         layout = executor.layout
         self.fixed = [home.resident for home in layout.homes]
-        # By unit, where its weights are for compute; what moves, as long as it is open.
+        # By unit, where compute finds its weights; for units that move, only while they are open.
         self.places: list[Place | None] = [
             home.device_place if there else home.host_place
             for home, there in zip(layout.homes, layout.apart, strict=True)
         ]
         self.groups, self.users, self.streamed = layout.together, layout.users, layout.streamed
-        self.uses = [0] * count  # of a unit as a whole
-        self.open = [0] * count  # of its weights, through itself or a unit that shares them
-        self.kept: int | None = None  # open for who reads it from outside, hidden; in nobody's use
-        self._ahead: int | None = None  # the same, but its parameters are visible
-        self._visible = [False] * count  # whether its parameters show its weights
-        self._viewers = [0] * count  # uses that need them to, through itself or a unit that shares
+        self.uses = [0] * count  # uses of the unit as a whole
+        self.open = [0] * count  # uses of its weights, by itself or by a unit that shares them
+        self.kept: int | None = None  # unit kept open for outside readers; hidden, not in use
+        self._ahead: int | None = None  # the same unit if its parameters are visible
+        self._visible = [False] * count  # whether its parameters point at its weights
+        self._viewers = [0] * count  # uses that need it visible, as for ``open``
         self.current: list[OnloadedUnit | None] = [None] * count
         self.by_storage: dict[int, OnloadedUnit] = {}
-        self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # what they show hidden
+        self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # their data while hidden
         self._params: list[tuple[nn.Parameter, ...]] = [
             tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
         ]
@@ -69,20 +69,20 @@ class OnloadedUnits:
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
         self._edits = EditWatch(parts, self._params, changing)
-        # Takes back what was given away, where an exception came before it was.
+        # Undoes a ``give_away`` that an exception interrupted.
         self.returning: Callable[[], None] | None = None
 
     def install(self, access: WeightAccess) -> None:
-        """Takes the parameters over; all are hidden."""
+        """Take over the parameters and hide them all."""
         for unit in self.parts.units:
             if self.fixed[unit.index]:
-                # Hidden, they have their weights all the same: graphs may have saved them.
+                # While hidden they keep their weights, because graphs may have saved them.
                 onloaded = self.current[unit.index] = self._residence(unit.index)
                 self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
                 self._hidden[unit.index] = tuple(onloaded.views)
             else:
                 self._hidden[unit.index] = self._stubs.of(unit)
-            torch_private.outdate(self._params[unit.index])  # graphs from before have no weights
+            torch_private.outdate(self._params[unit.index])  # earlier graphs lose their weights
             self._manage(unit, access)
             self._to_stubs(unit.index)
 
@@ -91,15 +91,14 @@ class OnloadedUnits:
         self._managed[unit.index] = tuple(manage(p, spec, access) for p, (_, spec) in pairs)
 
     def give_away(self, values: Sequence[torch.Tensor]) -> None:
-        """All parameters are ordinary ones again, with these weights, by their index.  It may be
-        done again where an exception came in between."""
+        """Make all parameters ordinary, with ``values`` by index; repeatable after an exception."""
         for unit, params in enumerate(self._params):
             for p, known in zip(params, self._managed[unit], strict=False):
                 known.release(p, values[known.index])
             self._managed[unit] = ()
 
     def take_back(self, access: WeightAccess) -> None:
-        """Parameters that were given away show what they did before."""
+        """Manage parameters again that were given away, visible or hidden as they were before."""
         for unit in self.parts.units:
             self._manage(unit, access)
             if self._visible[unit.index]:
@@ -108,12 +107,14 @@ class OnloadedUnits:
                 self._to_stubs(unit.index)
 
     def close(self) -> list[torch_private.StorageWatch]:
-        """All parameters show a stub for good.  Returns watches of the storages over memory of the
-        engine that may still be in use."""
+        """Point all parameters at placeholders for good.
+
+        Returns watches of the storages over engine memory that may still be in use.
+        """
         watches = self._held.watches
         for unit, onloaded in enumerate(self.current):
-            self._hidden[unit] = ()  # of a resident unit its weights, which must be nobody's now
-            if self._managed[unit]:  # and not given away
+            self._hidden[unit] = ()  # a resident unit's weights: drop the reference
+            if self._managed[unit]:  # not given away
                 self._hidden[unit] = self._stubs.of(self.parts.units[unit])
                 self._to_stubs(unit)
                 torch_private.outdate(self._params[unit])
@@ -128,12 +129,12 @@ class OnloadedUnits:
         return OnloadedUnit(unit, storage, make_views(self.parts.units[unit], storage))
 
     def place(self, unit: int) -> Place:
-        """Where compute has the unit's weights; it is open or fixed."""
+        """Return where compute finds the unit's weights; the unit must be open or resident."""
         place = self.places[unit]
         assert place is not None, f"unit {unit} is not in memory"
         return place
 
-    # Of a unit that is given away, no parameter shows anything.
+    # A unit that was given away has no managed parameters, so these two do nothing for it.
 
     def _to_stubs(self, unit: int) -> None:
         params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=False)
@@ -151,7 +152,7 @@ class OnloadedUnits:
         self._edits.shown(unit)
 
     def suspend(self, unit: int) -> None:
-        """Nobody may see the weights of a unit that is there before ``resume``."""
+        """Copy changes made to a unit's weights, and hide them until ``resume``."""
         self._edits.look_while_shown(unit, partial(self._join, unit))
         self._to_stubs(unit)
         self._visible[unit] = False
@@ -161,35 +162,34 @@ class OnloadedUnits:
             self.accelerator.join(onloaded.streams)
 
     def resume(self, unit: int) -> None:
-        """They may be seen again."""
-        self._visible[unit] = True  # first: what is visible is found again after an exception
+        """Show the weights of a unit again."""
+        self._visible[unit] = True  # first, so that ``reset`` finds it after an exception
         self._to_views(unit)
 
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
-        """Weights of a unit change, by parameter (``None``: all that are trained): graphs that have
-        saved these parameters themselves must not be run backward any more."""
+        """Make graphs that saved these parameters themselves fail in backward: weights change.
+
+        ``changed``: which ones, by index; ``None``: all trained ones of the unit.
+        """
         if not self.fixed[unit]:
-            return  # no graph has saved more than a handle
+            return  # graphs have saved handles only
         groups = self.parts.groups
         self._edits.outdate(
             unit, lambda i: groups[i] is not None if changed is None else i in changed
         )
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
-        """The unit's own parameters."""
+        """Return the unit's own parameters."""
         return self._params[unit]
 
     def weight(self, index: int) -> torch.Tensor:
-        """The weights of a parameter where they are now; its unit is open or fixed."""
+        """Return the current weights of a parameter; its unit must be open or resident."""
         onloaded = self.current[self.parts.unit_of[index]]
         assert onloaded is not None
         return onloaded.views[self._place_in_unit[index]]
 
     def refuse_placeholder(self, t: torch.Tensor) -> None:
-        """
-        Raises:
-            OffloadError: a tensor that autograd saves is the placeholder of a parameter.
-        """
+        """Raise ``OffloadError`` if autograd is about to save a placeholder or a view of one."""
         if (index := self._stubs.index_of(t)) is not None:
             raise OffloadError(
                 f"parameter {self.parts.names[index]!r} was used while its weights were offloaded, "
@@ -199,26 +199,26 @@ class OnloadedUnits:
             )
 
     def refuse_edits(self) -> None:
-        """See ``EditWatch.refuse``."""
+        """Raise for changes that cannot be kept; see ``EditWatch.refuse``."""
         self._edits.refuse()
 
     def changed(self) -> dict[int, Change]:
-        """See ``EditWatch.changed``; of units that are not in use."""
+        """Return ``EditWatch.changed`` for the units that are not in use."""
         unit_of = self.parts.unit_of
         return {i: t for i, t in self._edits.changed.items() if not self.uses[unit_of[i]]}
 
     def may_change(self, unit: int) -> bool:
-        """Whether a unit's module, which is about to run, may change its weights in host memory."""
+        """Return whether a unit's module, about to run, may change its weights in host memory."""
         if self.accelerator.has_device_memory:
             return False
         return self._edits.may_change(unit, self.groups[unit])
 
     def will_run(self, unit: int) -> None:
-        """See ``EditWatch.will_run``."""
+        """Record that a unit runs now; see ``EditWatch.will_run``."""
         self._edits.will_run(unit)
 
     def forget_changed(self, indices: Iterable[int]) -> None:
-        """See ``EditWatch.forget``."""
+        """Forget changes to these parameters; see ``EditWatch.forget``."""
         self._edits.forget(indices)
 
     def check_shown(self, hidden: Container[int]) -> None:
@@ -233,23 +233,23 @@ class OnloadedUnits:
         self._edits.refuse()
 
     # -- opening and closing --------------------------------------------------------------------
-    # An exception may come between any two lines.  What is granted, open or shown stays counted
-    # until it is undone as a whole, so that ``reset`` finds it; no slot is let go that still shows.
+    # An exception may come between any two lines. What is granted, open or shown stays counted
+    # until ``reset`` can undo all of it. No slot is released while parameters point at it.
 
     # Note [Visible parameters]
-    # A unit that is onloaded need not be visible: its parameters may still be placeholders of the
-    # class ``OffloadedParam``.  They point at their weights, and are of a plain class, only while
-    # the unit's own forward runs, for then the engine's hooks turn what autograd saves of them into
-    # handles.  Backward needs weights too, but by these handles.  Were they visible then, code
-    # that computes a forward again without calling the module (a checkpoint around ``forward``, or
-    # a reentrant one) would use them without hooks: autograd would save the parameter itself,
-    # which may be a placeholder again when it is needed, and gradients would be NaN.  Code that
-    # uses a hidden parameter is served by ``OffloadedParam``, with hooks.
+    # An onloaded unit need not be visible: its parameters may still be placeholders
+    # (``OffloadedParam``). They have a plain class and point at their weights only during the
+    # unit's own forward, when the engine's hooks turn what autograd saves of them into handles.
+    # Backward reads weights through these handles. If parameters were visible then, code that
+    # recomputes a forward without calling the module (a checkpoint around ``forward``, or a
+    # reentrant one) would use them without hooks. Autograd would save the parameter itself, which
+    # may be a placeholder when it is read, and gradients would be NaN. Hidden parameters are read
+    # through ``OffloadedParam``, with hooks.
 
     def enter(self, unit: int, *, visible: bool = True) -> None:
-        """Onload a unit for compute; ``visible``: its parameters show their weights.
+        """Onload a unit for compute; ``visible``: point its parameters at their weights.
 
-        Each call is paired with one of ``leave``.  See Note [Visible parameters].
+        Pair each call with one of ``leave``. See Note [Visible parameters].
         """
         if not self.streamed[unit]:
             return
@@ -281,14 +281,14 @@ class OnloadedUnits:
             self._end_view(unit)
 
     def _conceal(self, unit: int) -> None:
-        """Offloading aside, parameters that no use needs to see are placeholders again."""
+        """Hide parameters that no use needs to see; the unit stays onloaded."""
         for member in self._moving(unit):
             if self._visible[member] and not self._viewers[member]:
                 self.suspend(member)
 
     @torch_private.without_grad
     def _open(self, unit: int) -> None:
-        self.let_go()  # its room is not counted on
+        self.let_go()  # the plan has no room for the kept unit
         places, opened = self._need(unit), list[int]()
         try:
             for member, place in zip(self.groups[unit], places, strict=True):
@@ -305,14 +305,14 @@ class OnloadedUnits:
             raise
 
     def _need(self, unit: int) -> tuple[Place, ...]:
-        """Has a unit's group brought to compute; where its members are."""
+        """Bring a unit's group to compute and return where its members are."""
         for left in reversed(range(_TRIES)):
             try:
                 return self.executor.protocol.need(unit)
             except BudgetError:
                 if not self._held or not left:
                     raise
-                time.sleep(_LOOK_S)  # another thread may have looked at weights that showed
+                time.sleep(_LOOK_S)  # another thread may hold a tensor over a slot
         raise AssertionError("the last try returns or raises")
 
     def _bring(self, unit: int) -> None:
@@ -328,8 +328,7 @@ class OnloadedUnits:
         self._edits.put_on_top(unit, onloaded.views)
 
     def used_here(self, onloaded: OnloadedUnit) -> None:
-        """Compute of the calling thread uses a unit: maybe on another stream than the one it was
-        opened on, which has not waited for its weights."""
+        """Make the calling thread's stream wait for a unit's weights, unless it already has."""
         stream = self.accelerator.stream()
         if stream not in onloaded.waited:
             self.executor.compute.wait_for(self.place(onloaded.unit), "copy_in")
@@ -337,23 +336,23 @@ class OnloadedUnits:
             onloaded.streams.add(stream)
 
     def use_here(self, units: Iterable[int]) -> None:
-        """``used_here`` for those that are open or stay; the others are opened first."""
+        """Call ``used_here`` for those of ``units`` that are open or resident."""
         if self.accelerator.has_device_memory:
             for unit in units:
                 if (onloaded := self.current[unit]) is not None:
                     self.used_here(onloaded)
 
     def renewed(self, unit: int) -> None:
-        """The weights of a unit that stays may have been updated: every stream waits anew."""
+        """Make every stream wait again for a resident unit, whose weights may have been updated."""
         if (onloaded := self.current[unit]) is not None:
             onloaded.waited.clear()
 
     def compute_over(self, unit: int) -> None:
-        """A resident unit's compute is over for now: an update of its weights waits for it, with
-        all streams that the calling thread's has waited for, as plain torch asks of a loop.
+        """Mark the end of compute on a resident unit, for its next update to wait for.
 
-        Compute may not have used it since the last update, as where its gradients were left at
-        zero: what brought those weights comes first all the same.
+        The mark covers every stream that the calling thread's stream has waited for. That stream
+        first waits for the copy of the weights, which compute may not have used since the last
+        update.
         """
         place = self.executor.layout.homes[unit].device_place
         if place is not None and self.accelerator.has_device_memory:
@@ -362,7 +361,7 @@ class OnloadedUnits:
             self.executor.compute.mark(place)
 
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
-        """Whether the unit's parameters show what the engine has given them."""
+        """Raise if a parameter of the unit does not have the data that the engine gave it."""
         specs = self.parts.units[unit].params
         for p, given, (_, spec) in zip(self._params[unit], expected, specs, strict=True):
             if torch_private.storage_key(p) != torch_private.storage_key(given):
@@ -373,10 +372,10 @@ class OnloadedUnits:
                 )
 
     def leave(self, unit: int, *, keep: bool = False, visible: bool = True) -> None:
-        """End a use of a unit; the last one lets it be offloaded.  ``visible``: as for ``enter``.
+        """End a use of a unit, with ``visible`` as for ``enter``; the last one offloads it.
 
-        ``keep``: what is read once from outside is read again, in chunks or parameter by parameter,
-        so the unit stays open until another one is opened or ``let_go`` is called.
+        ``keep``: leave it open, for readers that go on by chunk or parameter, until another unit is
+        opened or ``let_go`` is called.
         """
         if not self.streamed[unit]:
             return
@@ -386,7 +385,8 @@ class OnloadedUnits:
         self._conceal(unit)
         if self.uses[unit]:
             return
-        # Keep a changed unit until the change is written: a copy on disk may mix old and new.
+        # Keep a changed unit until its change is written: the copy on disk may mix old and new
+        # values.
         changed = not torch_private.in_backward() and self._edits.any_changed(self.groups[unit])
         if keep or changed:
             self._keep(unit)
@@ -417,20 +417,20 @@ class OnloadedUnits:
         self.kept = unit
 
     def let_go(self) -> None:
-        """What is kept open for readers is so no more."""
+        """Close the unit that is kept open for readers, if any."""
         self._end_ahead()
         unit, self.kept = self.kept, None
         if unit is not None:
             self._close(unit)
 
     def _release(self, unit: int) -> None:
-        """Compute lets go of what it was granted."""
+        """Tell the machine that compute no longer uses what it was granted."""
         held = self._held.untold(self.groups[unit])
         self.executor.engine_port.release(unit, held)
         self._held.told(held)
 
     def _hide(self, unit: int) -> None:
-        """One use of a unit's weights is over; the last sends its parameters to their stubs."""
+        """End one use of a unit's weights; the last one hides its parameters."""
         if self.open[unit] != 1:
             self.open[unit] = max(0, self.open[unit] - 1)
             if self._visible[unit] and not self._viewers[unit]:
@@ -438,11 +438,11 @@ class OnloadedUnits:
             return
         onloaded, place = self.current[unit], self.places[unit]
         if self._visible[unit]:
-            self.suspend(unit)  # may copy the weights: before the slot is released
+            self.suspend(unit)  # before the slot is released: may copy the weights
         if self.accelerator.has_device_memory and place is not None:
             if onloaded is not None:
                 self.accelerator.join(onloaded.streams)
-            else:  # interrupted before it was shown: what brings the weights may not be over
+            else:  # interrupted before it was shown; the copy in may still run
                 self.executor.compute.follow(place)
             self.executor.compute.mark(place)
         if onloaded is not None:
@@ -456,13 +456,13 @@ class OnloadedUnits:
 
     @property
     def in_use(self) -> bool:
-        """Whether compute has, or was granted, a unit; not what is kept for readers."""
+        """Whether compute uses or was granted a unit, except the one kept open for readers."""
         kept = () if self.kept is None else self._moving(self.kept)
         left = any(self.uses) or sum(self.open) > len(kept) or self.returning is not None
         return left or self.executor.engine_port.granted > (self.kept is not None)
 
     def reset(self) -> None:
-        """No forward and no backward runs: closes what an exception has left open."""
+        """Close what an exception left open; call it only if no forward or backward runs."""
         if self.returning is not None:
             self.returning()
         for unit, uses in enumerate(self.uses):
@@ -477,8 +477,7 @@ class OnloadedUnits:
             self._release(unit)
 
     def view(self, unit: int, view: View) -> torch.Tensor:
-        """A tensor over an open unit's slot.  Where the unit stays, the same one each time: what it
-        keeps is never let go."""
+        """Return a tensor over an open unit's slot; a resident unit caches it for good."""
         onloaded = self.current[unit]
         assert onloaded is not None
         made = onloaded.lasting.get(view)
@@ -489,8 +488,7 @@ class OnloadedUnits:
         return made
 
     def whereabouts(self, p: Any) -> tuple[int, View] | None:
-        """The unit of a parameter, and where it lies in its slot; ``None`` if it is another
-        engine's."""
+        """Return a parameter's unit and its view of the slot; ``None`` for another engine's."""
         known, mine = managed(p), self.parts.parameters
         if known is None or known.index >= len(mine) or mine[known.index] is not p:
             return None

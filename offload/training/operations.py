@@ -1,5 +1,8 @@
-"""Operations with parameters whose weights are elsewhere: on the weights where they are, or on
-copies of them, which are written back where the operation has changed them."""
+"""Operations on parameters whose weights are elsewhere.
+
+They run on the weights where these are, or on copies, which are written back if the operation has
+changed them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ..errors import OffloadError
 from . import torch_private
 from .param_handle import ParamHandle, PlaceholderParam, known
 
-# What says something about a tensor and touches no element of it.
+# Functions that do not touch any element of a tensor.
 ABOUT = frozenset({
     "__format__", "__hash__", "__len__", "__reduce_ex__", "__setstate__", "_make_subclass",
     "backward", "can_cast", "dim", "element_size", "get_device", "grad", "has_names",
@@ -45,7 +48,7 @@ def is_view(func: Any) -> bool:
 
 
 def sets_grad(func: Any) -> bool:
-    """Whether it is ``p.grad = ...`` or ``del p.grad``."""
+    """Return whether ``func`` is ``p.grad = ...`` or ``del p.grad``."""
     return (
         getattr(func, "__name__", "") in ("__set__", "__delete__")
         and getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
@@ -53,7 +56,7 @@ def sets_grad(func: Any) -> bool:
 
 
 def cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a cast gives that changes nothing (``type()`` its text); ``None`` if it does change."""
+    """Return the result of a cast that changes nothing (``type()``: a string), else ``None``."""
     p = args[0]
     if not isinstance(p, PlaceholderParam):
         return None
@@ -68,17 +71,21 @@ def cast_to_itself(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def grad(
     outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **more: Any
 ) -> Any:
-    """``torch.autograd.grad``.  It asks for overrides where a parameter is hidden, and without them
-    what a checkpoint computes again would read placeholders; edges of the graph are none to ask."""
+    """Call ``torch.autograd.grad`` with hidden parameters among its arguments.
+
+    Overrides cannot just be disabled around the call: a checkpoint recomputed in it would read
+    placeholders. So inputs that are parameters are replaced by graph edges, which have no
+    overrides.
+    """
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     if any(isinstance(leaf, PlaceholderParam) for leaf in torch_private.tree_leaves(outputs)):
-        with torch_private.without_overrides():  # of itself: there is nothing to compute
+        with torch_private.without_overrides():  # of itself: nothing is computed
             more["materialize_grads"] = materialize_grads
             return torch.autograd.grad(outputs, inputs, *args, **more)
     edge: Any = torch.autograd.graph.get_gradient_edge
     with torch_private.without_overrides():
         edges = [edge(p) if isinstance(p, PlaceholderParam) else p for p in wanted]
-    if materialize_grads:  # refused for edges
+    if materialize_grads:  # not accepted with edges
         more["allow_unused"] = True
     found = torch.autograd.grad(outputs, edges, *args, **more)
     if not materialize_grads:
@@ -88,7 +95,11 @@ def grad(
 
 
 def address(p: Any) -> int:
-    """Where the weights are, for a kernel that computes with them now: later they are elsewhere."""
+    """Return the address of the weights, for a kernel that uses them now.
+
+    Raises:
+        OffloadError: no computation runs, so the weights may move before the address is used.
+    """
     mine = known(p)
     if not torch_private.in_computation():
         raise OffloadError(
@@ -100,7 +111,7 @@ def address(p: Any) -> int:
 
 
 class _Joined(torch.autograd.Function):
-    """A copy of a parameter's weight, as what stands in a graph for the parameter."""
+    """A Function that returns a copy of a weight, and passes its gradient on to the parameter."""
 
     @staticmethod
     def forward(ctx: Any, p: torch.Tensor, read: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -112,9 +123,12 @@ class _Joined(torch.autograd.Function):
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an operation that is differentiated, on the weights where they are: the graph
-    then has no copy of them.  ``NotImplemented`` where it may change them, or gives what lies over
-    them, or where they lie in several units, of which one at a time has room for sure."""
+    """Run a differentiated operation on the weights where they are, so the graph holds no copy.
+
+    Returns:
+        The result, or ``NotImplemented`` if the operation may change the weights or return a view
+            of them, or if they lie in several units, which may not fit at once.
+    """
     name = getattr(func, "__name__", "")
     changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGES
     if not torch.is_grad_enabled() or changes or kwargs.get("out") is not None or is_view(func):
@@ -124,7 +138,8 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name.startswith("embedding") and (len(args) > 3 or kwargs.get("max_norm") is not None):
         return NotImplemented  # it may scale rows in place
     if name not in _PURE and not all(p.requires_grad for p in found.values()):
-        return NotImplemented  # torch refuses to change those that require grad, and no others
+        # Torch refuses to change parameters that require grad in place, but not others.
+        return NotImplemented
     indices = {known(p).index for p in found.values()}
     accesses = {id(access): access for access in (known(p).access for p in found.values())}
     if len(accesses) != 1 or not (access := next(iter(accesses.values()))).together(indices):
@@ -152,14 +167,14 @@ class Operation:
         self._copies: dict[int, tuple[Any, ParamHandle, torch.Tensor, int]] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Its result, whatever it does."""
+        """Return the result of an operation of any kind."""
         result = _computed(func, args, kwargs)
         return self._on_copies(func, args, kwargs) if result is NotImplemented else result
 
     def _on_copies(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
-        # torch's fused optimizers change parameters, and count no version.
+        # torch's fused optimizers change parameters without increasing their versions.
         fused = getattr(func, "__name__", "").startswith("_fused_")
         for _, mine, copy, version in self._copies.values():
             if fused or torch_private.version_of(copy) != version:
@@ -191,7 +206,7 @@ class Operation:
 
     @staticmethod
     def _lend(mine: ParamHandle, copy: torch.Tensor, result: Any) -> None:
-        """A result over the copy's memory may be written to later, itself or by its ``.data``."""
+        """Lend the copy if the result has a view of it, which may be written to later."""
         key = torch_private.storage_key(copy)
         for leaf in torch_private.tree_leaves(result):
             if not isinstance(leaf, torch.Tensor) or leaf is copy:

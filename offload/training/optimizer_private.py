@@ -1,4 +1,4 @@
-"""What torch's optimizers keep to themselves, in one place: hooks, and who steps for whom."""
+"""Private interfaces of torch's optimizers, in one place: hooks and the step mark."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Schedulers of this optimizer take it that a step was made: another one steps for it."""
+    """Mark a step of this optimizer, for its schedulers, that another optimizer makes."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> list[Callable[..., Any]]:
-    """What was registered on an optimizer to be called before its steps, or after them."""
+    """Return the hooks that an optimizer calls before its steps, or after them."""
     hooks = optimizer._optimizer_step_pre_hooks if before else optimizer._optimizer_step_post_hooks
     return list(hooks.values())
 
@@ -28,8 +28,7 @@ _STATE_HOOKS = (
 
 
 def move_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    """What was registered on an optimizer to be called around its ``state_dict`` and
-    ``load_state_dict`` is registered on another."""
+    """Register an optimizer's ``state_dict`` and ``load_state_dict`` hooks on another one."""
     for kind in _STATE_HOOKS:
         getattr(target, f"_optimizer{kind}_hooks").update(
             getattr(source, f"_optimizer{kind}_hooks")
@@ -39,7 +38,7 @@ def move_state_hooks(source: torch.optim.Optimizer, target: torch.optim.Optimize
 def state_with_hooks(
     optimizer: torch.optim.Optimizer, give: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A state dict, with what is registered to be called before and after."""
+    """Return the state dict of ``give``, and run the hooks registered before and after it."""
     for before in optimizer._optimizer_state_dict_pre_hooks.values():
         before(optimizer)
     state = give()
@@ -53,7 +52,7 @@ def load_with_hooks(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any],
     load: Callable[[Mapping[str, Any]], None],
 ) -> None:  # fmt: skip
-    """Loads a state dict, with what is registered to be called before and after."""
+    """Load a state dict by ``load``, and run the hooks registered before and after it."""
     found = dict(state)  # hooks may change it
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = before(optimizer, found)

@@ -1,4 +1,4 @@
-"""Which parameters were there when the model was wrapped, and whether they still are."""
+"""The check that a model has the same parameters as when it was wrapped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ELSEWHERE = " (and another nvme=, since the store keeps the last commit)"
 
 
 class ParamGroupCheck:
-    """Raises where a loop changes what is trained, which the engine would not follow."""
+    """A check for changes to what is trained, which the engine would not follow."""
 
     def __init__(
         self, model: nn.Module, groups: Sequence[Mapping[str, Any]], *, in_place: bool = True,
@@ -28,8 +28,8 @@ class ParamGroupCheck:
     ) -> None:  # fmt: skip
         """
         Args:
-            in_place: whether parameters stay where they are in the model.
-            durable: whether the store stays when the engine has ended.
+            in_place: whether parameters keep their places in the model.
+            durable: whether the store remains after the engine is closed.
         """
         self._again = _AGAIN.format(elsewhere=_ELSEWHERE if durable else "")
         self._groups = groups
@@ -49,11 +49,12 @@ class ParamGroupCheck:
         return [list(map(id, group["params"])) for group in self._groups]
 
     def check(self) -> None:
-        """To be called before every forward that trains, and every step.
+        """Check the parameters, before every forward that trains, and every step.
 
         Raises:
-            OffloadError: a parameter was frozen then and is not any more, so that it has no state;
-                another one has taken its place in the model; or the groups have other members.
+            OffloadError: a parameter that was frozen requires grad or has a gradient now, but it
+                has no state; another one has taken a parameter's place in the model; or the groups
+                have other members.
         """
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:

@@ -1,4 +1,4 @@
-"""What is known of parameters whose weights an engine holds, and how they reach them."""
+"""Handles of managed parameters, and how these reach their weights."""
 
 from __future__ import annotations
 
@@ -19,70 +19,85 @@ T = TypeVar("T")
 
 
 class PlaceholderParam:
-    """Of a parameter's class while its weights are elsewhere."""
+    """A mixin of a parameter's class while its weights are elsewhere."""
 
     requires_grad: bool
 
 
 class WeightAccess(Protocol):
-    """How parameters reach their weights; all by parameter index."""
+    """The interface by which parameters reach their weights, by parameter index."""
 
     def read(self, index: int) -> torch.Tensor:
-        """A copy of the current weight."""
+        """Return a copy of the current weight."""
         ...
 
     def borrow(self, index: int) -> torch.Tensor:
-        """As ``read``, to be lent on: there is one copy at a time that others have tensors over."""
+        """Return a copy of the current weight that may be lent.
+
+        If tensors over a lent copy exist, that copy is returned, so that there is only one.
+        """
         ...
 
     def compute(self, indices: Collection[int], run: Callable[[], T]) -> T:
-        """What ``run`` gives, which uses parameters of one unit, that show meanwhile, and whose
-        result is differentiated.  What it saves for that is found again in backward.
-        ``NotImplemented``: it cannot be here."""
+        """Return what ``run`` computes with parameters of one unit, which are shown meanwhile.
+
+        The result is differentiated; what autograd saves is found again in backward. Returns
+        ``NotImplemented`` if that is impossible here.
+        """
         ...
 
     def address(self, index: int) -> int:
-        """Where the current weight is in the device's memory; good until another unit is needed."""
+        """Return the device address of the current weight, valid until another unit is needed."""
         ...
 
     def together(self, indices: Collection[int]) -> bool:
-        """Whether the parameters are of one unit."""
+        """Return whether the parameters belong to one unit."""
         ...
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Another weight takes the place of the current one."""
+        """Replace the current weight by ``value``."""
         ...
 
     def replace(self, index: int, value: torch.Tensor) -> None:
-        """As ``write``; ``value`` itself is lent from then on, what was lent is the reader's."""
+        """Replace the current weight by ``value``, and lend ``value`` itself from now on.
+
+        A copy that was lent before belongs to its reader alone.
+        """
         ...
 
     def lend(self, index: int, copy: torch.Tensor) -> None:
-        """The reader keeps a tensor over this copy, and may change it: then it is written."""
+        """Record that a tensor over ``copy`` is kept; changes to it are written to the weight."""
         ...
 
     def require_gradients_unused(self) -> None:
-        """Raise if gradients are dropped or replaced which backward has applied already."""
+        """Raise if gradients are dropped or replaced that backward has already applied."""
         ...
 
     def name(self, index: int) -> str: ...
 
 
 class ParamHandle:
-    """What is known of a managed parameter; found by its identity, as the parameter itself may hold
-    nothing: copies and pickles of it are ordinary parameters."""
+    """The engine's data about a managed parameter.
+
+    It is looked up by the parameter's identity. The parameter holds nothing itself, so its copies
+    and pickles are ordinary parameters.
+    """
 
     __slots__ = ("_access", "_hidden", "_shown", "_spec", "given", "plain")
 
     def __init__(
         self, p: nn.Parameter, spec: ParamSpec, access: WeightAccess, shown: type, hidden: type
     ) -> None:
-        """Makes the parameter a managed one; what it shows stays as it is.  ``shown``, ``hidden``:
-        mixed into its class while its weights are in place, and while they are not."""
+        """Make the parameter a managed one, without changing its data.
+
+        Args:
+            shown: mixed into its class while its weights are in place.
+            hidden: mixed into its class while they are not.
+        """
         self._spec, self.plain = spec, type(p)
         self._shown, self._hidden = _mixed(self.plain, shown), _mixed(self.plain, hidden)
         self._access = weakref.ref(access)
-        self.given = False  # the parameter is given away, or is about to be
+        self.given = False  # the parameter was given away, or is about to be
         _MANAGED[p] = self
 
     @property
@@ -90,7 +105,7 @@ class ParamHandle:
         return self._spec.index
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Without memory, of the parameter's shape and strides."""
+        """Return a tensor without memory, with the parameter's shape and strides."""
         _, _, shape, stride = self._spec.as_parameter(torch.float32)
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
@@ -104,11 +119,11 @@ class ParamHandle:
             )
         return access
 
-    # Between two lines of these an exception may come up.  A parameter that shows a stub would give
-    # wrong values; one that is hidden over its weights gives right ones.
+    # An exception may come between any two lines of these. A shown parameter over a placeholder
+    # would give wrong values; a hidden one over its weights gives the right ones.
 
     def show(self, p: nn.Parameter, weights: torch.Tensor) -> None:
-        """The parameter's weights are in place."""
+        """Point the parameter at its weights, which are in place."""
         if self.given:
             return
         with torch_private.without_overrides():  # else the data of a hidden one cannot be set
@@ -116,7 +131,7 @@ class ParamHandle:
         p.__class__ = self._shown
 
     def hide(self, p: nn.Parameter, stub: torch.Tensor) -> None:
-        """The parameter's weights are elsewhere; ``stub`` has its shape."""
+        """Point the parameter at a placeholder of its shape: its weights are elsewhere."""
         if self.given:
             return
         p.__class__ = self._hidden
@@ -124,7 +139,7 @@ class ParamHandle:
             _set_data(p, stub)
 
     def release(self, p: nn.Parameter, weights: torch.Tensor) -> None:
-        """The parameter is an ordinary one again.  A second time does nothing."""
+        """Make the parameter an ordinary one again; a second call does nothing."""
         self.given = True
         if managed(p) is self:
             p.__class__ = self.plain
@@ -137,7 +152,7 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def managed(p: Any) -> ParamHandle | None:
-    """What is known of a parameter that an engine manages, or has until it was closed."""
+    """Return the handle of a parameter that an engine manages, also after the engine was closed."""
     found: ParamHandle | None = _MANAGED.get(p)
     return found
 

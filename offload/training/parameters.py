@@ -1,11 +1,12 @@
-"""What a managed parameter is for Python code: the user's own object, which knows where its weights
-are.
+"""Classes of managed parameters: the user's own objects, which know where their weights are.
 
-While its weights are in place it is an ordinary parameter, but that its ``.data`` is watched: what
-is changed in place while compute may be using it would be lost, or half saved, and is found out.
-While they are elsewhere the class of the object is ``OffloadedParam``: any operation on it, or on
-its ``.data``, reads the current weights, and writes back what it changed.  With gradients on, what
-is read is joined to the parameter in the graph, so that its gradient arrives as always.
+While its weights are in place, a parameter is an ordinary one, except that its ``.data`` is
+watched. A change in place while compute may be using the weights would be lost or half saved, so it
+is detected.
+
+While they are elsewhere, the class of the object is ``OffloadedParam``. Any operation on it, or on
+its ``.data``, reads the current weights, and writes back what it changed. With gradients enabled,
+the weights read are connected to the parameter in the graph, so its gradient arrives as usual.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def manage(p: nn.Parameter, spec: ParamSpec, access: WeightAccess) -> ParamHandle:
-    """Makes a parameter a managed one, if it is not; it may be shown or hidden."""
+    """Make a parameter a managed one if it is not yet; it may be shown or hidden."""
     found = managed(p) or ParamHandle(p, spec, access, OnloadedParam, OffloadedParam)
     found.given = False
     return found
 
 
 class _Fixed:
-    """What no managed parameter does; torch asks nobody before it does these."""
+    """A mixin that refuses ``set_`` and ``resize_``, for which torch calls no override."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         mine = known(self)
@@ -58,7 +59,7 @@ class _Fixed:
 
 
 class OnloadedParam(_Fixed):
-    """Mixed into the class of a parameter whose weights are in place."""
+    """A mixin of the class of a parameter whose weights are in place."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -83,7 +84,7 @@ class OnloadedParam(_Fixed):
 
 
 class OffloadedParam(PlaceholderParam, _Fixed):
-    """Mixed into the class of a parameter whose weights are elsewhere."""
+    """A mixin of the class of a parameter whose weights are elsewhere."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -131,7 +132,7 @@ class OffloadedParam(PlaceholderParam, _Fixed):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (name in LAYOUT or name in LIKE) and args and isinstance(args[0], OffloadedParam):
-            p: Any = args[0]  # its stub has the strides of a single number
+            p: Any = args[0]  # its placeholder has the strides of a scalar
             if name in LIKE and kwargs.get("device") is None:
                 kwargs = {**kwargs, "device": p.device}
             return func(known(p).empty(p.dtype), *args[1:], **kwargs)
@@ -148,7 +149,7 @@ class OffloadedParam(PlaceholderParam, _Fixed):
             return same
         if name == "copy_" and args[0] is args[1]:
             return args[0]
-        if getattr(func, "__module__", "") == "torch.nn.init":  # of leaves, outside of any graph
+        if getattr(func, "__module__", "") == "torch.nn.init":  # on leaves, outside of any graph
             return torch_private.without_grad(Operation().run)(func, args, kwargs)
         return Operation().run(func, args, kwargs)
 

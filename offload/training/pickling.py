@@ -1,9 +1,9 @@
-"""Pickle modules of a wrapped model.
+"""Pickling of modules of a wrapped model.
 
 The engine's hooks are closures and cannot be pickled, so a pickle of a module is an ordinary module
-without them.  For a process that is being spawned, such as a data-loader worker whose collator
-holds the model, parameters are put on ``meta``: the worker does not compute with them, and the
-weights need not fit in memory again for each worker.
+without them. For a process that is being spawned, such as a data-loader worker whose collator holds
+the model, parameters are put on ``meta``. The worker does not compute with them, and the weights
+need not fit in memory again for each worker.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import nn
 
 from . import module_private
 
-KEY = "__reduce_ex__"  # found on the instance, it comes before the class's
+KEY = "__reduce_ex__"  # on the instance, it precedes the class's
 
 
 def spawning() -> bool:
-    """Whether what is pickled is for a process that ``multiprocessing`` is about to start."""
+    """Return whether pickling is for a process that ``multiprocessing`` is about to start."""
     return context.get_spawning_popen() is not None
 
 
 def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
-    """Return the ``__reduce_ex__`` value of a module with the engine's hooks: an ordinary module.
+    """Return a module's ``__reduce_ex__`` value without the engine's hooks: an ordinary module.
 
     ``leave_out``: attributes that the copy does not have.
     """
@@ -42,7 +42,7 @@ def reduced(module: nn.Module, *leave_out: str) -> tuple[Any, ...]:
 
 
 def copied(module: nn.Module, memo: dict[int, Any], *leave_out: str) -> nn.Module:
-    """Return a deep copy of a module that has hooks of the engine's: an ordinary one."""
+    """Return a deep copy of a module without the engine's hooks: an ordinary module."""
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     _, _, state = reduced(module, *leave_out)
@@ -53,7 +53,7 @@ def copied(module: nn.Module, memo: dict[int, Any], *leave_out: str) -> nn.Modul
 class _Copied:
     """A buffer that is pickled by its bytes.
 
-    torch would move the model's own buffer to shared memory, to send a file descriptor.
+    Otherwise torch would move the model's own buffer to shared memory, to send a file descriptor.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -70,7 +70,7 @@ def _loaded(data: bytes) -> Any:
 
 
 def on_meta(p: torch.Tensor) -> tuple[Any, ...]:
-    """Return what pickle is to do for a parameter that is sent to a spawned process."""
+    """Return the ``__reduce_ex__`` value of a parameter that is sent to a spawned process."""
     return _parameter_on_meta, (tuple(p.shape), p.dtype, p.requires_grad)
 
 
@@ -81,7 +81,7 @@ def _parameter_on_meta(
 
 
 class Pickling:
-    """Makes the modules inside of a model picklable; ``remove`` undoes it."""
+    """The pickling support of the modules inside of a model, until ``remove``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if module is not model]
@@ -90,7 +90,7 @@ class Pickling:
                 module.__dict__[KEY] = partial(_reduce, module)
 
     def remove(self) -> None:
-        """Leave pickling to the modules' classes again."""
+        """Restore the pickling of the modules' classes."""
         for module in self._modules:
             if _is_ours(module.__dict__.get(KEY)):
                 del module.__dict__[KEY]

@@ -1,4 +1,4 @@
-"""One micro-step of a model in memory, watched unit by unit: compute and activations."""
+"""Profiles of a micro-step of a model in memory: compute time and activations by unit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPEAT_S, MOST_RUNS = 2.0, 5
 
 
 class _Clock:
-    """Gives the time that passes to what runs: the innermost open unit, or the rest."""
+    """A clock that attributes elapsed time to the innermost open unit, or to the rest."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,12 +50,12 @@ class _Clock:
         self._open.pop()
 
     def go_on_with(self, name: str) -> None:
-        """In backward nothing encloses anything: what comes next begins where the last ends."""
+        """End the current unit and begin another one, for backward, where units do not nest."""
         self._turn()
         self._open[-1] = name
 
     def take(self) -> dict[str, float]:
-        """The seconds so far; the count starts again."""
+        """Return the seconds so far, and start again."""
         self._turn()
         taken = dict(self.seconds)
         self.seconds.clear()
@@ -64,12 +64,12 @@ class _Clock:
 
 
 class _Watch:
-    """Hooks of one micro-step."""
+    """The hooks of one micro-step."""
 
     def __init__(self, parts: Partition, device: torch.device) -> None:
         self.clock = _Clock(device)
         self.kept: Counter[str] = Counter()
-        self._seen: dict[int, torch.Tensor] = {}  # by storage; held, so that none comes twice
+        self._seen: dict[int, torch.Tensor] = {}  # by storage; held, so that none is counted twice
         self._weights = {torch_private.storage_key(p) for p in parts.parameters}
         self._handles: list[Any] = []
         for unit, found in zip(parts.units, parts.found, strict=True):
@@ -89,7 +89,7 @@ class _Watch:
         self._handles.append(module.register_forward_hook(after))
 
     def keep(self, t: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor that autograd keeps: once, and no weights."""
+        """Count a tensor that autograd saves, once per storage and without weights."""
         key = torch_private.storage_key(t)
         if key not in self._weights and key not in self._seen:
             self._seen[key] = t.detach()
@@ -104,11 +104,13 @@ class _Watch:
 def profile_step(
     model: torch.nn.Module, parts: Partition, example: Callable[[], torch.Tensor]
 ) -> Profile:
-    """Runs ``example`` and its backward: once to warm up, then on the clock, again while that takes
-    less than two seconds in all; the fastest counts, since what else the machine does only adds.
-    On ``meta`` it runs once, and only activations are told.
+    """Run ``example`` and its backward, and profile compute time and activations by unit.
 
-    Gradients that the parameters have are put back.
+    The first run warms up. Measured runs follow, up to ``MOST_RUNS`` and for about ``REPEAT_S``
+    seconds in all. The fastest one counts, because other load on the machine only adds time. On
+    ``meta`` there is a single run, which measures activations only.
+
+    Gradients that the parameters have are restored.
     """
     device = next((p.device for p in parts.parameters), torch.device("cpu"))
     kept_grads = [p.grad for p in parts.parameters]

@@ -1,5 +1,8 @@
-"""Ranges for torch's profiler (and NVTX, under ``torch.autograd.profiler.emit_nvtx``): what the
-engine computes and moves, by unit and lane.  While no profiler runs, they cost a look at a flag."""
+"""Ranges for torch's profiler, by unit and lane: what the engine computes and moves.
+
+They also appear as NVTX ranges under ``torch.autograd.profiler.emit_nvtx``. While no profiler runs,
+a range only costs the check of a flag.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from . import torch_private
 
 
 class ProfilerRanges:
-    """Ranges named ``overspill <what>``.  Compute's begins and ends in calls of their own: it is
-    left open rather than ended by another thread, as the profiler keeps them by thread."""
+    """Ranges named ``overspill <lane>: <name>``.
+
+    A compute range begins and ends in separate calls. The profiler keeps ranges by thread, so
+    another thread leaves it open instead of ending it.
+    """
 
     def __init__(self) -> None:
         self._open: tuple[int, record_function] | None = None

@@ -1,9 +1,6 @@
-"""Units whose forward is computed again in backward, so that autograd keeps their inputs alone.
+"""Recomputation of units in backward, so that autograd keeps only their inputs.
 
-The checkpoint is torch's own, of the kind that is not reentrant, put around a unit by hooks.  What
-changes itself when it runs would change twice: such units are kept, and to know them, the first
-forward of each is only watched, unless its code is known.  Nothing is decided anew within a step:
-what a checkpoint of the user's own computes again must be as it was.
+See Note [Recomputation of units].
 """
 
 from __future__ import annotations
@@ -37,39 +34,64 @@ _PLAIN = (
 )  # fmt: skip
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _NAMES = (bool, int, str, type(None))
-_DEEP, _LONG = 3, 256  # how far what a module has is looked into, and how many members of it
-_GROWN = 1.1  # inputs so much larger are another load
-_CHANCES = 3  # forwards that may change their module, as the first does that fills a cache
+_DEEP, _LONG = 3, 256  # depth, and number of members, up to which attributes are compared
+_GROWN = 1.1  # inputs larger by this factor are another load
+_CHANCES = 3  # forwards that may change their module: the first may fill a cache
+
+
+# Note [Recomputation of units]
+# Module hooks put torch's own non-reentrant checkpoint around a unit's forward (``_Checkpointed``).
+# A forward that changes its own module would change it twice, so a unit is recomputed only once it
+# is steady, which is decided separately for training and evaluation mode:
+#
+# - If its code is known not to change anything (see ``known_code``), it is steady at once.
+# - Otherwise its forwards are only watched at first (``_Watched``): buffers, attributes, weights,
+#   inputs and random number generators are compared before and after. If nothing changed, the unit
+#   is proven, and steady from the next step on. After ``_CHANCES`` forwards that changed something,
+#   it is never recomputed.
+#
+# A recomputed forward is compared in the same way. If it changes something after all, a warning
+# says so, and the unit is watched again from the next step on. If its module has changed by the
+# time backward recomputes it, that is an error.
+#
+# A watched unit becomes steady only between steps: a checkpoint of the user's own must recompute
+# units in the same way as they ran. Torch restores its own random numbers; those of Python and
+# NumPy are restored here, if the forward has drawn any.
 
 
 class Around(Protocol):
-    """What has begun with a unit's forward and ends with it."""
+    """A context around a unit's forward, which has begun and is ended by ``end``."""
 
     def end(self, *, completed: bool) -> None:
-        """The forward has ended; not ``completed``: it raised."""
+        """End the context; ``completed`` is false if the forward raised."""
 
 
 class _Again(threading.local):
-    """The units whose forward the present thread computes again."""
+    """The units that the current thread recomputes."""
 
     def __init__(self) -> None:
         self.units: list[int] = []
 
 
 class Recompute:
-    """Begins a checkpoint where one of ``units`` runs.
+    """The units that are recomputed, with a checkpoint around each of their forwards.
 
-    ``able``: the units that may; ``watching``: all of these are looked at.
-    ``input_bytes``: by unit, what went into its largest forward while watched.
-    ``grown``: how much more has come since.
-    ``computed``: how often each unit was computed again, until someone clears it.
-    ``keeps_below``: the share of those inputs up to which nothing needs to be computed again.
+    See Note [Recomputation of units].
+
+    Attributes:
+        units: the units to recompute.
+        able: the units that can be recomputed.
+        watching: whether all ``able`` units are watched and measured, to choose ``units``.
+        input_bytes: by unit, the inputs of its largest forward while watching.
+        grown: the factor by which inputs have grown since.
+        computed: how often each unit was recomputed, until a caller clears it.
+        keeps_below: the share of ``input_bytes`` up to which nothing needs to be recomputed.
     """
 
     def __init__(
         self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool
     ) -> None:
-        """``watching``: units are yet to be chosen, of those that are ``known``."""
+        """Set up; ``watching``: ``units`` are still to be chosen, among the ``known`` ones."""
         self.units, self.watching = units, watching
         self.able = parts.recomputable if units or watching else frozenset()
         self.input_bytes = [0] * len(parts.units)
@@ -77,16 +99,16 @@ class Recompute:
         self.computed = Counter[int]()
         self._found, self._device = parts.found, device
         self._again = _Again()
-        # Units that do not change when they run, by the mode that they train or are tried in.
+        # Units, with their mode (training or not), that do not change when they run.
         self._steady: set[tuple[int, bool]] = set()
-        self._proven: set[tuple[int, bool]] = set()  # from the next step on they are steady
-        self._read = set[tuple[int, bool]]()  # whose code has been looked at
+        self._proven: set[tuple[int, bool]] = set()  # steady from the next step on
+        self._read = set[tuple[int, bool]]()  # whose code was read
         self._changes = Counter[int]()
 
     def begin(
         self, unit: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Around | None:
-        """What is around a forward that is about to run."""
+        """Begin a checkpoint or a watch around a forward, and return it, or ``None``."""
         wanted = unit in self.units
         if not (self.watching or wanted) or unit not in self.able:
             return None
@@ -106,11 +128,12 @@ class Recompute:
         if not any(
             isinstance(leaf, torch.Tensor) and leaf.device == self._device for leaf in leaves
         ):
-            return None  # torch knows by these whose random numbers to bring back
+            # By these tensors torch finds the device whose random numbers to restore.
+            return None
         return _Checkpointed(self, unit, module, leaves, structure)
 
     def _shows(self, unit: int, module: nn.Module) -> bool:
-        """Whether its code, looked at once, tells that the unit does not change when it runs."""
+        """Return whether the unit's code, read once, shows that it does not change when it runs."""
         case = unit, module.training
         if case in self._read:
             return False
@@ -122,11 +145,11 @@ class Recompute:
         return shows
 
     def known(self, units: frozenset[int]) -> frozenset[int]:
-        """Those of the units of which it is known that they compute the same again."""
+        """Return those of the units whose recomputation is known to give the same result."""
         return frozenset(unit for unit in units & self.able if known(self._found[unit].module))
 
     def _keep(self, unit: int, why: str) -> None:
-        """From now on the unit is not computed again."""
+        """Never recompute the unit from now on."""
         if unit in self.units:
             log.warning(
                 "overspill: unit %s %s: it cannot be computed again, and what autograd saves of it "
@@ -135,7 +158,7 @@ class Recompute:
         self.units, self.able = self.units - {unit}, self.able - {unit}
 
     def watched(self, unit: int, changed: str | None, *, training: bool) -> None:
-        """The unit has run, and ``changed`` this of itself."""
+        """Record a watched forward; ``changed`` names what it changed, or is ``None``."""
         if changed is None:
             self._proven.add((unit, training))
             return
@@ -144,8 +167,12 @@ class Recompute:
             self._keep(unit, f"changes {changed} when it runs")
 
     def surprised(self, unit: int, changed: str, again: str) -> None:
-        """The unit, which will be computed again, has ``changed`` this, as it did not before;
-        ``again``: what that does then."""
+        """Warn that a recomputed unit has changed something that it did not change before.
+
+        Args:
+            changed: what it has changed.
+            again: the effect of the recomputation on that.
+        """
         log.warning(
             "overspill: unit %s has changed %s when it ran, as it did not before; backward "
             "computes it once more, and %s; pass activations='host' if it must not",
@@ -154,11 +181,11 @@ class Recompute:
         self._proven = {each for each in self._proven if each[0] != unit}
 
     def stepped(self) -> None:
-        """A step has ended: what was found holds from now on."""
+        """Apply the findings of the step that has ended."""
         self._steady = set(self._proven)
 
     def _measure(self, unit: int, leaves: Sequence[Any]) -> bool:
-        """Notes how much goes into the unit.  Whether it is so little that all may be kept."""
+        """Measure a unit's inputs, and return whether they are so small that it can be kept."""
         known = self.input_bytes[unit]
         nbytes = sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad)
         if self.watching:
@@ -168,16 +195,16 @@ class Recompute:
         return 0 < nbytes <= known * self.keeps_below
 
     def watch(self) -> None:
-        """From now on all are looked at, for another load."""
+        """Watch and measure all units again, for another load."""
         self.watching, self.input_bytes = True, [0] * len(self.input_bytes)
 
     def grow(self) -> None:
-        """What has come since is the load from now on."""
+        """Scale ``input_bytes`` to the larger inputs seen since."""
         self.input_bytes = [int(nbytes * self.grown) for nbytes in self.input_bytes]
         self.grown = 1.0
 
     def compute(self, unit: int, function: partial[Any]) -> None:
-        """Computes a forward again."""
+        """Run ``function``, which computes a unit's forward again."""
         self.computed[unit] += 1
         self._again.units.append(unit)
         try:
@@ -193,15 +220,15 @@ class _Checkpointed:
         self, recompute: Recompute, unit: int, module: nn.Module, leaves: list[Any], structure: Any
     ) -> None:
         inputs: dict[int, torch.Tensor] = {}
-        places: list[tuple[int, int]] = []  # of tensors among the leaves, and among the inputs
+        places: list[tuple[int, int]] = []  # tensors by leaf and input index
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 inputs.setdefault(id(leaf), leaf)
                 places.append((i, list(inputs).index(id(leaf))))
-                leaves[i] = None  # autograd has them, and may let them leave
+                leaves[i] = None  # autograd keeps them, and may offload them
         modes = [(each, each.training) for each in module.modules()]
 
-        after: list[_State] = []  # as the forward has left the module
+        after: list[_State] = []  # the module's state after the forward
 
         def again(*inputs: torch.Tensor) -> None:
             if after and (changed := _changed(_state_of(module), after[0])) is not None:
@@ -225,7 +252,8 @@ class _Checkpointed:
                 _draw_from(drawn_now)
 
         self._recompute, self._unit, self._module = recompute, unit, module
-        drawn = [_drawn()]  # empty, where the forward has drawn nothing: other threads may
+        # Emptied if the forward has drawn nothing: other threads may draw.
+        drawn = [_drawn()]
         self._before, self._drawn, self._after = _state_of(module), drawn, after
         self._weights = _weights_of(module)
         self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
@@ -249,7 +277,7 @@ class _Checkpointed:
 
 
 class _Watched:
-    """A forward that is kept, to see whether it changes its module."""
+    """A forward that is not recomputed, and is watched for changes to its module."""
 
     def __init__(
         self, recompute: Recompute, unit: int, module: nn.Module, leaves: Sequence[Any]
@@ -271,19 +299,22 @@ class _Watched:
 
 
 _PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"
-# By name: a buffer or an attribute, held so that no other takes its place, and what tells whether
-# it is as it was.
+# By name: a buffer or an attribute, held so that its identity is not reused, and a value that
+# differs once it has changed.
 _State = dict[str, tuple[object, object]]
 
 
 def _weights_of(module: nn.Module) -> _State:
     """Return the version of each parameter, to detect changes in place."""
-    with torch_private.without_overrides():  # a hidden one's class would ask each time
+    with torch_private.without_overrides():  # reading a hidden one would ask its class
         return {name: (p, torch_private.version_of(p)) for name, p in module.named_parameters()}
 
 
 def _state_of(module: nn.Module) -> _State:
-    """All that a forward may change, except parameters: optimizer updates change those too."""
+    """Return the state of a module that its forward may change, except parameters.
+
+    Parameters are left out because optimizer updates change them too.
+    """
     found: _State = {}
     for name, buffer in module.named_buffers():
         found[name] = buffer, torch_private.version_of(buffer)
@@ -294,7 +325,7 @@ def _state_of(module: nn.Module) -> _State:
 
 
 def _drawn() -> _State:
-    """Where random numbers come from that a checkpoint does not bring back, as torch's own."""
+    """Return the states of random number generators that a checkpoint does not restore."""
     return {
         _PYTHON: (None, random.getstate()),
         _NUMPY: (None, pickle.dumps(np.random.get_state(legacy=False))),
@@ -302,7 +333,7 @@ def _drawn() -> _State:
 
 
 def _draw_from(drawn: Sequence[_State]) -> None:
-    """Has random numbers come as they did then, if ever."""
+    """Restore the states that ``_drawn`` returned, if there are any."""
     for each in drawn:
         python: Any = each[_PYTHON][1]
         numpy: Any = each[_NUMPY][1]
@@ -311,7 +342,7 @@ def _draw_from(drawn: Sequence[_State]) -> None:
 
 
 def _inside(value: Any, depth: int = 0) -> object:
-    """What tells that an object has changed that is the same as before."""
+    """Return a value that differs once the contents of ``value`` have changed."""
     if isinstance(value, _VALUES):
         return value
     if isinstance(value, torch.Tensor):
@@ -325,7 +356,7 @@ def _inside(value: Any, depth: int = 0) -> object:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, Iterator):
-        return object()  # nobody can tell
+        return object()  # unknown, so always different
     if depth == _DEEP or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
         return id(value)
     if isinstance(value, Mapping):
@@ -336,7 +367,7 @@ def _inside(value: Any, depth: int = 0) -> object:
 
 
 def _changed(before: _State, now: _State) -> str | None:
-    """The first thing that is not as it was."""
+    """Return the name of the first entry that has changed."""
     for name in {**before, **now}:
         was, found = before.get(name), now.get(name)
         if was is None or found is None or not _same(was, found):
@@ -345,7 +376,7 @@ def _changed(before: _State, now: _State) -> str | None:
 
 
 def _obstacle(leaves: Sequence[Any]) -> str | None:
-    """Why a forward that is called with these cannot be computed again."""
+    """Return why a forward with these arguments cannot be recomputed, or ``None``."""
     for leaf in leaves:
         if isinstance(leaf, nn.Parameter):
             return "is called with a weight"
@@ -363,8 +394,11 @@ def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
 
 
 def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
-    """Another object is the same where it is plain, or a list of as many names or whole numbers
-    (``peft`` names the active adapters in a new list)."""
+    """Return whether an entry is unchanged.
+
+    Another object counts as the same if it is plain and equal, or an equal list of names or
+    integers (``peft`` lists the active adapters in a new list).
+    """
     if was[0] is found[0]:
         return was[1] == found[1]
     if type(was[0]) is not type(found[0]):
@@ -375,11 +409,11 @@ def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
 
 
 def _plain(value: object) -> bool:
-    """Whether ``_inside`` has all that such a list or tuple is."""
+    """Return whether ``value`` is a list or tuple that ``_inside`` describes completely."""
     short = type(value) in (list, tuple) and len(value) <= _LONG  # type: ignore[arg-type]
     return short and all(type(each) in _NAMES for each in value)  # type: ignore[attr-defined]
 
 
 def _kinds(inside: Any) -> list[type]:
-    """Of the members of a list, as ``_inside`` has it: 1 equals True."""
+    """Return the types of a list's members, as ``_inside`` returned them, because 1 equals True."""
     return [type(each) for each in inside[1]]

@@ -1,4 +1,4 @@
-"""Who calls: the frames of this thread, for what must know amid of what it runs."""
+"""Inspection of the frames of threads, to detect calls from inside the engine's own work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import FrameType
 
 from ..errors import OffloadError
 
-PATIENCE_S = 10.0  # with a thread that is amid the engine's code, before the engine is closed
+PATIENCE_S = 10.0  # to wait for threads that run engine code, before closing
 
 
 def callers() -> list[FrameType]:
-    """The frames that led to the function that asks, itself left out, innermost first."""
+    """Return the frames that led to the calling function, without its own, innermost first."""
     found: list[FrameType] = []
     frame = inspect.currentframe()
     for _ in range(2):
@@ -28,8 +28,11 @@ def callers() -> list[FrameType]:
 
 
 def wait_for_others() -> None:
-    """Returns when no other thread runs code of the engine, but for those that wait for this: each
-    that comes to it anew is refused by now.  Who stays there is not waited for longer than that."""
+    """Wait until no other thread runs code of the engine, except threads that are closing it too.
+
+    Calls that begin now are refused already. A thread that stays in the engine is waited for at
+    most ``PATIENCE_S`` seconds.
+    """
     ends_s = time.monotonic() + PATIENCE_S
     while _others_amid() and time.monotonic() < ends_s:
         time.sleep(0.001)
@@ -52,7 +55,7 @@ def _others_amid() -> bool:
 
 
 def _innermost_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
+    """Return the innermost frame of each thread.
 
     Disables garbage collection: before Python 3.12, a collection inside ``sys._current_frames`` can
     switch threads, and the other thread then deadlocks on a lock that the call holds (cpython issue
@@ -68,8 +71,10 @@ def _innermost_frames() -> dict[int, FrameType]:
 
 
 def refuse_reentry() -> None:
-    """Raises if a signal handler is the caller, and has interrupted the engine amid its own work:
-    that holds locks, and has told only a part of what it does."""
+    """Raise if a signal handler calls the engine after interrupting the engine's own work.
+
+    That work holds locks, and has reported only a part of what it does.
+    """
     if is_engine(callers()[1:]):
         raise OffloadError(
             "a signal handler, or a callback, uses the optimizer amid the engine's own work; "
@@ -78,7 +83,7 @@ def refuse_reentry() -> None:
 
 
 def is_engine(frames: Iterable[FrameType]) -> bool:
-    """Whether one of these runs code of the engine."""
+    """Return whether one of the frames runs code of the engine."""
     return any(f"{f.f_globals.get('__name__')}.".startswith(_AMID) for f in frames)
 
 

@@ -1,5 +1,4 @@
-"""Which resident weights show: between uses none does, so that whoever reads or changes one is
-seen."""
+"""Hiding of resident weights between uses, so that reads and changes of them are noticed."""
 
 from __future__ import annotations
 
@@ -11,12 +10,21 @@ from ..schedule.ledger import Ledger
 from .onloaded_units import OnloadedUnits
 from .torch_private import in_backward
 
+# Note [Resident weights between steps]
+# The weights of a resident unit never move, and its parameters point at them all the time. But
+# after each step the parameters are hidden like those of any other unit: their class is
+# ``OffloadedParam``. So an operation on one first waits for the update of the weight, and a change
+# to it is noticed. Such a unit is *late* until compute is about to use it: ``show`` waits for its
+# update and shows it again.
+#
+# A unit that ``update="backward"`` has updated is late at once. So a forward before ``step()`` sees
+# the updated weights, whether they are resident or streamed. Graphs that saved the weights
+# themselves become invalid, since updates change the same memory: ``end_graphs`` increments their
+# versions, and backward raises.
+
 
 class ResidentParamGuard:
-    """Between steps no resident weight shows: it is *late* until compute catches up with its
-    update.  A unit that backward has updated is late at once, so that a forward before ``step()``
-    sees the same weights whether they are streamed or resident: the updated ones.
-    """
+    """The resident units that are hidden; see Note [Resident weights between steps]."""
 
     def __init__(self, onloaded_units: OnloadedUnits, executor: Executor, ledger: Ledger) -> None:
         self._onloaded_units, self._protocol, self._ledger = (
@@ -24,32 +32,31 @@ class ResidentParamGuard:
             executor.protocol,
             ledger,
         )
-        self._late: set[int] = set()  # resident units that do not show, in part at least
-        self._suspended: set[int] = set()  # those of them that are wholly hidden
+        self._late: set[int] = set()  # resident units that are hidden, at least in part
+        self._suspended: set[int] = set()  # those of them that are hidden completely
 
     def name_of(self, unit: int) -> str:
-        """The unit's name."""
+        """Return the unit's name."""
         return self._onloaded_units.parts.units[unit].name
 
     # -- hiding and showing ---------------------------------------------------------------------
 
     def hide_all(self) -> None:
-        """No resident weight shows before it is used again: whoever reads or changes one is
-        seen."""
+        """Hide all resident weights until their next use, so that reads and changes are noticed."""
         self._hide(range(len(self._onloaded_units.fixed)))
 
     @property
     def hidden(self) -> Collection[int]:
-        """Resident units that do not show."""
+        """The resident units that are hidden."""
         return self._late
 
     def changed(self, unit: int, params: Container[int]) -> None:
-        """Weights of a unit were replaced: graphs that have saved the old ones are told."""
+        """Invalidate graphs that saved old weights of a unit, some of which were replaced."""
         self._ledger.versions[unit] += 1
         self._onloaded_units.outdate(unit, params)
 
     def refuse_edit(self, unit: int) -> None:
-        """Raises when weights are to be changed that this step's backward has updated already."""
+        """Raise if weights are about to be changed that this step's backward has updated."""
         if unit in self._ledger.early:
             raise OffloadError(
                 f"weights of {self.name_of(unit)!r} cannot be changed now: update='backward' has "
@@ -58,8 +65,10 @@ class ResidentParamGuard:
             )
 
     def _hide(self, units: Iterable[int]) -> None:
-        """Resident units among ``units`` no longer show.  An exception in between leaves nothing
-        hidden for good, or half hidden when it is hidden again."""
+        """Hide the resident units among ``units``.
+
+        An exception in between leaves no unit hidden for good, and a second call completes it.
+        """
         for unit in units:
             if self._onloaded_units.fixed[unit] and unit not in self._suspended:
                 self._late.add(unit)
@@ -67,13 +76,13 @@ class ResidentParamGuard:
                 self._suspended.add(unit)
 
     def end_graphs(self, units: Sequence[int]) -> None:
-        """Units are about to be updated."""
+        """Hide units that are about to be updated, and invalidate graphs of their weights."""
         self._hide(units)
         for unit in units:
             self._onloaded_units.outdate(unit)
 
     def show(self, unit: int) -> None:
-        """Compute is about to use a unit: waits for the resident ones among its weights."""
+        """Wait for the resident weights of a unit that compute is about to use, and show them."""
         if in_backward():
             self._refuse_outdated(unit)
         self._protocol.catch_up(unit)
@@ -88,8 +97,10 @@ class ResidentParamGuard:
                 self._onloaded_units.use_here([member])
 
     def _refuse_outdated(self, unit: int) -> None:
-        """Raises when a backward comes to weights again that it has updated: a checkpoint would
-        compute with others than forward did."""
+        """Raise if backward uses weights again that it has already updated.
+
+        A checkpoint would recompute with other weights than forward used.
+        """
         for member in self._onloaded_units.groups[unit]:
             if member in self._ledger.early:
                 raise OffloadError(
@@ -98,17 +109,16 @@ class ResidentParamGuard:
                     "hook reads them); use update='next_forward'"
                 )
 
-    # No block: what ends one may be run by the collector, when all was tidied up long ago.
+    # Not a context manager: a generator's ``finally`` may run late, during garbage collection.
 
     def begin_reading(self, unit: int) -> list[int]:
-        """From now on the weights of a unit show and are current, for whoever reads them; gives
-        what ``end_reading`` is to be told."""
+        """Show the current weights of a unit to a reader, and return what ``end_reading`` needs."""
         hidden = [m for m in self._onloaded_units.groups[unit] if m in self._late]
         self.show(unit)
         self._onloaded_units.enter(unit)
         return hidden
 
     def end_reading(self, unit: int, hidden: list[int]) -> None:
-        """They show no more, if they did not before."""
-        self._onloaded_units.leave(unit, keep=not in_backward())  # there one unit is open at a time
+        """Hide the weights again that ``begin_reading`` has shown."""
+        self._onloaded_units.leave(unit, keep=not in_backward())  # backward opens one at a time
         self._hide(hidden)

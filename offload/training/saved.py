@@ -1,4 +1,7 @@
-"""What autograd saves inside a unit: weights become handles, everything else goes on as it was."""
+"""Saved-tensor hooks inside units: weights become handles, and other tensors are passed on.
+
+See Note [Offloading of saved tensors] in ``activations.py`` for the other tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .views import View
 
 
 class WeightHandle:
-    """A saved weight: enough to make the same view again, and the version it must still have."""
+    """A saved weight: the view to rebuild, and the version that the weight must still have."""
 
     __slots__ = ("_held", "unit", "version", "view")
 
@@ -28,14 +31,16 @@ class WeightHandle:
 
 
 class _Held:
-    """Lives as long as a graph holds handles of its unit.  No Python code runs where they come to
-    their end: a signal that came meanwhile would be lost."""
+    """A token that lives as long as a graph holds handles of its unit.
+
+    No Python code runs at its end: a signal that arrived during it would be lost.
+    """
 
     __slots__ = ("__weakref__",)
 
 
 class _Plain:
-    """A saved tensor that is no weight.  Holds a detached alias, so that graphs stay free."""
+    """A saved tensor that is no weight, as a detached alias, so that graphs can still be freed."""
 
     __slots__ = ("rest", "tensor", "version")
 
@@ -44,7 +49,7 @@ class _Plain:
 
 
 class _Outer:
-    """A saved tensor that an enclosing pair of hooks (checkpoint, save_on_cpu) has packed."""
+    """A saved tensor that an enclosing pair of hooks (checkpoint, ``save_on_cpu``) has packed."""
 
     __slots__ = ("packed", "unpack")
 
@@ -56,14 +61,14 @@ Hooks = tuple[torch_private.Pack, torch_private.Unpack]
 
 
 class _Packing:
-    """Called for every tensor that autograd saves."""
+    """The pack hook, called for every tensor that autograd saves."""
 
     __slots__ = ("outer", "saved")
 
     def __init__(self, saved: SavedTensors, outer: Hooks | None) -> None:
         self.saved, self.outer = saved, outer
 
-    @torch_private.not_compiled  # torch 2.11 would compile it for whatever a compiled part saves
+    @torch_private.not_compiled  # torch 2.11 would compile it for what compiled parts save
     def __call__(self, t: torch.Tensor) -> Any:
         return self.saved.pack(t, self.outer)
 
@@ -77,14 +82,14 @@ def _record_in_checkpoint(weight: torch.Tensor, outer: Hooks | None) -> None:
     """
     while outer is not None:
         if torch_private.of_checkpoint(outer):
-            with torch_private.without_overrides():  # a hidden parameter would be read
+            with torch_private.without_overrides():  # reading a hidden one would load it
                 outer[0](weight)
             return
         outer = outer[0].outer if isinstance(outer[0], _Packing) else None
 
 
 class SavedTensors:
-    """The pair of hooks of one engine; ``versions`` counts the updates of every unit."""
+    """The saved-tensor hooks of one engine; ``versions`` counts the updates of every unit."""
 
     def __init__(
         self,
@@ -93,29 +98,29 @@ class SavedTensors:
         backward: Backward,
         saved_offloader: SavedTensorOffloader | None,
     ) -> None:
-        """``saved_offloader``: takes what is no weight; ``None``: that stays as it is."""
+        """Set up; ``saved_offloader``: takes what is no weight; ``None``: it stays as it is."""
         self._onloaded_units, self._versions, self._backward = onloaded_units, versions, backward
         self.saved_offloader = saved_offloader
         self._held: list[weakref.ref[_Held]] = [weakref.ref(_Held())] * len(versions)
         self._lock = threading.Lock()
 
     def packing(self, outer: Hooks | None) -> _Packing:
-        """The first of the pair of hooks; ``outer``: the pair that encloses it."""
+        """Return the pack hook; ``outer``: the pair of hooks that encloses this engine's."""
         return _Packing(self, outer)
 
     def is_packing(self, pair: Hooks | None) -> bool:
-        """Whether a pair of hooks is this engine's."""
+        """Return whether a pair of hooks is this engine's."""
         return pair is not None and isinstance(pair[0], _Packing) and pair[0].saved is self
 
     def around(self, pair: Hooks | None) -> Hooks | None:
-        """The pair that encloses this engine's, where that is the innermost; else the innermost."""
+        """Return the pair that encloses this engine's if that is the innermost, else ``pair``."""
         if pair is None or not isinstance(pair[0], _Packing) or pair[0].saved is not self:
             return pair
         return pair[0].outer  # never this engine's
 
     def pack(self, t: torch.Tensor, outer: Hooks | None) -> Any:
-        """What to keep instead of ``t``."""
-        # An argument of a Function, which may have read it somehow.
+        """Return what autograd keeps instead of ``t``."""
+        # A hidden parameter is an argument of a Function, which may have read it in its own way.
         found = self._onloaded_units.whereabouts(t) if isinstance(t, PlaceholderParam) else None
         if found is not None:
             _record_in_checkpoint(t, outer)
@@ -146,11 +151,11 @@ class SavedTensors:
         return WeightHandle(unit, self._versions[unit], view, held)
 
     def holds(self, unit: int) -> bool:
-        """Whether a graph holds handles of the unit."""
+        """Return whether a graph holds handles of the unit."""
         return self._held[unit]() is not None
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """The tensor again; fetches the unit when it is not there."""
+        """Return the saved tensor, and onload its unit if necessary."""
         if isinstance(saved, _Plain):
             version = torch_private.version_of(saved.tensor)
             if version != saved.version:
@@ -183,8 +188,8 @@ class SavedTensors:
         else:
             self._onloaded_units.enter(unit, visible=False)
         try:
-            # Whoever keeps the tensor, or gives it out as a gradient, gets one of its own: a graph
-            # of the backward itself, a reader outside of it, a Function written in Python.
+            # Code that may keep the tensor, or return it as a gradient, gets a copy: a graph of the
+            # backward itself, a reader outside of it, or a Function written in Python.
             own = torch.is_grad_enabled() or not inside or not torch_private.for_node_of_torch()
             return self._tensor(handle, copy=own)
         finally:

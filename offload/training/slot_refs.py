@@ -1,4 +1,4 @@
-"""Slots that a graph has not let go when compute did."""
+"""Slots that autograd graphs still reference after compute has released them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from ..schedule.arena import Place
 from ..schedule.messages import Freed, Held
 from .torch_private import StorageWatch
 
+# Note [References to slots]
+# A slot must not be reused while a tensor points into it. Such tensors can outlive the unit's use:
+# autograd saves some of them, and user code can keep ``p.detach()``. Each onload therefore makes a
+# new storage object over the slot. When the unit is hidden, the engine drops its own reference and
+# keeps only a ``StorageWatch``, a weak reference to the storage.
+#
+# If the watch has not expired when compute releases the unit, the residency machine gets a ``Held``
+# for the slot, and does not reuse it. Before each later request, the machine gets a ``Freed`` for
+# every slot whose watch has expired. So expired slots are found by looking, and no finalizer runs.
+#
+# An exception may come between any two lines. Each ``Held`` has a token of its own, so reporting
+# the same slot twice is harmless. A slot is forgotten only after it was reported.
+
 
 class SlotRefTracker:
-    """Watches the storages over such slots, and tells of each when it has expired.
+    """Slots whose storages are watched, and which of them the machine knows.
 
-    An exception may come between any two lines: a slot may be told of twice, which its token makes
-    harmless, but none is forgotten.
+    See Note [References to slots].
     """
 
     def __init__(self) -> None:
@@ -26,27 +38,30 @@ class SlotRefTracker:
         return bool(self._held)
 
     def add(self, unit: int, place: Place, watch: StorageWatch) -> Held:
-        """Somebody may still have a storage over this slot of the unit."""
+        """Watch a slot of the unit, whose storage may still be referenced."""
         held = Held(unit, place, next(self._tokens))
         self._held[held] = watch
         return held
 
     def look(self, held: Held) -> None:
-        """Forgets a slot that nobody has, if the machine does not know of it."""
+        """Forget a slot without references, unless the machine knows of it."""
         watch = self._held.get(held)
         if watch is not None and watch.expired and held not in self._told:
             self._held.pop(held, None)
 
     def untold(self, units: Container[int]) -> tuple[Held, ...]:
-        """Slots of these units that the machine has not been told of."""
+        """Return the slots of these units that were not reported to the machine yet."""
         return tuple(h for h in self._held if h.unit in units and h not in self._told)
 
     def told(self, held: tuple[Held, ...]) -> None:
-        """The machine was told of them."""
+        """Record that the machine knows of these slots."""
         self._told.update(held)
 
     def freed(self) -> Iterator[Freed]:
-        """What was let go.  Each is forgotten when the next is asked for: told of by then."""
+        """Yield each slot whose references are gone, and forget it when the next one is requested.
+
+        By then the caller has reported it.
+        """
         for held, watch in list(self._held.items()):
             if watch.expired:
                 yield Freed(held)
@@ -55,5 +70,5 @@ class SlotRefTracker:
 
     @property
     def watches(self) -> list[StorageWatch]:
-        """Of all that are still held."""
+        """The watches of all slots that are still referenced."""
         return list(self._held.values())

@@ -22,7 +22,7 @@ log = logging.getLogger("overspill")
 
 
 class CommitsSteps(Protocol):
-    """Who is told of steps where they are committed."""
+    """The interface of commits, and of the rollback to the last one."""
 
     def seal(self) -> None: ...
 
@@ -32,8 +32,12 @@ class CommitsSteps(Protocol):
 
 
 class Stepping:
-    """Decides between ``step`` (all inside ``step()``), ``backward`` (a unit as soon as its
-    gradients are there) and ``next_forward`` (behind the next forward, unit by unit)."""
+    """The optimizer step, with its updates at the times that the update mode sets.
+
+    - ``step``: all updates run inside ``step()``.
+    - ``backward``: a unit is updated as soon as its gradients are there.
+    - ``next_forward``: updates run behind the next forward, unit by unit.
+    """
 
     def __init__(
         self,
@@ -51,8 +55,7 @@ class Stepping:
         renew: Callable[[], None],
         random_states: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """``renew``: weights are those of a commit again, and whoever has tensors over them is to
-        see that."""
+        """Set up; ``renew`` updates tensors over the weights after a rollback to a commit."""
         self._config, self._groups = blueprint.config, groups
         self._judges, self._background = blueprint.judges, blueprint.update != "step"
         self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
@@ -70,14 +73,14 @@ class Stepping:
         self._protocol = onloaded_units.executor.protocol
 
     def backward_over(self) -> None:
-        """The outermost backward pass has ended."""
+        """Count a micro-step: the outermost backward pass has ended."""
         self._ledger.micro_steps += 1
 
     def step(self) -> None:
-        """Updates every parameter that has a gradient; in the background, if so set.
+        """Update every parameter that has a gradient, in the background if the mode says so.
 
-        An exception at any point leaves no step or a whole one: until the machine is told of it,
-        nothing has changed but which resident weights show.
+        An exception at any point leaves either no step or a whole one. Until the machine gets the
+        step, nothing has changed except which resident weights are shown.
         """
         self._backward.abandon()
         if self._commits is not None:
@@ -87,7 +90,8 @@ class Stepping:
         self._refuse_changed_groups()
         if not self._ledger.early:
             self._update_waiter.wait_for_updates()
-        alone = self._ledger.over_ranks is None  # several cannot go back: some have no commit of it
+        # Several ranks cannot roll back on their own: some may not have this step's commit.
+        alone = self._ledger.over_ranks is None
         if alone and self._ledger.nonfinite and self._config.on_nonfinite == "rollback":
             self._back("the last update gave values that are not finite")
             return
@@ -106,7 +110,7 @@ class Stepping:
         if scale is None:
             return
         self._take(units, scale)
-        self._resident_guard.hide_all()  # what was shown where parts of the model were called
+        self._resident_guard.hide_all()  # shown where parts of the model were called
         if not self._background:
             self._update_waiter.wait_for_updates()
             if not alone:
@@ -134,7 +138,7 @@ class Stepping:
             )
 
     def rollback(self) -> Any:
-        """Goes back to the last commit, and returns its ``extra``."""
+        """Roll back to the last commit, and return its ``extra``."""
         assert self._commits is not None
         extra = self._commits.rollback(self._give_up)
         self._renew()
@@ -145,7 +149,7 @@ class Stepping:
         self.rollback()
 
     def _give_up(self) -> None:
-        """Ends a step that has begun, and drops all gradients and what was not finite."""
+        """End a step that has begun, and drop all gradients and records of non-finite values."""
         self._backward.abandon()
         self._protocol.give_up(begun=bool(self._ledger.early))
         self._ledger.give_up()
@@ -153,11 +157,10 @@ class Stepping:
         self._ledger.forget_gradients()
 
     def _verdict(self, units: Mapping[int, frozenset[int]]) -> float | None:
-        """The factor that brings the global norm down to ``max_grad_norm``; ``None``: no step is
-        to be taken.
+        """Return the factor that limits the norm to ``max_grad_norm``; ``None``: take no step.
 
-        A norm that is not finite ends the step before anything has changed: once updates run in
-        the background it would be too late to say so.
+        A global norm that is not finite ends the step before anything has changed. Once updates run
+        in the background, it would be too late to report it.
         """
         if not self._judges:
             return 1.0

@@ -1,4 +1,4 @@
-"""What a parameter shows where its weights are elsewhere: one NaN that takes every shape."""
+"""Placeholders, which parameters point at while their weights are elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from . import torch_private
 
 
 class Stubs:
-    """One NaN for each parameter of a model.
+    """Placeholders for all parameters of a model, each with one NaN expanded to its shape.
 
-    All of a dtype are one allocation, which a device rounds up to 512 bytes, and every one has a
-    storage of its own: whoever looks for tied weights would take all for one.
+    The NaNs of a dtype share one allocation, because a device rounds each up to 512 bytes. Each
+    placeholder has a storage of its own, because code that looks for tied weights compares
+    storages.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
@@ -30,14 +31,14 @@ class Stubs:
         }
 
     def of(self, unit: Unit) -> tuple[torch.Tensor, ...]:
-        """For each parameter a new tensor of its shape and dtype with its NaN behind it."""
+        """Return a new placeholder for each parameter of a unit, with its shape and dtype."""
         shapes = ((spec, spec.as_parameter(chunk.dtype)) for chunk, spec in unit.params)
         return tuple(
             self._stub(spec.index, dtype).expand(shape) for spec, (dtype, _, shape, _) in shapes
         )
 
     def index_of(self, t: torch.Tensor) -> int | None:
-        """Return the parameter whose placeholder a tensor is, or is a view of."""
+        """Return the parameter whose placeholder ``t`` is, or is a view of."""
         nans = None if any(t.stride()) else self._nans.get(t.dtype)
         if nans is None:
             return None

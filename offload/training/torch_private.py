@@ -1,6 +1,6 @@
-"""Every private PyTorch interface that the engine uses, in one place.
+"""All private PyTorch interfaces that the engine uses, in one place.
 
-Tried with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls each of them.
+They were tested with the versions in ``TRIED``; ``tests/unit/test_torch_private.py`` calls each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Unpack = Callable[[Any], torch.Tensor]
 
 @functools.cache
 def tell_if_untried(version: str) -> None:
-    """Says once that nobody has tried this release of torch."""
+    """Warn, once, if overspill was not tested with this release of torch."""
     if ".".join(version.split(".")[:2]) not in TRIED:
         log.warning(
             "overspill was tried with torch %s, and this is %s: compare the first losses with a "
@@ -46,31 +46,33 @@ def tell_if_untried(version: str) -> None:
 
 
 def push_saved_tensor_hooks(pack: Pack, unpack: Unpack) -> None:
-    """Makes the pair the innermost one of this thread."""
+    """Push a pair of hooks, which becomes the innermost one of this thread."""
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Takes the innermost pair away."""
+    """Remove the innermost pair of hooks."""
     torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
 
 
 def top_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The innermost pair of this thread, or ``None``."""
+    """Return the innermost pair of hooks of this thread, or ``None``."""
     pair = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return None if pair is None else (pair[0], pair[1])
 
 
 def of_checkpoint(pair: tuple[Pack, Unpack]) -> bool:
-    """Whether a pair of hooks is that of ``torch.utils.checkpoint``."""
+    """Return whether a pair of hooks belongs to ``torch.utils.checkpoint``."""
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def checkpoint(
     function: Callable[..., None], inputs: Sequence[torch.Tensor]
 ) -> Generator[None, None, None]:
-    """A checkpoint, not reentrant, that begins with the first ``next`` and ends with the second:
-    ``function`` computes what is between again, from ``inputs``."""
+    """Return a non-reentrant checkpoint that starts at the first ``next`` and ends at the second.
+
+    ``function`` recomputes from ``inputs`` what runs between the two.
+    """
     made: Generator[None, None, None] = _checkpoint_without_reentrant_generator(
         function, True, noop_context_fn, "default", False, True, *inputs
     )
@@ -78,61 +80,62 @@ def checkpoint(
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Whether hooks may be pushed here."""
+    """Return whether hooks may be pushed here."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def current_graph_task() -> int:
-    """Number of the backward pass that this thread runs, -1 outside of one."""
+    """Return the number of the backward pass that this thread runs, or -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return whether this thread runs a backward pass."""
     return current_graph_task() >= 0
 
 
 def for_node_of_torch() -> bool:
-    """Whether who unpacks a saved tensor is a node of torch's own, which only computes with it; a
-    Function written in Python may hand it out as a gradient, or keep it.
+    """Return whether the saved tensor is unpacked for a node of torch's own.
 
-    To be called by what the hook calls.
+    Such a node only computes with the tensor. A Function written in Python may return it as a
+    gradient, or keep it. Call this from a function that the unpack hook calls.
     """
     try:
-        frame = sys._getframe(3)  # without this, the engine's unpacking and the hook
+        frame = sys._getframe(3)  # skip this function, its caller and the hook
     except ValueError:
-        return True  # a thread of autograd's own
+        return True  # a thread of autograd
     return frame.f_code is _engine_run_backward.__code__
 
 
 def graph_clock() -> int:
-    """The number that the next node of this thread's graph will have."""
+    """Return the sequence number that the next node of this thread's graph will have."""
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def made_since(t: torch.Tensor, clock: int) -> bool:
-    """Whether a tensor is the result of a node made since the clock was so."""
+    """Return whether ``t`` is the result of a node made since ``graph_clock`` gave ``clock``."""
     return t.grad_fn is not None and int(t.grad_fn._sequence_nr()) >= clock
 
 
 def in_computation() -> bool:
-    """Whether a module's forward, a Function's, or a backward pass is among this thread's
-    callers."""
+    """Return whether this thread runs a forward of a module or Function, or a backward pass."""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
     return in_backward() or in_module() or any(frame.f_code is apply for frame in callers())
 
 
 def in_module() -> bool:
-    """Whether a module's forward, or compiled code, is among this thread's callers."""
+    """Return whether this thread runs a module's forward, or compiled code."""
     return any(
-        "_call_impl" in frame.f_code.co_name or _is_compiled(frame)  # or what dynamo makes of it
+        "_call_impl" in frame.f_code.co_name or _is_compiled(frame)  # or its name by dynamo
         for frame in callers()
     )
 
 
 def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
-    """The modules that run in this thread around the call of ``module``, which is just about to
-    run; ``None`` where nobody can tell: code of the engine or compiled code is among them."""
+    """Return the modules that run in this thread around the call of ``module``, which starts now.
+
+    Returns ``None`` if they are unknown, because engine or compiled code is among the callers.
+    """
     frames = callers()
     calls = [n for n, f in enumerate(frames) if f.f_code is torch.nn.Module._call_impl.__code__]
     if not calls or frames[calls[0]].f_locals["self"] is not module:
@@ -148,25 +151,31 @@ def _is_compiled(frame: FrameType) -> bool:
 
 
 def in_compiled_code() -> bool:
-    """Whether code that was compiled is among this thread's callers.  What is kept from being
-    compiled, as the engine's hooks are, has a caller of dynamo's as well."""
+    """Return whether compiled code is among this thread's callers.
+
+    Looks for frames that only compiled code has: functions excluded from compilation, such as the
+    engine's hooks, are called by dynamo as well.
+    """
     names = (frame.f_code.co_name for frame in callers())
     return any(n == "compile_wrapper" or n.startswith("torch_dynamo_resume") for n in names)
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor is a view of plain memory: no sparse one, nor one of several lengths."""
+    """Return whether a tensor is a view of plain memory: not sparse, nested or a zero tensor."""
     return t.layout is torch.strided and not t.is_nested and not t._is_zerotensor()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` when the present backward pass is over (not if it raises)."""
+    """Call ``callback`` when the current backward pass has ended, unless it raises."""
     Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def storage_over(memory: torch.Tensor, *, keep: bool = False) -> torch.UntypedStorage:
-    """A new storage object over the bytes of ``memory``, which must outlive it; with ``keep`` it
-    does: torch keeps the Python side of a storage as long as any tensor has it."""
+    """Return a new storage object over the bytes of ``memory``, which must outlive it.
+
+    ``keep``: hold ``memory`` for as long as any tensor uses the storage; torch keeps the Python
+    object of a storage for that long.
+    """
     made: Any = torch._C._construct_storage_from_data_pointer(
         memory.data_ptr(), memory.device, memory.numel() * memory.element_size()
     )
@@ -177,38 +186,38 @@ def storage_over(memory: torch.Tensor, *, keep: bool = False) -> torch.UntypedSt
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of the storage that ``tensor`` points into."""
+    """Return the identity of the storage that ``tensor`` points into."""
     return identity(tensor.untyped_storage())
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """A number that no other living storage has."""
+    """Return a number that no other live storage has."""
     return int(storage._cdata)
 
 
 def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory whose values torch negates when it reads them."""
+    """Return a view of the same memory whose values torch negates when it reads them."""
     return torch._neg_view(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory has been written in place."""
+    """Return how often the tensor's memory was written in place."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage, flat uint8."""
+    """Return all bytes of a storage as a flat uint8 tensor."""
     made = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return made.set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
 def counted_by(t: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter ``t`` has: what it is a view of, or itself."""
+    """Return the tensor with the version counter of ``t``: its base, or itself if it is no view."""
     return t._base if t._is_view() and t._base is not None else t  # type: ignore[no-untyped-call]
 
 
 def version_counter(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory whose version is that of ``t`` for ever."""
+    """Return a tensor without memory that shares the version counter of ``t``."""
     counter = t.detach()
     counter.data = _no_elements(t.dtype, t.device)
     return counter
@@ -220,33 +229,33 @@ def _no_elements(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def without_overrides() -> AbstractContextManager[object]:
-    """Inside, classes of tensors do not take part in what happens to them."""
+    """Return a context that disables ``__torch_function__`` of tensor subclasses."""
     guard: AbstractContextManager[object] = torch._C.DisableTorchFunctionSubclass()
     return guard
 
 
 def grad_of(p: torch.Tensor) -> torch.Tensor | None:
-    """``p.grad``; the parameter's class is not asked, which costs more than the rest."""
+    """Return ``p.grad`` without a call of the parameter's class, which would cost more."""
     with without_overrides():
         return p.grad
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own: a shard, or something that stands for others."""
+    """Return whether a tensor has no memory of its own, like a shard, or wraps other tensors."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def is_alone(tensor: torch.Tensor, others: int = 0) -> bool:
-    """Whether no more than ``others`` further tensors lie over the same memory."""
+    """Return whether at most ``others`` further tensors use the same memory."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return int(users) <= 2 + others  # the tensor, and the object that was just asked
+    return int(users) <= 2 + others  # the tensor, and the storage object made here
 
 
 class Watched:
-    """A tensor that others have tensors over, and what it held when last asked.
+    """A tensor that other tensors share memory with, and its contents when last accepted.
 
-    Compared by its bits: tensors that are made by ``.data``, below autograd, or by other libraries
-    share no version with it.
+    Contents are compared bit by bit: tensors made by ``.data``, below autograd, or by other
+    libraries do not share a version counter.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -255,12 +264,12 @@ class Watched:
 
     def _bytes(self) -> torch.Tensor:
         storage = self.tensor.untyped_storage()
-        if storage.nbytes() > self.tensor.nbytes:  # a part of something
+        if storage.nbytes() > self.tensor.nbytes:  # it is a view of a part
             return self.tensor.reshape(-1).view(torch.uint8)
         return bytes_of(storage)
 
     def accept(self) -> None:
-        """What it holds now is known."""
+        """Take the current contents as known."""
         self._known = without_grad(lambda: self._bytes().clone())()
 
     @property
@@ -269,13 +278,15 @@ class Watched:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one layout hold the same bits: NaN is the same as itself, and 0.0 is
-    not the same as -0.0."""
+    """Return whether two tensors of the same layout hold the same bits.
+
+    NaN is equal to the same NaN, and 0.0 is not equal to -0.0.
+    """
     return torch.equal(bytes_of(one.untyped_storage()), bytes_of(other.untyped_storage()))
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same elements of the same memory."""
+    """Return whether two tensors are the same elements of the same memory."""
     return (
         storage_key(one) == storage_key(other)
         and one.dtype == other.dtype
@@ -286,12 +297,12 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def operation_name(func: Any) -> str:
-    """The name of a dispatched operation, such as ``aten::add_``."""
+    """Return the name of a dispatched operation, such as ``aten::add_``."""
     return str(func._schema.name)
 
 
 def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that a dispatched operation writes to."""
+    """Return the arguments that a dispatched operation writes to."""
     named = func._schema.arguments
     pairs = [
         *zip(named, args, strict=False),
@@ -301,18 +312,18 @@ def mutated_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements lie in one place of memory."""
+    """Return whether several elements share a place in memory."""
     spans = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() > max(spans + 1, 0) or torch._debug_has_internal_overlap(tensor) == 1
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a parameter or buffer gets its shape in the first forward."""
+    """Return whether a parameter or buffer gets its shape in the first forward."""
     return bool(torch.nn.parameter.is_lazy(tensor))
 
 
 def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Gives a parameter other data, from or to ``meta`` as well; it stays the same object."""
+    """Give a parameter other data, also from or to ``meta``; it stays the same object."""
     if p.is_meta == data.is_meta:
         p.data = data
     else:
@@ -320,7 +331,7 @@ def become(p: torch.nn.Parameter, data: torch.Tensor) -> None:
 
 
 class StorageWatch:
-    """Tells whether anybody still refers to a storage, without being one who does."""
+    """A weak reference to a storage, which tells whether it is still in use."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._reference = StorageWeakRef(storage)
@@ -331,37 +342,39 @@ class StorageWatch:
 
 
 def as_plain(t: torch.Tensor) -> torch.Tensor:
-    """The tensor without its subclass."""
+    """Return the tensor without its subclass."""
     return t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
 
 
 def joins_uneven(ddp: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Whether its ``join`` is in use, so that ranks may take different numbers of steps."""
+    """Return whether its ``join`` is in use, so that ranks may take different numbers of steps."""
     return bool(ddp._join_config.enable)
 
 
 def outdate(params: Iterable[torch.Tensor]) -> None:
-    """Graphs that have saved these themselves raise when they are run backward."""
+    """Make graphs that saved these parameters themselves raise in backward."""
     with without_overrides():
         for p in params:
             torch.autograd.graph.increment_version(p)
 
 
 def make_wrapper(cls: type[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of a wrapper subclass: shape and device of ``like``, no memory."""
+    """Return a tensor of a wrapper subclass, without memory: shape and device of ``like``."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
         cls, like.shape, dtype=dtype, device=like.device, requires_grad=False
     )
 
 
 def profiler_active() -> bool:
-    """Whether a torch profiler, or one that emits NVTX ranges, runs now."""
+    """Return whether a torch profiler, or one that emits NVTX ranges, runs now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def not_a_graph(function: F) -> F:
-    """``torch.compile`` makes no graph of ``function`` itself; what it calls may become graphs, and
-    it may become a part of one that it is called from."""
+    """Keep ``torch.compile`` from making a graph of ``function`` itself.
+
+    The functions that it calls may become graphs, and it may become part of a caller's graph.
+    """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, skip)  # type: ignore[attr-defined]
@@ -369,7 +382,7 @@ def not_a_graph(function: F) -> F:
 
 
 def not_compiled(function: F) -> F:
-    """``torch.compile`` runs ``function``, and all that it calls, as it is, without tracing."""
+    """Make ``torch.compile`` run ``function``, and all that it calls, without tracing."""
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # what torch.compiler.disable uses
 
     @functools.wraps(function)
@@ -380,10 +393,10 @@ def not_compiled(function: F) -> F:
         finally:
             set_eval_frame(before)
 
-    # Where torch's own code calls it it is a frame of its own, where compiled code does a call.
+    # If torch's own code calls it, it is a frame of its own; if compiled code does, it is a call.
     not_a_graph(as_it_is)
     as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
-    # What ``fullgraph=True`` then raises ends with this.
+    # The end of the message that ``fullgraph=True`` then raises.
     as_it_is._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
         "overspill moves weights where modules begin and end, so no graph of several is whole; "
         "leave fullgraph=True out, or give it to single blocks (block.compile(fullgraph=True))"
@@ -392,19 +405,19 @@ def not_compiled(function: F) -> F:
 
 
 def without_grad(function: F) -> F:
-    """Runs ``function`` outside of inference mode and records nothing for a backward.
+    """Wrap ``function`` to run outside of inference mode, without recording a graph.
 
-    Torch's own context managers are Python: a signal handler that raises inside of their
-    ``__enter__`` or ``__exit__`` leaves the user's thread without gradients for good.  Here all is
-    undone by one call of C, between which and the ``finally`` no handler runs.  (Nor is it left to
-    the guard's end: a traceback may keep it, and it would undo what others have done since.)
+    Torch's own context managers are Python code: a signal handler that raises inside ``__enter__``
+    or ``__exit__`` leaves the user's thread without gradients for good. Here a single call into C
+    undoes everything, and no handler runs between it and the ``finally``. The destructor of the
+    guard cannot do this: a traceback may keep the guard, which would then undo later changes.
     """
 
     @functools.wraps(function)
     def quietly(*args: Any, **more: Any) -> Any:
         guard: Any = nullcontext()
         try:
-            guard = torch._C._InferenceMode(False)  # it keeps the grad mode too
+            guard = torch._C._InferenceMode(False)  # restores the grad mode too
             guard.__enter__()
             torch._C._set_grad_enabled(False)
             return function(*args, **more)

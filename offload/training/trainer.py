@@ -1,4 +1,4 @@
-"""Which thread trains: the one that may use the model and its optimizer."""
+"""The training thread, the only one that may use the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .torch_private import in_backward
 
 
 class Trainer:
-    """The thread that trains; at first the one that makes this."""
+    """The thread that trains, at first the one that creates this object."""
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
@@ -17,33 +17,36 @@ class Trainer:
         self._closer: threading.Thread | None = None
 
     def claim(self) -> None:
-        """The calling thread is the one that trains; not one that autograd lent it for a backward
-        pass, in which modules are called again where a checkpoint recomputes."""
+        """Make the calling thread the training thread, unless it runs a backward pass.
+
+        Autograd's threads also call modules, when a checkpoint recomputes.
+        """
         if not in_backward():
             self._thread = threading.current_thread()
             self._at_work.add(self._thread)
 
     def begins(self) -> None:
-        """A forward of the whole model begins."""
+        """Forget the threads that took part in the last forward: another one begins."""
         self._at_work.clear()
 
     def alone(self) -> bool:
-        """Whether no other thread has claimed since: it may run a part of the same forward."""
+        """Return whether no other live thread has claimed since; it may run part of the forward."""
         me = threading.current_thread()
         return not any(t is not me and t.is_alive() for t in list(self._at_work))
 
     def closes(self) -> None:
-        """The calling thread ends all, whoever trains."""
+        """Allow the calling thread to close the engine, whichever thread trains."""
         self._closer = threading.current_thread()
 
     def require(self) -> None:
-        """Raises unless the calling thread trains, runs a part of the same forward, or a backward
-        pass.  After the end of the one that trained, any may go on.
+        """Raise unless the calling thread trains, runs part of its forward, or a backward pass.
+
+        Once the training thread has ended, any thread may go on.
 
         Raises:
-            OffloadError: it does neither.
+            OffloadError: another thread trains.
         """
-        if in_backward():  # maybe on a thread of autograd's, which Python is not to hear of
+        if in_backward():  # maybe on an autograd thread that Python does not know
             return
         current = threading.current_thread()
         mine = current in (self._thread, self._closer) or current in self._at_work

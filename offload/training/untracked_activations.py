@@ -1,19 +1,20 @@
-"""Steps in which nothing of what autograd saves has to leave, so that nobody looks at it."""
+"""Steps whose activations are not tracked, because none of them has to be offloaded."""
 
 from __future__ import annotations
 
 import weakref
 
-MARGIN = 1.25  # times what the largest step saved that left room for it is set aside
-SHARE = 2  # such a part of the room at most
+MARGIN = 1.25  # times what the largest step saved is set aside
+SHARE = 2  # at most ``1 / SHARE`` of the room is set aside
 
 
 class UntrackedStep:
-    """A forward and its backward in which what is saved is counted and no more.  All that is saved
-    meanwhile holds it.
+    """A forward and its backward in which saved tensors are only counted.
+
+    All tensors that are saved meanwhile hold a reference to it.
 
     Attributes:
-        left: bytes that may yet be saved so.
+        left: bytes that may still be saved untracked.
     """
 
     __slots__ = ("__weakref__", "left")
@@ -23,26 +24,31 @@ class UntrackedStep:
 
 
 class UntrackedActivations:
-    """Where steps leave most of the room empty, the next one is an ``UntrackedStep``, with a part
-    of the room set aside for what is saved then.  Once that is more, it is looked at again.
+    """The decision which steps go untracked.
+
+    If a step leaves most of the room empty, the next one is an ``UntrackedStep``, and a part of the
+    room is set aside for its activations. If they exceed it, tracking starts again.
 
     Attributes:
-        rest: the present one.
-        aside_bytes: of the room, as long as a graph has what was saved in a rest.
-        passed_bytes: that were looked at in this step, storages as often as they were saved.
-        share: of such bytes, what autograd had at once in the last step that was looked at.
+        rest: the current untracked step, or ``None``.
+        aside_bytes: the part of the room that is set aside, for as long as a graph holds untracked
+            activations.
+        passed_bytes: bytes tracked in this step, counting a storage each time it is saved.
+        share: the share of these bytes that autograd held at once, in the last tracked step.
     """
 
     def __init__(self) -> None:
         self.rest: UntrackedStep | None = None
         self.aside_bytes = self.passed_bytes = 0
         self._last: weakref.ref[UntrackedStep] | None = None
-        self._most = 0  # that was ever set aside
+        self._most = 0  # the most that was ever set aside
         self.share = 1.0
 
     def take(self, nbytes: int) -> UntrackedStep | None:
-        """What to hold with so many bytes that stay as they are; ``None``: they are to be looked
-        at, as is all from then on."""
+        """Count bytes that stay untracked, and return what they must hold.
+
+        ``None``: they must be tracked, like everything after them.
+        """
         rest = self.rest
         if rest is not None:
             rest.left -= nbytes
@@ -51,8 +57,11 @@ class UntrackedActivations:
         return rest
 
     def backward_begins(self, saved_bytes: int) -> int:
-        """Bytes that autograd has of what was not looked at, about as many as there are, or all
-        that was set aside for it where a part was.  ``saved_bytes``: of all that was."""
+        """Return roughly how many untracked bytes autograd holds.
+
+        If a step was tracked only in part, these are all bytes that were set aside for it.
+        ``saved_bytes``: the tracked bytes that autograd holds.
+        """
         if self.rest is not None:
             return round(self.share * (self.aside_bytes - self.rest.left))
         if not self.aside_bytes and self.passed_bytes:
@@ -60,15 +69,17 @@ class UntrackedActivations:
         return self.aside_bytes
 
     def step_over(self, room_bytes: int, *, quiet: bool) -> None:
-        """Decides on the next step; ``quiet``: nothing has left in this one.  After one that was
-        looked at in part comes one that is as a whole."""
+        """Decide on the next step; ``quiet``: nothing was offloaded in this one.
+
+        A step that was tracked in part is followed by one that is tracked as a whole.
+        """
         in_part = self.aside_bytes > 0 and self.rest is None
         saved, self.passed_bytes = self.passed_bytes, 0
         if self.rest is not None:
             saved += self.aside_bytes - self.rest.left
             self.rest = None
         if self._last is not None and self._last() is not None:
-            return  # a graph has been kept
+            return  # a graph was kept
         self._last, self.aside_bytes = None, 0
         if quiet and not in_part and 0 < MARGIN * saved <= room_bytes // SHARE:
             self._most = min(room_bytes // SHARE, max(self._most, int(MARGIN * saved)))

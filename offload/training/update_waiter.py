@@ -1,4 +1,4 @@
-"""The end of a step's updates, and what they have found."""
+"""Waiting for a step's updates, and the errors that they found."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ OTHER_RANK = "a part of another rank"
 
 
 class UpdateWaiter:
-    """Waits for the last step."""
+    """A waiter for the updates of the last step."""
 
     def __init__(self, config: OffloadConfig, executor: Executor, ledger: Ledger) -> None:
         self._config, self._executor, self._ledger = config, executor, ledger
 
     def wait_for_updates(self) -> None:
-        """Waits until the last step's updates are over; raises what they found."""
+        """Wait until the last step's updates are finished, and raise the errors that they found."""
         if self._executor.protocol.updates_pending:
             self._executor.protocol.finish_updates()
-            # Else the next step goes back, or looks what all ranks have found.
+            # In the other cases the next step rolls back, or checks what all ranks have found.
             if self._config.on_nonfinite != "rollback" and self._ledger.over_ranks is None:
                 self.raise_nonfinite()
 
     def raise_nonfinite(self) -> None:
-        """Raises, once, when an update gave values that are not finite; on every rank, if it did on
-        one."""
+        """Raise once if an update produced non-finite values, on this rank or on another one."""
         if self._ledger.any_nonfinite():
             units = self._executor.layout.units
             names = ", ".join(units[unit].name for unit in dict.fromkeys(self._ledger.nonfinite))

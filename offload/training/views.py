@@ -13,9 +13,10 @@ from . import torch_private
 
 
 class View(NamedTuple):
-    """A tensor over a unit's slot; ``offset`` in elements of ``dtype`` from its start.
+    """The description of a tensor over a unit's slot.
 
-    ``conjugated`` and ``negated`` are torch's lazy bits: memory holds the value without them.
+    ``offset`` counts elements of ``dtype`` from the slot's start. ``conjugated`` and ``negated``
+    are torch's lazy bits: memory holds the value without them.
     """
 
     offset: int
@@ -27,12 +28,12 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> View:
-        """Describe a tensor, to make it again over another copy of its memory."""
+        """Describe a tensor, to rebuild it over another copy of its memory."""
         shape, stride = tuple(t.shape), tuple(t.stride())
         return cls(int(t.storage_offset()), t.dtype, shape, stride, t.is_conj(), t.is_neg())
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Make the tensor over ``storage``."""
+        """Rebuild the tensor over ``storage``."""
         made = view_in(storage, 0, self.dtype, self.offset, self.shape, self.stride)
         if self.conjugated:
             made = made.conj()
@@ -43,13 +44,13 @@ def view_in(
     storage: torch.UntypedStorage, byte_offset: int, dtype: torch.dtype,
     offset: int, shape: Sequence[int], stride: Sequence[int],
 ) -> torch.Tensor:  # fmt: skip
-    """A tensor over part of a storage; ``offset`` counts elements after ``byte_offset``."""
+    """Return a tensor over part of a storage; ``offset`` counts elements after ``byte_offset``."""
     start = byte_offset // dtype.itemsize + offset
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, shape, stride)
 
 
 def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """Views of all parameters of a unit over its slot."""
+    """Return views of all parameters of a unit over its slot."""
     return tuple(
         view_in(storage, chunk.byte_offset, *spec.as_parameter(chunk.dtype))
         for chunk, spec in unit.params
@@ -60,9 +61,10 @@ def make_views(unit: Unit, storage: torch.UntypedStorage) -> tuple[torch.Tensor,
 class OnloadedUnit:
     """One residency of one unit: the storage over its slot, and its parameters' views.
 
-    ``streams``: of compute that have used it; modules may have several.  ``waited``: those that
-    have waited for what brought its weights.  ``lasting``: tensors over a slot for good, that
-    backward computes with.
+    Attributes:
+        streams: compute streams that have used it; modules may have several.
+        waited: the streams that have waited for the copy that brought its weights.
+        lasting: cached tensors over the slot of a resident unit, for backward.
     """
 
     unit: int
