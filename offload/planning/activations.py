@@ -1,4 +1,4 @@
-"""Whether what autograd keeps until backward has room, under a policy and the budgets."""
+"""The check whether activations fit, for a policy and budgets."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..schedule.layout import Layout
 from .costs import inputs_of
 from .plan import Budgets, Shortfall
 
-LARGE_LOGITS = 0.1  # the share of what is kept from which on they are named
+LARGE_LOGITS = 0.1  # logits are named in the remedy above this share of the need
 WHAT = "what autograd keeps until backward (the activations)"
 
 
 def left_bytes(layout: Layout, budgets: Budgets) -> int:
-    """Of the budget of the memory that compute uses, what the engine's own things leave."""
+    """Return the bytes that the engine leaves of the budget for the memory that compute uses."""
     if budgets.device is None:
         return max(0, budgets.host - layout.regions.host_bytes)
     return max(0, budgets.device - layout.regions.device_bytes)
@@ -25,11 +25,16 @@ def shortfall(
     layout: Layout, budgets: Budgets, sizes: Sequence[int], policy: str, may: Collection[int],
     logits_bytes: int = 0,
 ) -> Shortfall | None:  # fmt: skip
-    """What is missing where units keep ``sizes`` bytes each; ``None``: they fit.
+    """Return the shortfall for activations; ``None`` if they fit.
 
-    The last unit's stay where they are, since backward begins with them.  A unit that computes
-    again, as those in ``may`` can, keeps its inputs alone, but all of its own while it does so.
-    ``logits_bytes`` of all are the logits'.
+    The last unit's activations are not moved, since backward begins with them.  A recomputed unit
+    keeps only its inputs, but all of its activations during the recomputation.
+
+    Args:
+        sizes: by unit, the bytes that autograd keeps.
+        policy: see ``wrap``.
+        may: the units that can be recomputed.
+        logits_bytes: the bytes of logits, as a part of ``sizes``.
     """
     here = left_bytes(layout, budgets)
     tier = Tier.HOST if budgets.device is None else Tier.DEVICE

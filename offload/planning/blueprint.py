@@ -1,4 +1,4 @@
-"""All that is decided before anything is allocated."""
+"""The blueprint of a run: every decision that precedes allocation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sources import NO_SOURCES, Sources
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that is decided before anything is allocated."""
+    """Everything that is decided before memory is allocated."""
 
     config: OffloadConfig
     parts: Partition
@@ -26,23 +26,23 @@ class Blueprint:
 
     @property
     def update(self) -> str:
-        """``"step"``, ``"backward"`` or ``"next_forward"``."""
+        """When the update runs: ``"step"``, ``"backward"`` or ``"next_forward"``."""
         return self.needs.update
 
     @property
     def layout(self) -> Layout:
-        """Where all that moves has its room."""
+        """The homes and regions of everything that moves."""
         assert self.plan.detail.layout is not None
         return self.plan.detail.layout
 
     @property
     def judges(self) -> bool:
-        """Whether a step looks at the norms of all gradients before anything changes."""
+        """Whether a step checks the norms of all gradients before it changes anything."""
         if self.update == "next_forward" or self.config.max_grad_norm is not None:
             return True
         return self.config.on_nonfinite != "raise" and self.update != "backward"
 
     def rule_of(self, index: int) -> Rule | None:
-        """The rule of a parameter; ``None`` if it is not trained."""
+        """Return the update rule of a parameter; ``None`` if it is not trained."""
         group = self.parts.groups[index]
         return None if group is None else self.rules[group]

@@ -1,4 +1,4 @@
-"""Lower bounds of a step's time from what each lane must do and the machine's rates (DESIGN 7)."""
+"""Lower bounds of a step's time, from each lane's work and the machine's rates (DESIGN 7)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from ..schedule.visits import visitors
 
 @dataclass(frozen=True)
 class Bound:
-    """The least seconds of a step, the lane that sets it, and the least of each lane."""
+    """A lower bound of a step's time.
+
+    Attributes:
+        seconds: the bound.
+        bottleneck: the lane that sets it.
+        lanes: by lane, the seconds of its own work.
+    """
 
     seconds: float
     bottleneck: str | None
@@ -22,12 +28,12 @@ class Bound:
 
 
 def step_flops(units: Sequence[Unit], tokens: int) -> float:
-    """FLOPs of all forwards and backwards over ``tokens`` tokens; nothing is computed twice."""
+    """Return the FLOPs of all forwards and backwards over ``tokens``, without recomputation."""
     return sum(unit.flops + unit.backward_flops for unit in units) * tokens
 
 
 def _backward_share(units: Sequence[Unit]) -> float:
-    """Of a micro-step's FLOPs."""
+    """Return the share of backward in the FLOPs of a micro-step."""
     backward = sum(unit.backward_flops for unit in units)
     return backward / max(1, backward + sum(unit.flops for unit in units))
 
@@ -35,7 +41,9 @@ def _backward_share(units: Sequence[Unit]) -> float:
 def lane_seconds(
     links: Mapping[str, int], rates: Rates | None, *, update_params: float = 0, flops: float = 0.0
 ) -> dict[str, float]:
-    """Seconds that each lane needs for its work of a step; lanes without a rate are left out.
+    """Return the seconds that each lane needs for its work of a step.
+
+    Lanes without a rate or without work are left out.
 
     Args:
         links: bytes by lane.
@@ -56,20 +64,22 @@ def lane_seconds(
 
 
 def move_seconds(links: Mapping[str, int], rates: Rates | None) -> dict[str, float]:
-    """Seconds that each lane's moves of a step need at the machine's rates, the slower of reads and
-    writes at that of disks which do both at once."""
+    """Return the seconds of each lane's moves in a step.
+
+    The slower of reads and writes is at the rate of disks that do both at the same time.
+    """
     seconds = lane_seconds(links, rates)
     return seconds if rates is None else {**seconds, **_disk_beside(seconds, rates)}
 
 
 def trained_params(layout: Layout) -> int:
-    """Parameters that a step updates, borders between them included."""
+    """Return the number of parameters that a step updates, with the padding between them."""
     return sum(s.count for group in layout.subgroups for s in group)
 
 
 def update_work(layout: Layout, rates: Rates) -> float:
-    """Parameters that the CPU would update in the time that CPU and device, side by side, need for
-    all of a step's."""
+    """Return the parameters that the CPU could update in the time of a step's update, in which CPU
+    and device each update their share at the same time."""
     total = trained_params(layout)
     if not rates.update_params_s or not rates.device_update_params_s:
         return total
@@ -78,8 +88,8 @@ def update_work(layout: Layout, rates: Rates) -> float:
 
 
 def device_update_share(layout: Layout) -> float:
-    """Share of the parameters that the device updates: those whose state stays there, or goes there
-    for it."""
+    """Return the share of the parameters that the device updates, because their state stays there
+    or is copied there for it."""
     total = trained_params(layout)
     visiting = visitors(layout)
     there = sum(
@@ -92,9 +102,11 @@ def device_update_share(layout: Layout) -> float:
 
 
 def device_update_worth(rates: Rates) -> float | None:
-    """Share of the update worth doing on the device for state that goes there for it (DESIGN 7):
-    ``(B/U - 2) / (B/U + 10)`` with B bytes/s to the device and U parameters/s on the CPU.  The link
-    then does nothing else."""
+    """Return the share of the state in host memory that is worth updating on the device (DESIGN 7).
+
+    It is ``(B/U - 2) / (B/U + 10)`` with B bytes/s to the device and U parameters/s on the CPU, if
+    the link is otherwise idle.  ``None`` if a rate is not known.
+    """
     if not rates.h2d_bytes_s or not rates.update_params_s:
         return None
     ratio = rates.h2d_bytes_s / rates.update_params_s
@@ -102,8 +114,8 @@ def device_update_worth(rates: Rates) -> float | None:
 
 
 def least_seconds(layout: Layout, rates: Rates) -> float:
-    """About what the slowest lane needs for a step of one forward and one backward; for a forward
-    where nothing is trained."""
+    """Return about the seconds that the slowest lane, without compute, needs for one forward and
+    one backward; for one forward if nothing is trained."""
     streamed, paged = _moved_weights(layout)
     times_used = 2 if layout.trains else 1
     read, write = _state_seconds(layout, rates)
@@ -117,6 +129,25 @@ def least_seconds(layout: Layout, rates: Rates) -> float:
     return max(times)
 
 
+# Note [Lower bound of a step]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The time of each lane's own work is a bound, and so is the time of disks for reads and writes at
+# the same time.  Stronger bounds follow from what cannot overlap with updates (``aside``).  Updates
+# read weights, gradients and state from disk and write them back.  Memory lets some of these reads
+# come early and some of these writes end late; the others (``_late_seconds``) must lie within the
+# update's part of the step.  The time of the rest of the step then adds to them:
+#
+# * ``"step"``: the whole step, since updates run after all compute.
+# * ``"backward"``: the forward.  Updates whose gradients can be kept in memory until the next
+#   forward are excepted (``_due_share``).
+# * ``"next_forward"``: the last backward.  It begins when all units are updated, and the gradient
+#   norm is known only at its end.
+#
+# Without a device, updates and disk transfers take processors from compute, whose threads wait for
+# each other, so their times add up.  This was measured with matrix products that use all
+# processors; if some processors are idle, a run may be faster than this bound.
+
+
 def step_bound(
     layout: Layout,
     links: Mapping[str, int],
@@ -127,21 +158,15 @@ def step_bound(
     tokens: int = 0,
     compute_s: float | None = None,
 ) -> Bound:
-    """No schedule of this placement is faster.
+    """Return a lower bound of a step's time for all schedules of this placement.
 
-    Any lane's own time is a bound, and that of disks which do both at once. Updates, and what
-    memory does not let come early of their reads and go late of their writes, can lie under a part
-    of a step only, so that the rest adds to them: with ``"step"`` all of it; with ``"backward"``
-    the forward, save for updates whose gradients there is room to keep until the next one; with
-    ``"next_forward"`` the last backward, which begins when all is updated and ends with the norm.
-    Without a device, updates and the moves to and from disk take processors from compute, whose
-    threads wait for one another, so that they add up: so it was measured where products use all
-    processors.  Where some are idle, a run may be faster than that.
+    See Note [Lower bound of a step].
 
     Args:
         links: bytes of a step by lane.
+        update: when the update runs: ``"step"``, ``"backward"`` or ``"next_forward"``.
         tokens: of a step, over all micro-steps; 0 leaves compute out.
-        compute_s: seconds of compute of a step, where they were measured.
+        compute_s: seconds of compute of a step, if they were measured.
     """
     flops = step_flops(layout.units, tokens)
     seconds = lane_seconds(links, rates, update_params=update_work(layout, rates), flops=flops)
@@ -153,7 +178,7 @@ def step_bound(
     before = max(compute - last, _first_forward(layout, rates))
     out = _gathered_bytes(layout) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0
     out = out if micro_steps == 1 else 0.0
-    gradients = max(last, out)  # from the begin of the last backward to the end of the last copy
+    gradients = max(last, out)  # from the start of the last backward to the end of the last copy
     floors["copy_out"] = max(seconds.get("copy_out", 0.0), before + out)
     floors["compute"] = max(compute, before + last)
     if compute and not layout.has_device:
@@ -170,7 +195,7 @@ def step_bound(
         state_read, state_write = _state_seconds(layout, rates)
         if max(late["write"], state_write):
             late["write"] = max(late["write"], _shared_seconds(state_read, state_write, rates))
-    else:  # in one window, both of them
+    else:  # late reads and writes share one window
         late.update(_disk_beside(late, rates))
     for lane, time in late.items():
         floors[lane] = max(floors.get(lane, 0.0), aside + time if time > 0 else 0.0)
@@ -184,20 +209,21 @@ def step_bound(
 
 
 def _disk_cpu_seconds(links: Mapping[str, int], rates: Rates) -> float:
-    """Seconds for which compute stands still, since moves to and from disk have a processor."""
+    """Return the seconds for which compute stops because disk transfers take a processor."""
     moved = links.get("read", 0) + links.get("write", 0)
     return moved / rates.disk_cpu_bytes_s if rates.disk_cpu_bytes_s else 0.0
 
 
 def _gathered_bytes(layout: Layout) -> int:
-    """Bytes of gradients that leave the device."""
+    """Return the bytes of gradients that leave the device."""
     pairs = zip(layout.units, layout.homes, strict=True)
     trained = (u for u, home in pairs if u.trainable and home.grads is not Tier.DEVICE)
     return sum(unit.grad_bytes for unit in trained) if layout.has_device else 0
 
 
 def _moved_weights(layout: Layout) -> tuple[int, int]:
-    """Bytes of weights that are not resident, and of those among them that live on disk."""
+    """Return the bytes of weights that are not resident, and of those on disk among them, without
+    the bytes that host memory caches."""
     streamed = sum(
         unit.stored_bytes
         for unit, home in zip(layout.units, layout.homes, strict=True)
@@ -212,7 +238,8 @@ def _moved_weights(layout: Layout) -> tuple[int, int]:
 
 
 def _first_forward(layout: Layout, rates: Rates) -> float:
-    """Weights that stream in during a forward, less what room there is to have them before."""
+    """Return the least seconds to onload weights during a forward, apart from the weights that
+    there is room to have onloaded before it."""
     streamed, paged = _moved_weights(layout)
     regions, times = layout.regions, [0.0]
     if layout.has_device and rates.h2d_bytes_s:
@@ -224,18 +251,18 @@ def _first_forward(layout: Layout, rates: Rates) -> float:
 
 
 def _shared_seconds(read_s: float, write_s: float, rates: Rates) -> float:
-    """Seconds of disks that read and write at once, for what takes so long alone."""
+    """Return the seconds of reads and writes at the same time, given the seconds of each alone."""
     read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
     if not (read and write and rates.disk_both_bytes_s):
         return max(read_s, write_s)
-    # While both go on, each runs at its own rate times this share; the longer ends alone.  Where
-    # that is less than half, one after the other is faster.
+    # While both are in progress, each runs at its own rate times this share; the longer one ends
+    # alone.  If the share is less than half, one after the other is faster.
     share = min(1.0, rates.disk_both_bytes_s / (read + write))
     return max(read_s, write_s) + min(read_s, write_s) * min(1.0, 1 / share - 1)
 
 
 def _disk_beside(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]:
-    """Of reads and writes that go on at once, the lane that ends last, with its seconds."""
+    """Return which of reads and writes at the same time ends last, with its seconds."""
     read_s, write_s = seconds.get("read", 0.0), seconds.get("write", 0.0)
     if not (read_s and write_s):
         return {}
@@ -244,9 +271,9 @@ def _disk_beside(seconds: Mapping[str, float], rates: Rates) -> dict[str, float]
 
 
 def _due_share(layout: Layout) -> float:
-    """The least share of updates that are over when the next forward begins.
+    """Return the least share of updates that must be over when the next forward begins.
 
-    Gradients of the others wait in memory, but not where those of the first unit just were.
+    The gradients of the others wait in memory, except in the space of the first unit's gradients.
     """
     waiting = [nbytes for nbytes in layout.grad_bytes if nbytes]
     if not waiting:
@@ -255,8 +282,10 @@ def _due_share(layout: Layout) -> float:
 
 
 def _late_seconds(layout: Layout, rates: Rates, due: float) -> dict[str, float]:
-    """Seconds to read, and to write, what updates take and give on disk and memory cannot hold;
-    ``due``: of this share of the updates."""
+    """Return the seconds to read and write the data of updates that memory cannot hold.
+
+    ``due`` is the share of the updates to count.
+    """
     regions = layout.regions
     homes = layout.homes
     state = _paged_state(layout)
@@ -281,7 +310,7 @@ def _late_seconds(layout: Layout, rates: Rates, due: float) -> dict[str, float]:
 
 
 def _paged_state(layout: Layout) -> int:
-    """Bytes of optimizer state on disk."""
+    """Return the bytes of optimizer state on disk."""
     return sum(
         subgroup.nbytes
         for group, home in zip(layout.subgroups, layout.homes, strict=True)
@@ -291,15 +320,15 @@ def _paged_state(layout: Layout) -> int:
 
 
 def _late_state(layout: Layout) -> tuple[int, int]:
-    """Bytes of optimizer state on disk: less what staging room lets come early, and all."""
+    """Return the bytes of optimizer state on disk, without what the slots can prefetch, and all."""
     paged = _paged_state(layout)
     room = layout.regions.state_slot * layout.regions.state_slots
     return max(0, paged - room), paged
 
 
 def _state_seconds(layout: Layout, rates: Rates) -> tuple[float, float]:
-    """Seconds to read the optimizer's state, less what room there is to have it before, and to
-    write it."""
+    """Return the seconds to read the optimizer state that cannot be prefetched, and to write all
+    state on disk."""
     late, written = _late_state(layout)
     read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
     return late / read if read else 0.0, written / write if write else 0.0

@@ -1,4 +1,4 @@
-"""Resolve the budgets a user asked for to bytes per tier, within what this machine has free."""
+"""Budgets in bytes per tier, from the options of the user and the free memory of the machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..facts.machine import Machine
 from ..optim.cgroups import SYSTEM, memory_limits
 from .plan import Budgets
 
-HOST_MARGIN = 0.15  # of free host memory stays free for the framework and the user's own things
-DEVICE_MARGIN = 0.25  # of free device memory stays free for what a running unit needs
+HOST_MARGIN = 0.15  # of free host memory, left for the framework and the user's own data
+DEVICE_MARGIN = 0.25  # of free device memory, left for the temporary memory of a running unit
 DISK_MARGIN = 0.05
-SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to ask
+SIM_DEVICE_BYTES = 2**30  # `sim` has no hardware to query
 
 MACHINE = "the machine"
 # ulimit limits on memory, by the field of /proc/self/status that they apply to.
@@ -52,7 +52,7 @@ def free_host_memory(root: Path = SYSTEM) -> dict[str, int]:
 
 
 def _strict_overcommit(root: Path) -> dict[str, int]:
-    """What is left where the kernel counts memory that is allocated, used or not."""
+    """Return what is left of the commit limit if the kernel enforces it; else nothing."""
     try:
         if (root / "proc/sys/vm/overcommit_memory").read_text().strip() != "2":
             return {}
@@ -93,7 +93,7 @@ class Untaken:
 
     @classmethod
     def together(cls, parts: Iterable[Untaken]) -> Untaken:
-        """Return the sum of all."""
+        """Return the sum of all parts."""
         host, device, disk = 0, Counter[torch.device](), Counter[int]()
         for each in parts:
             host += each.host
@@ -119,21 +119,23 @@ def free_disk_bytes(directories: Sequence[Path], untaken: Untaken = NOTHING) -> 
 
 
 def _free_device_bytes(device: torch.device, untaken: Untaken) -> int:
-    """Free memory of a device, less what other engines may still take."""
+    """Return the free memory of a device, without what other engines may still take."""
     free = int(torch.accelerator.get_memory_info(device)[0])
     promised = untaken.device.get(device, 0)
     if promised and hasattr(torch.accelerator, "memory_reserved"):  # from torch 2.9 on
-        # The allocator keeps what it has freed, and gives it to other engines' activations first.
+        # The allocator's unused reserve does not count as free; other engines' activations take
+        # memory from it first.
         reserved = torch.accelerator.memory_reserved(device)
         promised -= min(promised, reserved - torch.accelerator.memory_allocated(device))
     return max(0, free - promised)
 
 
 def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
-    """The budgets on a machine that is described in a file; what it does not say is as here.
+    """Return the budgets on a machine described in a file.  What the file leaves out is as on this
+    machine.
 
     Raises:
-        ValueError: a size cannot be read, or a budget is asked for of a tier that is not there.
+        ValueError: a size cannot be parsed, or a budget is set for a tier that does not exist.
     """
     host_free = free_host_bytes()
     if machine.host_memory is not None:
@@ -157,7 +159,7 @@ def machine_budgets(config: OffloadConfig, machine: Machine) -> Budgets:
 
 
 def beyond_this_machine(budgets: Budgets) -> str | None:
-    """What to say of a host budget that is more than the machine has."""
+    """Return a message if the host budget exceeds the memory of this machine, else ``None``."""
     total = total_host_bytes()
     if budgets.host <= total:
         return None
@@ -178,11 +180,12 @@ def resolve_budgets(
     """Return the budgets in bytes.
 
     Args:
-        device: the one that has memory of its own; for ``sim``, the CPU.
-        untaken: what is promised to other engines; budgets that are not given in bytes leave it.
+        device: the device, if it has its own memory; for ``sim``, the CPU.
+        untaken: memory promised to other engines; budgets that are not in bytes leave it out.
 
     Raises:
-        ValueError: ``device_memory`` was given but there is no device memory; a missing folder.
+        ValueError: ``device_memory`` was given but there is no device memory, or a directory does
+            not exist.
     """
     host_free = max(0, free_host_bytes() - untaken.host)
     host = parse_size(config.host_memory, "host_memory")

@@ -1,4 +1,4 @@
-"""Chooses among layouts by what the simulator says of them."""
+"""The choice among layouts, by simulated step time."""
 
 from __future__ import annotations
 
@@ -19,32 +19,39 @@ from .planner import make_layout
 from .recompute import choose_recompute
 from .steady import MOST_STEPS, Simulated, simulate
 
-DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried where none is asked for, the usual one first
+DEPTHS = (DEFAULT_DEPTH, 1, 6)  # tried if the caller sets none; the default first
 AS_USUAL = Preference()
 OTHERS = (
     Preference(("weights", "state", "gradients")),
     Preference(("state", "weights", "gradients")),
 )
-DEVICE_SHARES = (1.0, 0.5)  # of room on the device, to units that are updated there
-VISITING_SHARES = (1.0, 0.5)  # of what would pay if the link had nothing else to do
-LEAST_VISITING = 0.02  # less is not worth its slots
-SMALLER_SHARE = 0.8  # of the room for what stays: more of it left to staging
-CHOOSING_SUBGROUPS = 100  # fewer, and fewer steps, are simulated sooner and rank as well
+DEVICE_SHARES = (1.0, 0.5)  # of the room on the device, for units that are updated there
+VISITING_SHARES = (1.0, 0.5)  # of the share that is worthwhile if the link is otherwise idle
+LEAST_VISITING = 0.02  # a smaller share is not worth its slots
+SMALLER_SHARE = 0.8  # of the room for homes, which leaves more for staging
+CHOOSING_SUBGROUPS = 100  # coarser, shorter simulations are faster and rank layouts as well
 CHOOSING_STEPS = 6
-RECOMPUTING_STEPS = 2  # what autograd keeps comes and goes within one, once uses are recorded
-WORTH = 0.99  # another choice must save this much: the simulator is no better than that
-# Visits: on an H200, 0.89 and 0.95 of the time by the simulator were 1.07 and 1.10 of it, and 0.83
-# with little compute was 1.14 with twice as much: the processors share their memory with what comes
-# and goes, and whoever hands out compute the driver.  So they are judged beside more compute.
+RECOMPUTING_STEPS = 2  # one to record uses, one to measure: activations live within a step
+WORTH = 0.99  # a choice must be faster than this share of the best: the simulator's accuracy
+# Updates on the device of state from host memory must save 15 %.  On an H200, the simulator
+# predicted 0.89 and 0.95 of the time without them, but 1.07 and 1.10 were measured; 0.83, predicted
+# with little compute, was 1.14 with twice the compute.  CPU updates share memory bandwidth with the
+# copies, and the thread that launches compute shares the driver with them.  So these updates are
+# simulated with more compute than the other choices.
 VISITS_WORTH = 0.85
-VISITS_COMPUTE = 1.5  # times that of the other choices
+VISITS_COMPUTE = 1.5  # factor for the compute of the other choices
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout, what falls short of it, and what a step moves and takes.
+    """A layout, its shortfalls, and what a step moves and takes.
 
-    ``step_s`` leaves compute out where neither tokens nor a profile are known.
+    Attributes:
+        disk_bytes: size of the store.
+        link_bytes: by lane, bytes that a step moves.
+        step_s: predicted time of a step; without compute if neither tokens nor a profile are known.
+        simulated: the simulated steps; ``None`` if there are shortfalls.
+        needs: the needs with the chosen depth and preference.
     """
 
     layout: Layout
@@ -58,9 +65,9 @@ class PlannedLayout:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a micro-step computes: ``tokens``, or what was measured in an example step.
+    """The compute of a micro-step: a number of tokens, or what an example step measured.
 
-    ``logits``: the loss is computed from all logits at once.
+    ``logits``: whether the loss is computed from all logits at once.
     """
 
     tokens: int = 0
@@ -68,7 +75,7 @@ class Workload:
     logits: bool = True
 
     def costs(self, layout: Layout, rates: Rates) -> Costs | None:
-        """``None``: nothing is known of it."""
+        """Return the costs of a micro-step; ``None`` if nothing is known of it."""
         saved = self.saved_bytes(layout.units)
         if self.profile is not None and self.profile.forward_s:
             costs = Costs.from_profile(layout, rates, self.profile)
@@ -79,8 +86,8 @@ class Workload:
         return costs if saved is None else costs.keeping(saved, inputs_of(layout, saved))
 
     def saved_bytes(self, units: Sequence[Unit]) -> list[int] | None:
-        """By unit, bytes that autograd would keep of a micro-step: as measured, else by shapes.
-        What is kept in no unit counts with the last."""
+        """Return by unit the bytes that autograd would keep of a micro-step, as measured or by
+        shapes; ``None`` if neither is known.  Bytes outside all units count with the last one."""
         if self.profile is not None:
             known = dict(self.profile.activation_bytes)
             found = [known.pop(unit.name, 0) for unit in units]
@@ -95,7 +102,7 @@ class Workload:
         ]
 
     def logits_bytes(self, units: Sequence[Unit]) -> int:
-        """Bytes of the logits and of the loss over them, where their shapes tell."""
+        """Return the bytes of the logits and of the loss over them, as far as shapes show them."""
         return self.tokens * sum(unit.logits_bytes for unit in units) if self.logits else 0
 
 
@@ -108,13 +115,16 @@ def choose_layout(
     load: Workload | None = None,
     prefer: Preference | None = None,
 ) -> PlannedLayout:
-    """The layout of the least simulated time over a few prefetch depths and placements, or over
-    those given.
+    """Return the layout with the least simulated time over a few prefetch depths and placements.
 
-    Neither more nor less is always better: a deeper prefetch, and more room to stage, take memory
-    from what could stay.  Compute counts as long as the slowest of the usual placement's moves
-    while choosing (beside state that visits the device, longer), so that the choice is the same
-    before a run, where the load is known, and in it, where it is not.
+    A deeper prefetch and more room for staging are not always better, since they take memory from
+    homes.  While choosing, compute is assumed to take as long as the slowest of the default
+    placement's moves (longer for updates on the device of state from host memory).  So the choice
+    is the same before a run, when the load is known, and in it, when it is not.
+
+    Args:
+        depth: the prefetch depth; ``None``: choose it.
+        prefer: the placement; ``None``: choose it.
     """
     load = load or Workload()
     best = _best_needs(parts, budgets, needs, depth, rates, prefer)
@@ -135,7 +145,7 @@ def _best_needs(
     rates: Rates | None,
     prefer: Preference | None,
 ) -> Needs:
-    """``needs`` with the depth and the preference of the best layout."""
+    """Return ``needs`` with the depth and the preference of the best layout."""
     fixed = replace(needs, prefetch_depth=depth, prefer=prefer or AS_USUAL)
     if rates is None or (depth is not None and prefer is not None):
         return fixed
@@ -182,8 +192,11 @@ def _best_needs(
 def recomputing(
     layout: Layout, costs: Costs, needs: Needs, now: frozenset[int] = frozenset()
 ) -> frozenset[int]:
-    """The units, of those that may, that had best compute their forward again, where what autograd
-    keeps is known; those that do ``now``, if no others are better."""
+    """Return the units that should recompute their forward, out of ``needs.recomputable``.
+
+    Returns ``now``, the units that do so already, unless another choice is better.  Returns no
+    units if it is not known what autograd keeps.
+    """
     if not costs.saved_bytes:
         return frozenset()
 
@@ -196,7 +209,7 @@ def recomputing(
 
 
 def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> float:
-    """Seconds of a step whose micro-steps compute for ``compute_s`` each."""
+    """Return the seconds of a step whose micro-steps compute for ``compute_s`` each."""
     coarse = coarsen(layout, CHOOSING_SUBGROUPS)
     costs = Costs.balanced(coarse, rates, compute_s)
     return run_steps(coarse, costs, needs, CHOOSING_STEPS).step_s
@@ -205,7 +218,7 @@ def balanced_s(layout: Layout, needs: Needs, rates: Rates, compute_s: float) -> 
 def plan_layout(
     parts: Partition, budgets: Budgets, needs: Needs, rates: Rates | None, load: Workload
 ) -> PlannedLayout:
-    """The layout as ``needs`` say, and a step of it."""
+    """Return the layout for ``needs``, with a simulated step."""
     layout, disk, shortfalls = make_layout(parts, budgets, needs)
     if shortfalls:
         return PlannedLayout(layout, disk, shortfalls, {}, None, None, needs)
@@ -221,7 +234,13 @@ def plan_layout(
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step takes and moves on average, and one that is like most."""
+    """An average step.
+
+    Attributes:
+        step_s: seconds, with a share of the cost of a commit.
+        link_bytes: bytes moved, by lane.
+        step: the simulated steps without commits, unless every step commits.
+    """
 
     step_s: float
     link_bytes: Mapping[str, int]
@@ -229,8 +248,11 @@ class Steps:
 
 
 def run_steps(layout: Layout, costs: Costs, needs: Needs, most_steps: int = MOST_STEPS) -> Steps:
-    """Simulates steps with commits as often as ``needs`` says.  A commit now and then is not waited
-    for: it costs its share of what one costs in every step."""
+    """Simulate steps with commits as often as ``needs`` says.
+
+    Commits that are not in every step are not simulated one by one: a step is charged the average
+    share of the cost that commits have in every step.
+    """
 
     def run(commit: bool) -> Simulated:
         return simulate(

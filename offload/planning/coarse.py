@@ -1,4 +1,4 @@
-"""A layout with fewer, larger subgroups: what the simulator can run in little time."""
+"""Layouts with fewer, larger subgroups, which take the simulator less time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from ..schedule.layout import PARTS_AT_ONCE, Layout, UnitHome
 from ..schedule.units import PAGE, Subgroup, align
 
 MOST_SUBGROUPS = 200
-MOST_PARTS = 8  # in which what autograd keeps of a unit moves
+MOST_PARTS = 8  # parts in which the saved storages of a unit move
 
 
 def coarsen(layout: Layout, most: int = MOST_SUBGROUPS) -> Layout:
-    """``layout`` with neighbouring subgroups of one chunk and one home joined, about ``most`` left.
+    """Return ``layout`` with neighbouring subgroups of the same chunk and home joined.
 
-    The same bytes move on every link; staging is coarser, and its slots grow with the records.
+    About ``most`` subgroups remain.  The same bytes move on every link.  Staging is coarser, and
+    its slots grow with the records.
     """
     count = sum(len(group) for group in layout.subgroups)
     joined = -(-count // most)
@@ -66,7 +67,7 @@ def with_larger_parts(layout: Layout, saved_bytes: Sequence[int]) -> Layout:
 
 
 def _runs(group: tuple[Subgroup, ...], home: UnitHome, joined: int) -> list[tuple[int, int]]:
-    """Spans of at most ``joined`` subgroups that share chunk and home."""
+    """Return spans of at most ``joined`` subgroups that share chunk and home."""
     runs: list[tuple[int, int]] = []
     for number, subgroup in enumerate(group):
         if runs:

@@ -1,4 +1,4 @@
-"""What work costs: a machine's rates, and the seconds that each unit computes."""
+"""Costs of work: a machine's rates, and the seconds that each unit computes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..schedule.layout import Layout
 from .bounds import least_seconds
 from .save_timing import EVENLY, Burst
 
-REST = ""  # what runs in no unit: its seconds and bytes are kept under this name
+REST = ""  # name for the seconds and bytes outside all units
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One micro-step as it was measured, by the name of the unit; without a name, all the rest.
+    """Measurements of one micro-step, by name of the unit; ``REST`` is the time outside all units.
 
     Attributes:
         forward_s, backward_s: seconds of compute; empty for a model that was only traced.
-        activation_bytes: that autograd kept until backward, weights left out.
+        activation_bytes: bytes that autograd kept until backward, without weights.
     """
 
     forward_s: Mapping[str, float]
@@ -30,11 +30,13 @@ class Profile:
 
     @classmethod
     def from_trace(cls, trace: Trace, micro_steps: int, after: int = 0) -> Profile:
-        """Compute as it was in a run: the mean micro-step of its later half, or of that of the
-        steps ``after`` one.  What is computed again is a part of backward.
+        """Return the mean micro-step of a run, over the later half of its steps.
 
-        Forward begins with the span named ``model``; backward with the one named ``backward``, or
-        where a unit comes back after others.
+        Recomputation counts as backward.  Forward begins with the span named ``model``.  Backward
+        begins with the span named ``backward``, or when a unit runs again after others.
+
+        Args:
+            after: use only steps with a higher index.
         """
         steps = [mark for mark in trace.steps if mark.index > after]
         steps = steps[len(steps) // 2 :]
@@ -69,12 +71,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class Costs:
-    """What work costs: the machine's rates, and seconds of compute by unit (one micro-step).
+    """Costs of work: the machine's rates, and seconds of compute by unit for one micro-step.
 
-    ``shared``: without a device, compute shares the processors with updates and moves; not where
-    its seconds were measured beside them.  ``saved_bytes``: what autograd keeps of each unit until
-    its backward, and ``input_bytes``: of one that is computed again; empty where nothing is known.
-    ``bursts``: by unit, when that is saved, as far as it was measured.
+    Attributes:
+        shared: whether, without a device, updates and moves slow compute down; ``False`` if its
+            seconds were measured while they ran.
+        saved_bytes: by unit, bytes that autograd keeps until its backward; empty if unknown.
+        input_bytes: the same for a unit that is recomputed.
+        bursts: by unit, when these bytes are saved, as far as it was measured.
     """
 
     rates: Rates
@@ -94,16 +98,19 @@ class Costs:
         self, saved_bytes: Sequence[int], input_bytes: Sequence[int],
         bursts: Mapping[int, tuple[Burst, ...]] | None = None,
     ) -> Costs:  # fmt: skip
-        """The same where autograd keeps so much."""
+        """Return these costs with the bytes that autograd keeps."""
         return replace(self, saved_bytes=saved_bytes, input_bytes=input_bytes, bursts=bursts or {})
 
     def bursts_of(self, unit: int) -> tuple[Burst, ...]:
-        """When a unit saves what autograd keeps of it."""
+        """Return when a unit saves what autograd keeps; evenly spread if it was not measured."""
         return self.bursts.get(unit, EVENLY)
 
     @classmethod
     def from_flops(cls, layout: Layout, rates: Rates, tokens: int) -> Costs:
-        """Compute from FLOPs: ``tokens`` of one micro-step; free where the rate is not known."""
+        """Return costs with compute by FLOPs, for the ``tokens`` of one micro-step.
+
+        Compute takes no time if its rate is not known.
+        """
         per_flop = tokens / rates.device_flops_s if rates.device_flops_s else 0.0
         forward = [unit.flops * per_flop for unit in layout.units]
         backward = [unit.backward_flops * per_flop for unit in layout.units]
@@ -114,9 +121,13 @@ class Costs:
         cls, layout: Layout, rates: Rates, total_s: float | None = None,
         again: Mapping[int, float] | None = None,
     ) -> Costs:  # fmt: skip
-        """Where tokens are not known: compute lasts ``total_s``, else about as long as the slowest
-        of the moves, as with a batch chosen for it.  ``again``: of ``total_s`` so many forwards, by
-        unit, were those of units that were computed again."""
+        """Return costs for an unknown number of tokens.
+
+        Args:
+            total_s: seconds of compute; ``None``: about as long as the slowest of the moves, as if
+                the batch were chosen for this.
+            again: by unit, how many recomputations of its forward ``total_s`` includes.
+        """
         total_s = total_s or least_seconds(layout, rates) or 1.0
         forward = [max(unit.flops, 1) for unit in layout.units]
         backward = [max(unit.backward_flops, unit.trainable) for unit in layout.units]
@@ -128,8 +139,11 @@ class Costs:
     def from_profile(
         cls, layout: Layout, rates: Rates, profile: Profile, *, shared: bool = True
     ) -> Costs:
-        """Compute as measured.  What ran in no unit counts, by FLOPs, with the units that were not
-        seen (those that stay are not, in a run), else with the last one, where the loss is."""
+        """Return costs with compute as measured.
+
+        Time outside all units counts, by FLOPs, for the units without measurements (resident ones,
+        in a run).  If there are none, it counts for the last unit, which has the loss.
+        """
 
         def by_unit(seconds: Mapping[str, float]) -> list[float]:
             found = [seconds.get(unit.name, 0.0) for unit in layout.units]
@@ -144,7 +158,8 @@ class Costs:
 
 
 def inputs_of(layout: Layout, saved_bytes: Sequence[int]) -> list[int]:
-    """About what goes into each unit, by the share that its shapes say it has of what is kept."""
+    """Return about the bytes of each unit's input: the share of ``saved_bytes`` that its shapes
+    give."""
     found = []
     for unit, nbytes in zip(layout.units, saved_bytes, strict=False):
         kept = unit.activation_bytes

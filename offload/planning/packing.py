@@ -1,4 +1,4 @@
-"""Which frozen weights are kept in another format than compute has them in, and where in a page."""
+"""The choice of frozen weights that are stored packed, and the layout of their pages."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ _LEFT_OUT = (
     nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d,
     nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-LEAST = 64  # rows and columns: smaller matrices (gates, tables of positions) are kept as they are
+LEAST = 64  # rows and columns; smaller matrices (gates, position tables) are not packed
 
 
 def with_pages(
     model: nn.Module, parts: Partition, form: Format, kept: Container[nn.Parameter]
 ) -> Partition:
-    """The same, with the matrices of units that are not trained in a format; and the stacks of
-    matrices, as those of experts.
+    """Return ``parts`` with the matrices of frozen units packed, including stacks of matrices.
 
-    As QLoRA does it, embeddings and the head that gives logits keep theirs, and so do
-    convolutions, norms and biases; and the parameters ``kept``.  So do complex and fp64 ones.
+    As in QLoRA, embeddings, the head that computes logits, convolutions, norms and biases are not
+    packed.  Neither are complex and fp64 parameters.
+
+    Args:
+        form: the format.
+        kept: further parameters that are not packed.
 
     Raises:
         ValueError: a matrix is in an 8-bit float format already.
@@ -55,7 +58,7 @@ def _packable(model: nn.Module, head: nn.Module) -> frozenset[nn.Parameter]:
 def _heads(model: nn.Module, last: nn.Module) -> Iterable[nn.Module]:
     if isinstance(last, nn.Linear):
         yield last
-    for module in model.modules():  # a model may be wrapped in others, as by peft
+    for module in model.modules():  # the model may be wrapped in other modules, for example by peft
         named = getattr(module, "get_output_embeddings", None)
         found = named() if callable(named) else None
         if isinstance(found, nn.Module):

@@ -1,8 +1,8 @@
-"""Cuts a model into units, and each unit into chunks: names, shapes and offsets, never data.
+"""The partition of a model into units and chunks: names, shapes and offsets, but no data.
 
-A unit is what moves together; a chunk is a unit's parameters of one dtype and parameter group,
-flattened.  Every parameter starts on a 64-byte border (other offsets change matmul results in the
-last bit) and every chunk on a 4096-byte one (direct I/O).
+A unit is moved as a whole.  A chunk has the parameters of a unit with one dtype and one param
+group, flattened.  Every parameter is aligned to 64 bytes (other offsets change matmul results in
+the last bit), and every chunk to 4096 bytes (direct I/O).
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ from .products import (
 from .reached_modules import reached_modules
 from .unit_discovery import FoundUnit, find_units, unit_parameters
 
-FROZEN = "(frozen)"  # behind the name of a unit whose other weights are trained
+FROZEN = "(frozen)"  # name suffix of the unit with the frozen weights of a trained unit
 
-_Members = list[tuple[int, str, nn.Parameter]]  # of a unit: index, name, parameter
+_Members = list[tuple[int, str, nn.Parameter]]  # parameters of a unit: index, name, parameter
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The whole model: its units, their modules, and the parameters in the order of their index.
+    """The units of a model, their modules, and its parameters.
 
-    ``found`` is by unit: a unit that does not run has the module of the one that it comes with.
+    Attributes:
+        found: by unit, its module; a unit that does not run has the module of the one that shares
+            its weights.
+        parameters: by parameter index.
+        unit_of: by parameter index, the unit that owns it.
     """
 
     units: tuple[Unit, ...]
     found: tuple[FoundUnit, ...]
     parameters: tuple[nn.Parameter, ...]
-    unit_of: tuple[int, ...]  # by parameter index
+    unit_of: tuple[int, ...]
 
     @property
     def weight_bytes(self) -> int:
@@ -49,7 +53,7 @@ class Partition:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """By parameter index, the name that the parameter had in the model."""
+        """By parameter index, the name of the parameter in the model."""
         found = {spec.index: spec.name for unit in self.units for _, spec in unit.params}
         return tuple(found[index] for index in range(len(self.parameters)))
 
@@ -61,13 +65,15 @@ class Partition:
 
     @property
     def running(self) -> Iterator[tuple[int, FoundUnit]]:
-        """The units that run, by number."""
+        """The units that run, as (index, module)."""
         return ((u.index, f) for u, f in zip(self.units, self.found, strict=True) if u.runs)
 
     @cached_property
     def recomputable(self) -> frozenset[int]:
-        """The units that are a module, called as a whole, with others after it: what the last one
-        saves is needed at once."""
+        """The units that can be recomputed: whole modules, except the last unit.
+
+        Backward needs at once what the last unit saves.
+        """
         last = len(self.units) - 1
         return frozenset(
             unit for unit, found in self.running if unit != last and not found.direct_only
@@ -75,7 +81,7 @@ class Partition:
 
 
 def _dense_stride(p: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own stride where its memory is dense, else the contiguous one."""
+    """Return the parameter's own strides if its memory is dense, else contiguous strides."""
     pairs = sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n > 1)
     expected = 1
     for stride, size in pairs:
@@ -99,7 +105,8 @@ def _layout(
     dtype: torch.dtype | None,
     granule: int,
 ) -> tuple[tuple[Chunk, ...], int, int]:
-    """Chunks of one unit, trained ones first, with the bytes of its weight and gradient slots."""
+    """Return the chunks of a unit, trained ones first, and the bytes of its weight and gradient
+    slots."""
     keyed: dict[tuple[torch.dtype, int | None], _Members] = {}
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
@@ -128,8 +135,12 @@ def _members(
     item: FoundUnit, all_trained: Container[nn.Parameter], owner: Container[nn.Parameter],
     parameters: list[nn.Parameter],
 ) -> tuple[_Members, _Members, list[nn.Parameter]]:  # fmt: skip
-    """The parameters that a unit is the first to read, trained and frozen, which join
-    ``parameters``; and those that have an ``owner``, or come once more."""
+    """Sort the parameters of a unit, and append the ones that it owns to ``parameters``.
+
+    Returns:
+        The trained and the frozen parameters that the unit owns, since it is the first to read
+        them; and the parameters that have an ``owner`` already or occur again in the unit.
+    """
     trained, frozen, shared = _Members(), _Members(), list[nn.Parameter]()
     seen = set[nn.Parameter]()
     for name, p in unit_parameters(item):
@@ -152,18 +163,18 @@ def partition(
     dtype: torch.dtype | None = None,
     granule: int = 1,
 ) -> Partition:
-    """Cuts ``model`` into units and lays out their slots.
+    """Divide ``model`` into units and lay out their slots.
+
+    Integer parameters are not managed.  A parameter that several units read belongs to the first
+    one.  The frozen parameters of a unit with trained ones form a separate unit before it, which is
+    onloaded with it.  They never change, so they are moved and stored separately.
 
     Args:
-        groups: the param-group index of every parameter that the optimizer holds.
-        names: modules that form units, else they are found.
-        dtype: dtype of all floating-point weights, else each keeps its own, as complex ones do.
-        granule: parameters start at multiples of so many elements (a power of two), because the
-            optimizer's state cannot be cut elsewhere.
-
-    Integer parameters are left alone.  A parameter that several units read belongs to the first.
-    What is frozen in a unit with trained parameters is a unit of its own before it, which comes
-    with it: such weights never change, and are moved and stored alone.
+        groups: the param-group index of every parameter that the optimizer has.
+        names: modules that form units; ``None``: find them.
+        dtype: of all floating-point weights except complex ones; ``None``: each keeps its own.
+        granule: alignment of parameters in elements (a power of two), because the optimizer's state
+            cannot be divided elsewhere.
     """
     owner: dict[nn.Parameter, int] = {}
     parameters: list[nn.Parameter] = []
@@ -222,10 +233,11 @@ def partition(
 def _with_reached(
     units: Sequence[Unit], found: Sequence[FoundUnit], owner: Mapping[nn.Parameter, int]
 ) -> tuple[Unit, ...]:
-    """The units, each of which comes with those whose modules it seems to run, and they with it:
-    one by one they might lie so that the largest finds no place beside the others.
+    """Return the units, each sharing the weights of the units whose modules it appears to run.
 
-    Only smaller ones: what a function merely refers to may be anything.
+    They share its weights too, unless several units run them.  If such units were onloaded one by
+    one, the largest might find no contiguous room next to the others.  Only units that together are
+    not larger are shared, because a function may refer to modules that it does not run.
     """
     reached: dict[int, set[int]] = {}
     for unit, item in zip(units, found, strict=True):
@@ -257,7 +269,7 @@ def _with_reached(
 
 
 def pinned_units(model: nn.Module, parts: Partition, names: Sequence[str]) -> frozenset[int]:
-    """The units that hold the parameters of these modules.
+    """Return the units that hold the parameters of the named modules.
 
     Raises:
         ValueError: there is no such module, or it holds no parameters.

@@ -1,4 +1,4 @@
-"""A placement that is being made: which homes units have so far, and what that needs of a tier."""
+"""A placement in progress: the homes chosen so far, and the bytes they need of each tier."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from .plan import Budgets, Needs, Shortfall, host_grad_bytes
 from .subgroups import LARGEST_IN_MEMORY, bytes_per_element, choose_numel, cut_subgroups
 from .van_der_corput import spread
 
-STATE_SLOTS = 4  # one updates, one reads ahead, one writes back, one in hand
-VISITS_SHARE = 0.125  # of the device's budget, at most, to the slots of visits
+STATE_SLOTS = 4  # one is updated, one read ahead, one written back, one spare
+VISITS_SHARE = 0.125  # of the device's budget, at most, for records that are updated there
 DEFAULT_DEPTH = 3
 
 
 class Placement:
-    """Begins with everything as far down as it goes.
+    """A placement that begins with every home in the lowest tier.
 
     Attributes:
         resident: by unit, whether compute's copy of its weights never leaves.
-        weights, grads, state: the tiers of homes, by unit, and by unit and record.
-        cached: units that are read in place, and that host memory has room to keep.
+        weights, grads, state: the tiers of homes: by unit; for state, by unit and record.
+        in_place: units that are read from the user's own files.
+        cached: the units of these that host memory has room to keep.
         pages_there: units whose page lives on the device.
+        beside: units that are trained and share frozen weights, such as adapters.
+        order: all units, in the order in which homes are chosen.
+        unpacked: bytes of host memory for weights that are unpacked there.
     """
 
     def __init__(self, parts: Partition, budgets: Budgets, needs: Needs) -> None:
@@ -32,13 +36,13 @@ class Placement:
         self.has_device = budgets.device is not None
         order = needs.prefer.order
         even = spread(self.units) if order is None else [self.units[i] for i in order]
-        # Trained beside frozen weights: small, and all that is written.
+        # Trained weights of units with frozen ones: small, and the only weights that are written.
         self.beside = [u for u in even if u.trainable and not self._alone(u)]
         self.order = self.beside + [u for u in even if u not in self.beside]
         self.depth = DEFAULT_DEPTH if needs.prefetch_depth is None else needs.prefetch_depth
         self.visit_slot = self.saved_room = 0
-        self.unpacked = 0  # of host memory, for what compute has unpacked there
-        self.pages_there: set[int] = set()  # units whose page lives on the device
+        self.unpacked = 0
+        self.pages_there: set[int] = set()
         self._fewer = ", or fewer in resident=" if needs.pinned else ""
         self.shortfalls: list[Shortfall] = []
         self.grad_bytes = tuple(host_grad_bytes(u, needs.accumulate) for u in self.units)
@@ -56,20 +60,20 @@ class Placement:
         self.in_place = set(needs.in_place)
         for unit in self.units:
             if unit.index in self.in_place and (self.has_device or not self._stays(unit)):
-                self.weights[unit.index] = Tier.NVME  # also where there is no store
-        self.cached: set[int] = set()  # of these, what host memory has room to keep
+                self.weights[unit.index] = Tier.NVME  # even without a store
+        self.cached: set[int] = set()
         self.grads: list[Tier | None] = [self._first_grads(u) for u in self.units]
         self.state = [[self.lower] * len(group) for group in self.subgroups]
 
     def _record_numel(self) -> int:
-        """Elements of a record of state."""
+        """Return the number of elements per state record."""
         element = bytes_per_element(self.units, self.needs.fields_of)
         if self.budgets.nvme is not None:
             return choose_numel(element, self.budgets.host // 4, STATE_SLOTS)
         usual = choose_numel(element, self.budgets.host, STATE_SLOTS)
         if self.budgets.device is None:
             return usual
-        # Visits find room there: a record with its gradients and weights in each slot.
+        # Each slot for a visit must fit a record with its gradients and weights.
         sizes = [4 + c.dtype.itemsize for u in self.units for c in u.chunks]
         beside = max(sizes, default=0)
         room = min(self.budgets.host, int(self.budgets.device * VISITS_SHARE))
@@ -79,7 +83,7 @@ class Placement:
         return all(self.units[i].runs for i in unit.shares)
 
     def _stays(self, unit: Unit) -> bool:
-        """Whether a unit's weights stay where compute is, whatever else does."""
+        """Return whether a unit's weights must stay in compute's memory."""
         return unit.encloses or unit.weight_bytes == 0 or unit.index in self.needs.pinned
 
     def _first_grads(self, unit: Unit) -> Tier | None:
@@ -88,16 +92,19 @@ class Placement:
     # -- sizes ----------------------------------------------------------------------------------
 
     def _apart(self, unit: Unit) -> bool:
-        """Whether compute has its weights apart from where they wait; see ``Layout.apart``."""
+        """Return whether compute uses a separate copy of a unit's weights; see ``Layout.apart``."""
         return self.has_device or unit.packed
 
     def _slot(self, unit: Unit) -> int:
-        """See ``Layout.slot_bytes``."""
+        """Return the bytes of a unit's slot for compute; see ``Layout.slot_bytes``."""
         behind = self.has_device and unit.index not in self.pages_there
         return unit.weight_bytes + (unit.page_bytes if behind else 0)
 
     def _demand(self, *, apart: bool) -> int:
-        """The most that weights used at once take, of those that move: apart, or where they are."""
+        """Return the most bytes of streamed weights that are used at the same time.
+
+        ``apart``: count separate copies for compute, else weights used where they are stored.
+        """
         return max(self._group_bytes(u, apart=apart) for u in self.units)
 
     def _group_bytes(self, unit: Unit, *, apart: bool) -> int:
@@ -106,12 +113,13 @@ class Placement:
         there = [m for m in moving if self._apart(m) == apart]
         if apart:
             return sum(map(self._slot, there))
-        through = max((m.page_bytes for m in moving if self._apart(m)), default=0)  # one at a time
+        # Pages to unpack pass through host memory one at a time.
+        through = max((m.page_bytes for m in moving if self._apart(m)), default=0)
         return through + sum(m.weight_bytes for m in there)
 
     def _device_weights(self, ahead: int) -> int:
-        """The region that weights move through which compute has apart: the largest demand, and
-        room ahead."""
+        """Return the bytes of the region for compute's separate copies: the largest demand, and
+        room for ``ahead`` prefetched units."""
         streamed = [u for u in self.units if not self.resident[u.index] and self._apart(u)]
         if not streamed:
             return 0
@@ -119,8 +127,10 @@ class Placement:
         return min(total, self._demand(apart=True) + ahead * max(map(self._slot, streamed)))
 
     def _host_weights(self, ahead: int) -> int:
-        """The region that weights move through in host memory.  Pages of a store that stay on the
-        device come through it too, once."""
+        """Return the bytes of the region that weights move through in host memory.
+
+        Pages of a store that stay on the device also pass through it, once.
+        """
         paged = [u for u in self.units if self.weights[u.index] is Tier.NVME]
         moving = [u for u in paged if u.index not in self.pages_there]
         once = max((u.stored_bytes for u in paged if u.index in self.pages_there), default=0)
@@ -135,8 +145,8 @@ class Placement:
         if self.has_device:
             return min(total, kept + largest * (1 + ahead))
         demand = self._demand(apart=False)
-        # An update in the middle of backward needs its unit beside the one that computes; the
-        # factor two lets it in wherever the latter lies.
+        # An update during backward needs room for its unit next to the unit in use.  The factor two
+        # makes sure of contiguous room, wherever the unit in use is.
         beside = 2 * largest if self.needs.update_in_backward else 0
         return min(total, kept + max(demand, largest) + beside + ahead * largest)
 
@@ -148,7 +158,10 @@ class Placement:
         return moving * (2 if moving else 1) + staging if moving else staging
 
     def _slot_bytes(self) -> int:
-        """The largest record on disk.  There may be ten thousand: whole units are seen at once."""
+        """Return the bytes of the largest record on disk.
+
+        There may be ten thousand records, so it looks at whole units if possible.
+        """
         largest = 0
         for unit, tiers in enumerate(self.state):
             paged = tiers.count(Tier.NVME)
@@ -182,7 +195,7 @@ class Placement:
     def disk_bytes(self) -> int:
         copies = 2 if self.needs.durable else 1
         total = 0
-        kept = self.needs.durable  # what lives in memory is committed too
+        kept = self.needs.durable  # items that live in memory are committed too
         for unit in self.units:
             if unit.index not in self.in_place and (kept or self.weights[unit.index] is Tier.NVME):
                 total += align(unit.stored_bytes, 4096) * (copies if unit.trainable else 1)

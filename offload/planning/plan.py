@@ -1,4 +1,4 @@
-"""What a plan says, and what it is made from: plain facts."""
+"""Plans, and the budgets and needs that they are made from.  Plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from .subgroups import FieldsOf
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A tier that is too small: for what, how much it needs, what it has, and the remedy."""
+    """A tier that is too small.
+
+    Attributes:
+        what: what does not fit.
+        need_bytes: bytes that it needs.
+        have_bytes: bytes of the budget.
+        remedy: what the user can do.
+    """
 
     tier: Tier
     what: str
@@ -29,7 +36,7 @@ class Shortfall:
 
     @property
     def missing_bytes(self) -> int:
-        """By how much the budget is too small."""
+        """The bytes by which the budget is too small."""
         return self.need_bytes - self.have_bytes
 
     def __str__(self) -> str:
@@ -42,11 +49,13 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes per tier that the engine may hold; ``device`` is ``None`` where there is no such tier,
-    ``nvme`` is ``None`` where no directory was given.
+    """The bytes per tier that the engine may hold.
 
-    ``compute_bytes``: what is there, for the engine and all else, of the memory that compute uses;
-    ``None`` where that is not known.
+    Attributes:
+        device: ``None`` without a device tier.
+        nvme: ``None`` if no directory was given.
+        compute_bytes: available bytes of the memory that compute uses, for the engine and all other
+            uses; ``None`` if unknown.
     """
 
     device: int | None
@@ -55,14 +64,14 @@ class Budgets:
     compute_bytes: int | None = None
 
     def raised(self, shortfalls: Iterable[Shortfall]) -> Budgets:
-        """Return budgets that are larger by what is missing."""
+        """Return budgets that are larger by the missing bytes."""
         return replace(self, **{
             s.tier.value: (getattr(self, s.tier.value) or 0) + s.missing_bytes
             for s in shortfalls
         })  # fmt: skip
 
     def beyond(self, other: Budgets) -> dict[str, str]:
-        """Return those of these budgets that differ from ``other``'s, by option."""
+        """Return the budgets that differ from ``other``'s, by option."""
         return {
             f"{tier}_memory": format_budget(nbytes)
             for tier, nbytes, its in (
@@ -76,17 +85,16 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Preference:
-    """What stays where there is room: any choice is legal, not every one is fast.
+    """The preferred homes if there is room: every choice is valid, but not every one is fast.
 
     Attributes:
-        kinds: what moves up from disk to host memory, first what is first.
-        order: of units, by index; ``None`` lets those that stay lie evenly over the model.
-        share: of the room that is left for what stays; the rest goes to staging and prefetch.
-        device: of such room on the device, what goes to units that live there as a whole, weights,
-            gradients and state, and are updated there; the rest goes to weights alone.
-        visiting: share of the other records of state that go to the device for their update and
-            come back.
-        recompute: units whose forward is computed again in backward, under ``"auto"``.
+        kinds: the kinds of data that move from disk to host memory, in this order.
+        order: of units, by index; ``None`` spreads the units that stay evenly over the model.
+        share: part of the remaining room that homes take; the rest is for staging and prefetch.
+        device: part of this room on the device for whole units (weights, gradients and state, with
+            updates on the device); the rest is for weights alone.
+        visiting: share of the other state records that are copied to the device for their update.
+        recompute: units whose forward is recomputed in backward, under ``"auto"``.
     """
 
     kinds: tuple[str, ...] = ("weights", "gradients", "state")
@@ -99,7 +107,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the planner must know about the run besides the model."""
+    """The properties of a run that the planner needs, apart from the model."""
 
     fields_of: FieldsOf
     accumulate: int
@@ -107,12 +115,12 @@ class Needs:
     commit_every: int  # steps; 0: nothing is durable
     prefetch_depth: int | None = None
     prefer: Preference = Preference()
-    numel: int | None = None  # elements of a record of state; ``None``: as fits the budgets
-    pinned: frozenset[int] = frozenset()  # units whose weights stay where compute is
+    numel: int | None = None  # elements of a state record; ``None``: chosen to fit the budgets
+    pinned: frozenset[int] = frozenset()  # units whose weights stay in compute's memory
     activations: str = "keep"
-    saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if it is known
-    recomputable: frozenset[int] = frozenset()  # units whose forward may be computed again
-    in_place: frozenset[int] = frozenset()  # units that may be read from files which are not ours
+    saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
+    recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
+    in_place: frozenset[int] = frozenset()  # units that may be read from the user's own files
 
     @property
     def durable(self) -> bool:
@@ -132,28 +140,28 @@ class Needs:
 
 @dataclass(frozen=True)
 class PlanDetail:
-    """How a plan came about, and what follows from it.
+    """The inputs of a plan, and further results.
 
     Attributes:
-        layout: the homes and regions of all that moves; ``None`` where nothing was laid out.
-        budgets, rates: that it was made for.
-        simulated: the step as the simulator runs it: stalls, peaks, and its trace.
+        layout: the homes and regions; ``None`` if nothing was laid out.
+        budgets, rates: the budgets and rates that the plan was made for.
+        simulated: the simulated step: stalls, peaks and trace.
         update: when the update runs (``auto`` is ``next_forward``).
-        accumulate: micro-steps of a step.
-        step_s_by_update: predicted times of the ways to update that the options allow; empty in a
-            run, which has but one.
-        device_update_share: share of the parameters updated on the device: whose state stays there,
-            or goes there for it.
-        device_update_worth: share worth updating there by DESIGN's formula, where the link has
-            nothing else to do; ``None`` without a link.
-        preference: which of the legal placements was chosen.
+        accumulate: micro-steps per step.
+        step_s_by_update: predicted step times by update mode that the options allow; empty in a
+            run, which has only one.
+        device_update_share: share of the parameters updated on the device, because their state
+            stays there or is copied there for it.
+        device_update_worth: share worth updating on the device by DESIGN's formula, if the link is
+            otherwise idle; ``None`` without a link.
+        preference: the chosen placement among the valid ones.
         saved_bytes: by unit, about what autograd would keep of a micro-step until backward,
-            measured where an example was given; ``None`` where the load is not known.
-        activations_short: whether no tier that they may be in has room for them.
-        left_bytes: of the budget of the memory that compute uses, what nothing else takes.
-        profile: compute and activations by unit, where an example step was given.
-        fitting: budgets that would fit, if the plan does not, by option, as
-            ``{"host_memory": "628KiB"}``; empty for one that fits, and where none were found.
+            measured if an example was given; ``None`` if the load is unknown.
+        activations_short: whether the tiers that activations may use have too little room for them.
+        left_bytes: bytes left of the budget for the memory that compute uses.
+        profile: compute and activations by unit, if an example step was given.
+        fitting: budgets that would fit, by option, as ``{"host_memory": "628KiB"}``; empty if the
+            plan fits, or if none were found.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -177,12 +185,12 @@ class PlanDetail:
 
     @property
     def activation_bytes(self) -> int | None:
-        """Those of all units."""
+        """The activations of all units; ``None`` if they are not known."""
         return None if self.saved_bytes is None else sum(self.saved_bytes)
 
     @property
     def activations_fit(self) -> bool | None:
-        """Whether there is room for the activations; ``None`` where they are not known."""
+        """Whether there is room for the activations; ``None`` if they are not known."""
         return None if self.activation_bytes is None else not self.activations_short
 
     @property
@@ -193,7 +201,7 @@ class PlanDetail:
 
     @property
     def about_activations(self) -> str:
-        """What is known of them, in words."""
+        """A description of the activations."""
         saved = SavedRoom() if self.layout is None else self.layout.saved
         room = "" if self.left_bytes is None else f"{format_bytes(self.left_bytes)} left for them"
         if self.activation_bytes is None:
@@ -207,18 +215,19 @@ class PlanDetail:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would hold, move and cost.
+    """A plan of a run: what it holds, what it moves, and the time of a step.
 
     Attributes:
-        fits: whether every tier has room; ``shortfalls`` says what is missing.
+        fits: whether every tier has room.
+        shortfalls: what is missing, by tier.
         placement: by unit name, the homes of its weights, gradients and state.
         tier_bytes: bytes that the engine would hold, by tier.
         link_bytes: bytes per step by lane (``read, write, copy_in, copy_out``).
-        step_s, bound_s: predicted time of a step and its lower bound, or ``None`` where no rates
-            are known; without compute where tokens were not given.
+        step_s, bound_s: predicted time of a step and its lower bound; ``None`` without rates.
+            Without the number of tokens, they leave compute out.
         bottleneck: the lane that sets the bound.
         disk_bytes: size of the store.
-        detail: how it came about, and what follows from it.
+        detail: the inputs of the plan, and further results.
     """
 
     fits: bool
@@ -248,13 +257,14 @@ class Plan:
 
 
 def host_grad_dtype(weight: torch.dtype, accumulate: int) -> torch.dtype:
-    """How the host keeps gradients: as they come, and in fp32 where several are added up."""
-    # fp16 gradients come scaled: GradScaler unscales them, which it does in fp32 only.
+    """Return the dtype in which the host keeps gradients: that of the weights, or fp32 if several
+    micro-steps are accumulated or the weights are fp16."""
+    # fp16 gradients are scaled by GradScaler, and are unscaled in fp32 only.
     return torch.float32 if accumulate > 1 or weight == torch.float16 else weight
 
 
 def host_grad_bytes(unit: Unit, accumulate: int) -> int:
-    """Bytes of a unit's gradients in host memory; every chunk on a page border."""
+    """Return the bytes of a unit's gradients in host memory, with every chunk page-aligned."""
     return sum(
         align(chunk.numel * host_grad_dtype(chunk.dtype, accumulate).itemsize, 4096)
         for chunk in unit.chunks
@@ -263,7 +273,7 @@ def host_grad_bytes(unit: Unit, accumulate: int) -> int:
 
 
 def converts_grads(unit: Unit, accumulate: int) -> bool:
-    """Whether the host keeps a unit's gradients in another dtype than they come in."""
+    """Return whether the host keeps a unit's gradients in another dtype than compute's."""
     return any(
         chunk.group is not None and host_grad_dtype(chunk.dtype, accumulate) != chunk.dtype
         for chunk in unit.chunks

@@ -1,9 +1,9 @@
-"""Gives out budgets: homes and regions for a model, or what falls short.  Allocates nothing.
+"""Placement of a model under budgets: homes and regions, or what is missing.  Allocates nothing.
 
-The demand path is reserved first (the largest unit's weights and gradients, one subgroup's
-record), so that there is always progress.  What is left goes to room for prefetch, then to homes,
-if nothing else is preferred in the order of bytes saved per byte kept: weights (read twice and
-written once a step), gradients, optimizer state.
+The planner reserves the demand path first (the largest unit's weights and gradients, one subgroup's
+record), so that there is always progress.  The rest goes to room for prefetch, then to homes.  The
+default order of homes is by bytes moved less per byte kept: weights (read twice and written once
+per step), gradients, optimizer state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .partition import Partition
 from .placement import STATE_SLOTS, Placement
 from .plan import Budgets, Needs, Shortfall, converts_grads
 
-UNKNOWN_SHARE = 0.25  # of the room that nothing needs, to activations of which nothing is known
-KNOWN_SHARE = 0.5  # at most, to those that are known, if they can leave
-UNITS_BESIDE = 3  # that what autograd saved has room for at least: one in use, one to come or go
-BESIDE_SHARE = 0.5  # of the room that nothing needs, to weights that are trained beside frozen ones
-STAGING_SHARE = 4  # of host memory left for activations, to those on their way to or from disk
-OWN_STAGING_SHARE = 8  # the same on a CPU, where compute uses this memory too and needs the rest
+UNKNOWN_SHARE = 0.25  # of the room to spare, for activations of unknown size
+KNOWN_SHARE = 0.5  # of the room to spare, at most, for activations of known size that can leave
+UNITS_BESIDE = 3  # least number of units whose activations have room: one in use, others moving
+BESIDE_SHARE = 0.5  # of the room to spare, for trained weights of units that also have frozen ones
+STAGING_SHARE = 4  # divisor: part of the host memory for activations that stages disk transfers
+OWN_STAGING_SHARE = 8  # the same on a CPU, where compute needs the rest of this memory itself
 
 
 def _pages(nbytes: int) -> int:
@@ -34,7 +34,7 @@ def _pages(nbytes: int) -> int:
 
 
 class _Spend:
-    """A budget that is being given out."""
+    """A budget from which bytes are taken."""
 
     def __init__(self, nbytes: int) -> None:
         self.left = nbytes
@@ -47,12 +47,19 @@ class _Spend:
 
 
 class _Planner(Placement):
-    """One use: reserves the demand path, then gives out what is left."""
+    """A planner for one layout: it reserves the demand path, then distributes the rest.
+
+    ``run`` may be called once.
+    """
 
     # -- device ---------------------------------------------------------------------------------
 
     def _plan_device(self) -> tuple[int, int]:
-        """Regions (weights, gradients); marks resident units, and those wholly on the device."""
+        """Choose the resident units, and the units whose home is the device.
+
+        Returns:
+            Bytes of the device's regions for weights and gradients.
+        """
         assert self.budgets.device is not None
         gather = max((u.grad_bytes for u in self.units), default=0)
         fixed = sum(u.weight_bytes for u in self.units if self.resident[u.index])
@@ -98,9 +105,14 @@ class _Planner(Placement):
         return self._device_weights(ahead), gather
 
     def _keep_pages(self, room: int) -> int:
-        """Lets as many pages as fit live on the device, where all weights do not: they take a part
-        of the room of unpacked ones, and nothing comes over the link.  Their bytes.  A durable
-        store has them too."""
+        """Place as many pages on the device as fit, if not all weights are resident.
+
+        A page takes less room than the unpacked weights, and nothing is copied over the link.  A
+        durable store also keeps the pages.
+
+        Returns:
+            The bytes of these pages.
+        """
         spend = _Spend(room)
         for unit in self.order:
             stays = self.resident[unit.index] or not unit.packed
@@ -111,7 +123,11 @@ class _Planner(Placement):
         return room - spend.left
 
     def _make_room_for_visits(self, room: int) -> int:
-        """Bytes of the slots for records that visit the device; 0: none do, or there is no room."""
+        """Reserve slots for state records that are copied to the device for their update.
+
+        Returns:
+            Their bytes; 0 if no records are, or if there is no room.
+        """
         if not self.needs.prefer.visiting:
             return 0
         slot = 0
@@ -126,7 +142,10 @@ class _Planner(Placement):
         return VISIT_SLOTS * slot
 
     def _move_to_device(self, spend: _Spend) -> None:
-        """As many units as fit live there as a whole; weights that are resident are paid for."""
+        """Place as many whole units on the device as fit.
+
+        The weights of resident units are accounted for already.
+        """
         if self.needs.durable:
             return  # commits are written from host memory
         for unit in self.order:
@@ -138,26 +157,26 @@ class _Planner(Placement):
             if spend.take(nbytes):
                 self.resident[unit.index] = True
                 self.weights[unit.index] = Tier.DEVICE
-                self.in_place.discard(unit.index)  # read once
+                self.in_place.discard(unit.index)  # it is read only once
                 if unit.trainable:
                     self.grads[unit.index] = Tier.DEVICE
                 self.state[unit.index] = [Tier.DEVICE] * len(self.state[unit.index])
 
     def _for_saved(self, spare: int, *, ends: bool = False) -> int:
-        """Room that is left to what autograd saves, of that which nothing needs; ``ends``: it
-        cannot go further."""
+        """Return the bytes of ``spare`` to leave for activations; ``ends``: they cannot be moved to
+        a lower tier than this one."""
         policy, sizes = self.needs.activations, self.needs.saved_bytes
         if sizes is None:
             share = 0.0 if policy == "keep" else UNKNOWN_SHARE
             return int(max(0, spare) * share)
         want = sum(sizes)
         stays = policy == "keep" or (ends and self.has_device)
-        if not stays:  # it comes and goes beside what backward is at
+        if not stays:  # there must be room for the unit in backward, and for moves at the same time
             want = min(want, max(int(KNOWN_SHARE * spare), UNITS_BESIDE * max(sizes, default=0)))
         return int(min(max(0, spare), want))
 
     def _saved(self, regions: Regions, disk: int) -> SavedRoom:
-        """All that is left in every tier is for what autograd saves."""
+        """Return the room for activations: all that is left in every tier."""
         policy = self.needs.activations
         if policy == "keep":
             return SavedRoom()
@@ -175,7 +194,7 @@ class _Planner(Placement):
         return SavedRoom(policy, host - staged, _pages(staged), nvme, again)
 
     def _plan_unpacked(self) -> int:
-        """The region that weights are unpacked to where compute has no memory of its own."""
+        """Return the bytes of the region for unpacked weights if compute uses host memory."""
         least = self._homes() + self._regions(0, 1)
         room = self.budgets.host - least
         return self._device_weights(min(1, self._ahead(room, self._device_weights)))
@@ -190,7 +209,11 @@ class _Planner(Placement):
     # -- host -----------------------------------------------------------------------------------
 
     def _plan_host(self) -> tuple[int, int]:
-        """(units of room ahead, state slots); moves homes from disk to host as far as it goes."""
+        """Move homes from disk to host memory as far as there is room.
+
+        Returns:
+            The units of room for prefetch, and the number of state slots.
+        """
         budget = self.budgets.host - self.unpacked
         least = self._homes() + self._regions(min(1, self.depth), STATE_SLOTS)
         self.saved_room = self._for_saved(budget - least, ends=self.needs.activations == "host")
@@ -213,7 +236,7 @@ class _Planner(Placement):
         return ahead, slots
 
     def _fill(self) -> None:
-        """Moves homes up from disk while there is room, one kind after the other."""
+        """Move homes up from disk while there is room, one kind after the other."""
         if self.lower is Tier.HOST and not self.in_place:
             return
         slots = STATE_SLOTS
@@ -229,12 +252,12 @@ class _Planner(Placement):
             saved = list(self.weights), list(self.grads), [list(s) for s in self.state]
             cached = set(self.cached)
             lift(_Spend(1 << 62), units)
-            # All of a kind at once also saves the region that its last one would need.
+            # First try all of a kind at once, which also saves the region to move them through.
             if self._homes() + self._regions(min(1, self.depth), slots) <= budget:
                 continue
             self.weights, self.grads, self.state = saved
             self.cached, room = cached, -1
-            while True:  # what was lifted may have made the regions smaller
+            while True:  # homes that moved up may have made the regions smaller
                 before = room
                 used = self._homes() + self._regions(min(1, self.depth), slots)
                 room = budget - used
@@ -247,9 +270,9 @@ class _Planner(Placement):
             if self.weights[unit.index] is not Tier.NVME or unit.index in self.cached:
                 continue
             if unit.index in self.pages_there:
-                continue  # no copy is needed between the device's and the store's
+                continue  # the device and the store have copies; a third one is not needed
             if self.has_device and self.resident[unit.index] and not unit.trainable:
-                continue  # the copy that compute uses is all that is needed
+                continue  # the copy that compute uses is enough
             if spend.take(unit.stored_bytes):
                 if unit.index in self.in_place:
                     self.cached.add(unit.index)
@@ -318,7 +341,11 @@ class _Planner(Placement):
         )
 
     def _assign(self) -> tuple[tuple[UnitHome, ...], int, int]:
-        """Gives every fixed home its place, in the order of the units."""
+        """Give every fixed home its place, in the order of the units.
+
+        Returns:
+            The homes, and the bytes of the fixed parts of device and host memory.
+        """
         ends = {Tier.DEVICE: 0, Tier.HOST: 0}
 
         def put(tier: Tier | None, nbytes: int) -> Place | None:
@@ -354,7 +381,7 @@ class _Planner(Placement):
 
 
 def _in_sections(unit: Unit) -> str:
-    """What more can be done about a unit that is too large, if it has stacks of matrices."""
+    """Return a further remedy for a unit that is too large, if it has stacks of matrices."""
     if not any(len(spec.shape) == 3 for _, spec in unit.params):
         return ""
     return ", or cut its experts into sections (overspill.integrations.experts.split_experts)"
@@ -363,7 +390,7 @@ def _in_sections(unit: Unit) -> str:
 def make_layout(
     parts: Partition, budgets: Budgets, needs: Needs
 ) -> tuple[Layout, int, tuple[Shortfall, ...]]:
-    """Homes and regions for a model under budgets, the store's size, and what falls short."""
+    """Return homes and regions for a model under budgets, the store's size, and all shortfalls."""
     planner = _Planner(parts, budgets, needs)
     layout, disk = planner.run()
     return layout, disk, tuple(planner.shortfalls)

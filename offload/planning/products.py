@@ -1,4 +1,4 @@
-"""What a unit computes and what autograd keeps of it, per token, by the shapes of its matrices."""
+"""Compute and activations of a unit per token, estimated from the shapes of its matrices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .unit_discovery import FoundUnit
 
 
 class _Product(NamedTuple):
-    """What a unit multiplies by: a matrix of ``inputs`` and ``outputs``, or several alike, of which
-    a token comes to so many as ``rows`` says, about."""
+    """A product with a matrix of ``inputs`` x ``outputs``, or with several of this shape.
+
+    ``rows`` is about the number of matrices that a token is multiplied by.
+    """
 
     p: nn.Parameter
     inputs: int
@@ -24,10 +26,11 @@ class _Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Per token."""
+        """FLOPs per token."""
         return 2 * self.inputs * self.outputs * self.rows
 
 
+# By class, the extra tensors that activation functions written out in Python keep.
 _KEPT_MORE = {
     "NewGELUActivation": 3, "AccurateGELUActivation": 3, "FastGELUActivation": 6,
     "QuickGELUActivation": 1,
@@ -35,7 +38,7 @@ _KEPT_MORE = {
 
 
 def _products(found: FoundUnit) -> list[_Product]:
-    """The products that a unit takes with its weights."""
+    """Return the products of a unit with its weights."""
     module = found.module
     if found.direct_only:
         return []
@@ -52,25 +55,29 @@ def _products(found: FoundUnit) -> list[_Product]:
 
 
 def forward_flops(found: FoundUnit) -> int:
-    """FLOPs of the unit's forward per token: two per element of each matrix it multiplies by.
+    """Return the FLOPs of the unit's forward per token: two per element of each matrix product.
 
-    What takes no product with a weight (look-ups, norms, attention's scores) is not counted.
+    Operations that are not products with a weight (look-ups, norms, attention scores) do not count.
     """
     return round(sum(each.flops for each in _products(found)))
 
 
 def backward_flops(found: FoundUnit, trained: Container[nn.Parameter], *, flows: bool) -> int:
-    """FLOPs of its backward, per token: a product like forward's for the gradient of each matrix
-    that is trained, and one to hand on the gradient, where it ``flows`` to what is before."""
+    """Return the FLOPs of the unit's backward per token.
+
+    Each trained matrix takes a product like the one in forward for its gradient.  Each matrix takes
+    another one for the gradient of its input, if the gradient ``flows`` to earlier modules.
+    """
     return round(sum(each.flops * (flows + (each.p in trained)) for each in _products(found)))
 
 
 def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token that autograd keeps, about: what goes into and comes out of each matrix.
+    """Return about the bytes per token that autograd keeps: the input and output of each product.
 
-    What two of them share counts twice, norms and attention's own not at all; in transformers with
-    fused attention the one makes up for the other.  Activation functions that are written out keep
-    more tensors of the widest product's size than fused ones (counted in transformers 5).
+    Tensors shared by two products count twice, and norms and attention internals do not count.  In
+    transformers with fused attention, these errors about cancel.  Activation functions that are
+    written out in Python keep more tensors of the widest product's size than fused ones (counted in
+    transformers 5).
     """
     products = _products(found)
 
@@ -83,7 +90,10 @@ def activation_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
 
 
 def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token of what a head gives out, and of the loss over it: its fp32 logarithms."""
+    """Return the bytes per token of a head's logits, and of the fp32 log-probabilities in the loss.
+
+    0 if the module is not a head.
+    """
     head = found.module
     if not isinstance(head, nn.Linear) or head.out_features <= head.in_features:
         return 0
@@ -91,7 +101,7 @@ def logits_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
 
 
 def input_bytes(found: FoundUnit, dtype: torch.dtype | None) -> int:
-    """Bytes per token that go into the unit, about: what its first matrix takes."""
+    """Return about the bytes per token of the unit's input: the input of its first product."""
     for each in _products(found):
         return round(each.inputs * each.rows * (dtype or each.p.dtype).itemsize)
     return 0

@@ -1,8 +1,8 @@
-"""Modules that a module runs although they are no part of it in the module tree.
+"""Modules that a module runs although they are not its children in the module tree.
 
-Adapters of the kind that kohya's scripts use replace ``linear.forward`` by a method of their own
-module, which lives elsewhere in the model; others do it by hooks.  The weights of both are needed
-at once, so a plan has to count both.
+Adapters like those of kohya's scripts replace ``linear.forward`` by a method of their own module,
+which is elsewhere in the model; others use hooks.  The weights of both are needed at the same time,
+so a plan has to count both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
-DEPTH = 6  # of partials, closures and containers in each other
-MOST = 64  # elements of a container that are looked at
+DEPTH = 6  # nesting depth of partials, closures and containers to follow
+MOST = 64  # elements of a container to follow
 
 
 def reached_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield modules that a replaced ``forward``, or a forward hook, in ``module`` refers to.
 
-    A function refers to what it is bound to, to its defaults and to its closure.  That it calls
-    them is likely, not certain.
+    A function refers to the object that it is bound to, to its defaults and to its closure.  It
+    probably calls such modules, but this is not certain.
     """
     seen: set[int] = set()
     for each in module.modules():
@@ -63,5 +63,5 @@ def _referred(value: Any, depth: int, seen: set[int]) -> Iterator[nn.Module]:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # the cell is still empty
         return None

@@ -1,4 +1,4 @@
-"""Which units compute their forward again in backward: as the simulator says."""
+"""The choice of the units that recompute their forward in backward, by simulation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..schedule.layout import Layout
 from .costs import Costs
 from .van_der_corput import spread
 
-FINEST = 4  # the least difference of what is tried: a quarter of the units that may
-WORTH = 0.99  # another choice must save this much: the simulator is no better than that
+FINEST = 4  # the smallest change that is tried is a quarter of the eligible units
+WORTH = 0.99  # a choice must be faster than this share of the best: the simulator's accuracy
 
-# Whether what is kept finds no room for once, and the seconds of a step.
+# Returns whether some saved storage finds no room, and the seconds of a step.
 Timed = Callable[[Layout], tuple[bool, float]]
 
 
@@ -20,12 +20,17 @@ def choose_recompute(
     layout: Layout, costs: Costs, may: Iterable[int], timed: Timed,
     now: frozenset[int] = frozenset(),
 ) -> frozenset[int]:  # fmt: skip
-    """The units, of those that ``may``, with which all has room and a step takes least time; those
-    of ``now`` where others save too little.
+    """Return the units to recompute so that all activations fit and a step takes the least time.
 
-    What is computed again costs its forward and frees what its autograd keeps beyond its inputs;
-    what is left moves behind compute.  So as many are taken as the links cannot carry: evenly over
-    the model, or from its beginning on, whose tensors stay longest.
+    A recomputed unit costs its forward again, and frees what autograd keeps beyond its inputs.  The
+    other activations move while compute runs.  So the best number of units is what the links cannot
+    carry.  They are spread evenly over the model, or taken from its beginning, whose tensors are
+    kept longest.
+
+    Args:
+        may: the units that can be recomputed.
+        timed: simulates a layout.
+        now: the units that are recomputed now; they are kept if others save too little.
     """
     able = [i for i in may if costs.saved_bytes[i] > costs.input_bytes[i]]
     if not able or sum(costs.saved_bytes) <= layout.saved.compute:
@@ -48,7 +53,10 @@ def choose_recompute(
 
 
 class _Search:
-    """The best of what was tried; the one tried first where others save too little."""
+    """A search for the best choice of units.  The first one tried stays if others save too little.
+
+    Choices with which all activations fit are better than faster ones with which they do not.
+    """
 
     def __init__(self, layout: Layout, timed: Timed) -> None:
         self._layout, self._timed = layout, timed
@@ -67,5 +75,5 @@ class _Search:
 
 
 def with_recompute(layout: Layout, units: frozenset[int]) -> Layout:
-    """``layout`` where these units compute again."""
+    """Return ``layout`` with these units recomputed."""
     return replace(layout, saved=layout.saved._replace(recompute=units))

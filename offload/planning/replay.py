@@ -1,4 +1,4 @@
-"""A run again as its plan has it: compute as measured, moves and updates at their rates."""
+"""Replay of a run in the simulator: compute as measured, moves and updates at the plan's rates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from .steady import Simulated, simulate
 
 
 def replay(plan: Plan, trace: Trace) -> Simulated | None:
-    """What a step of the run in ``trace`` would have taken if every lane kept its rate; ``None``
-    without rates or steps.  What it leaves of the measured time, the lanes owe to their rates."""
+    """Simulate a step of the run in ``trace`` as if every lane had kept its rate.
+
+    The remaining part of the measured time is due to lanes that were slower than their rates.
+
+    Returns:
+        The steady state; ``None`` if there are no rates or no steps.
+    """
     if plan.detail.layout is None or plan.detail.rates is None or not trace.steps:
         return None
     planned = plan.detail.layout
-    layout = coarsen(with_recompute(planned, frozenset()))  # it was measured too
+    layout = coarsen(with_recompute(planned, frozenset()))  # measured times include recomputation
     profile = Profile.from_trace(trace, plan.detail.accumulate)
     costs = Costs.from_profile(layout, plan.detail.rates, profile, shared=False)
     if (sizes := plan.detail.saved_bytes) is not None:

@@ -1,7 +1,7 @@
-"""When, within a unit's forward, autograd saves what it keeps of it.
+"""The times within a unit's forward at which autograd saves tensors.
 
-A unit saves in bursts: attention computes for long and keeps little, what follows does the reverse.
-Whether a link keeps up depends on that.
+A unit saves in bursts: attention computes for long and saves little, the layers after it do the
+reverse.  Whether a link keeps up depends on these times.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import NamedTuple
 
 from ..facts.trace import Interval, intersection, length, union
 
-BURSTS = 4  # of a unit, as far as none becomes larger than what was saved at once
-GRID = 16  # of a unit's compute: what is saved within one part of so many is one burst
+BURSTS = 4  # of a unit, unless a burst would become larger than the largest single save
+GRID = 16  # parts of a unit's compute; saves within one part are one burst
 
 
 class Burst(NamedTuple):
-    """``part`` of what autograd keeps of a unit, saved when ``share`` of its forward is done; both
-    of 1."""
+    """The fraction ``part`` of the saved bytes of a unit, saved when the fraction ``share`` of its
+    forward is done."""
 
     share: float
     part: float
 
 
 class UnitForward(NamedTuple):
-    """A unit ran from ``began_ns`` on until the next one did.  ``saves``: when autograd saved, and
-    how many bytes; instants of ``time.perf_counter_ns``."""
+    """A forward of a unit, from ``began_ns`` until the next unit began.
+
+    ``saves`` has the time and the bytes of each save.  Times are of ``time.perf_counter_ns``.
+    """
 
     unit: int
     began_ns: int
@@ -35,14 +37,18 @@ class UnitForward(NamedTuple):
 
 
 EVENLY = tuple(Burst((i + 0.5) / BURSTS, 1 / BURSTS) for i in range(BURSTS))
-INPUTS = (Burst(0.0, 1.0),)  # all that is kept of a unit that is computed again
+INPUTS = (Burst(0.0, 1.0),)  # a recomputed unit saves only its inputs, at the beginning
 
 
 def bursts_of(
     forwards: Sequence[UnitForward], stalls: Iterable[Interval]
 ) -> dict[int, tuple[Burst, ...]]:
-    """By unit, how it saved, where forwards followed one another; ``stalls``: when none computed.
-    The last one is only an end."""
+    """Return the bursts of each unit from consecutive forwards.
+
+    Args:
+        forwards: in their order.  The last one only marks the end of the one before.
+        stalls: intervals in which compute waited.
+    """
     idle = union(stalls)
     saves: dict[int, list[tuple[int, int]]] = defaultdict(list)
     total_ns = Counter[int]()
@@ -60,7 +66,7 @@ def bursts_of(
 
 
 def _joined(saves: Sequence[tuple[int, int]], total_ns: int) -> tuple[Burst, ...]:
-    """What is saved soon after one another is one burst."""
+    """Join saves that are close to each other in time."""
     whole = sum(nbytes for _, nbytes in saves)
     limit = max(whole / BURSTS, *(nbytes for _, nbytes in saves))
     bursts: list[tuple[float, int]] = []

@@ -1,8 +1,8 @@
-"""Stacks of matrices, one for each expert, in sections: modules that come to compute one by one.
+"""Stacks of expert matrices, split into sections: modules that are onloaded one by one.
 
-A model that holds all experts of a layer in one parameter needs room for all of them at once.  In
-sections, each is a parameter of some experts, and a unit of its own.  Outside of the model, in
-state dicts and files, the stack has its own name and shape.
+A model that has all experts of a layer in one parameter needs room for all of them at once.  Each
+section is a parameter with some of the experts, and a separate unit.  Outside the model, in state
+dicts and files, the stack keeps its own name and shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 T = TypeVar("T")
 
-_NAME = "section_of_experts"  # of the parameter, as no other is called
+_NAME = "section_of_experts"  # name of the parameter; no other parameter has this name
 _SECTION = re.compile(rf"(.+)\.(\d+)\.{_NAME}")
 
 
@@ -24,8 +24,8 @@ class Section(nn.Module):
     """Some experts of a stack.
 
     Attributes:
-        experts: their numbers; ``first`` is that of the first.
-        rows_per_token: how many rows come to them for each token, about.
+        experts: their numbers, beginning with ``first``.
+        rows_per_token: about how many rows are routed to them per token.
     """
 
     section_of_experts: nn.Parameter
@@ -33,7 +33,7 @@ class Section(nn.Module):
     def __init__(
         self, section: nn.Parameter, first: int, rows_per_token: float, product: Callable[..., Any]
     ) -> None:
-        """``product``: what the section gives, of its matrices and what it is called with."""
+        """``product``: computes the output from the matrices and the arguments of the call."""
         super().__init__()
         self.section_of_experts = section
         self.first, self.rows_per_token, self._product = first, rows_per_token, product
@@ -41,27 +41,27 @@ class Section(nn.Module):
 
     @property
     def section(self) -> nn.Parameter:
-        """Their matrices, (experts, rows, columns)."""
+        """The matrices of the experts, of shape (experts, rows, columns)."""
         return self.section_of_experts
 
     def forward(self, *rows: torch.Tensor, **how: Any) -> Any:
-        """The rows that come to the experts, times their matrices."""
+        """Multiply the rows routed to the experts by their matrices."""
         return self._product(self.section, *rows, **how)
 
     def extra_repr(self) -> str:
         return f"experts {self.first} to {self.experts.stop - 1} of {tuple(self.section.shape)}"
 
 
-# Told by the holder of a stack: the experts that it uses now, and those that the next holder in the
-# model is likely to use (``None``: nobody knows).
+# Called by the module that has a stack, with itself, the experts that it uses now, and the experts
+# that the next such module in the model will probably use (``None``: unknown).
 Announce = Callable[[nn.Module, Collection[int], Collection[int] | None], None]
 
 
 class Sections(nn.ModuleList):
-    """A stack in sections, in the place of its parameter.
+    """A stack split into sections, which replaces its parameter.
 
     Attributes:
-        announce: who wants to know what is used of it.
+        announce: called with the experts that are used; see ``Announce``.
     """
 
     announce: Announce | None = None
@@ -69,7 +69,12 @@ class Sections(nn.ModuleList):
     def __init__(
         self, stack: nn.Parameter, experts: int, rows_per_token: float, product: Callable[..., Any]
     ) -> None:
-        """Takes a copy of each section of so many ``experts``; ``rows_per_token``: of the whole."""
+        """Copy a stack into sections.
+
+        Args:
+            experts: the number of experts per section.
+            rows_per_token: of the whole stack.
+        """
         sections = []
         for first in range(0, len(stack), experts):
             rows = stack.detach()[first : first + experts]
@@ -86,12 +91,12 @@ class Sections(nn.ModuleList):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the stack."""
+        """The shape of the stack."""
         parts = [each.section for each in self]
         return sum(map(len, parts)), *parts[0].shape[1:]
 
     def joined(self) -> nn.Parameter:
-        """The stack as one parameter; its gradient too, where all sections have one."""
+        """Return the stack as one parameter, with its gradient if all sections have one."""
         parts = [each.section for each in self]
         whole = nn.Parameter(
             torch.cat([p.detach() for p in parts]), any(p.requires_grad for p in parts)
@@ -107,12 +112,12 @@ def _copy_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def stacks_of(module: nn.Module) -> dict[str, Sections]:
-    """By name, the stacks that the module itself holds in sections."""
+    """Return, by name, the split stacks that are direct children of the module."""
     return {name: m for name, m in module.named_children() if isinstance(m, Sections)}
 
 
 def has_sections(model: nn.Module) -> bool:
-    """Whether any stack in it is in sections."""
+    """Return whether any stack of the model is split into sections."""
     return any(isinstance(module, Sections) for module in model.modules())
 
 
@@ -120,16 +125,18 @@ def has_sections(model: nn.Module) -> bool:
 
 
 def section_name(stack: str, number: int) -> str:
-    """What the parameter of a section is called, in a stack of that name."""
+    """Return the name of the parameter of a section, for a stack of that name."""
     return f"{stack}.{number}.{_NAME}"
 
 
 def joined(values: Mapping[str, T], join: Callable[[str, Sequence[T]], T]) -> dict[str, T]:
-    """Values by name, in their order, but those of sections as ``join`` makes one of them, which
-    gets the name of the stack and what its sections have, in their order.
+    """Return values by name, with the values of each stack's sections joined into one.
+
+    Args:
+        join: called with the name of a stack and the values of its sections in their order.
 
     Raises:
-        ValueError: a stack has not all of its sections.
+        ValueError: a stack lacks a section, or is also there as a whole.
     """
     found: dict[str, dict[int, T]] = {}
     for name, value in values.items():
@@ -148,7 +155,7 @@ def joined(values: Mapping[str, T], join: Callable[[str, Sequence[T]], T]) -> di
 
 
 def _join_in(stack: nn.Module, state: dict[str, Any], prefix: str, _meta: Any) -> None:
-    """After a stack has put its sections into a state dict."""
+    """Join the sections of a stack in a state dict, as a state dict post-hook."""
     name = prefix.removesuffix(".")
     names = [section_name(name, number) for number in range(len(list(stack.children())))]
     parts: list[torch.Tensor] = [state[name] for name in names if name in state]
@@ -163,7 +170,7 @@ def split_in(
     module: nn.Module, state: dict[str, Any], prefix: str, meta: Mapping[str, Any], _strict: bool,
     _missing: list[str], _unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    """Before a module loads a state dict: stacks in it become their sections."""
+    """Split the stacks in a state dict into sections before a module loads it, as a pre-hook."""
     for name, stack in module.named_modules(prefix=prefix.removesuffix(".")):
         whole = state.get(name) if isinstance(stack, Sections) else None
         if not isinstance(whole, torch.Tensor):
@@ -176,6 +183,6 @@ def split_in(
             )
         for number, section in enumerate(stack):
             part = whole[section.first : section.experts.stop]
-            # Parameters over one memory would count as one that is changed with each.
+            # Parameters that share memory would count as tied: each change would affect all.
             kept = _copy_of(part) if meta.get("assign_to_params_buffers") else part
             state[section_name(name, number)] = kept

@@ -1,10 +1,6 @@
-"""A discrete-event simulation of whole steps: the very residency machine, with a clock of its own.
+"""A discrete-event simulation of whole steps, with the real residency machine and a virtual clock.
 
-Each lane does one piece of work at a time at its rate, in the order that the executor's lanes keep:
-urgent reads overtake, all else is first come, first served.  Compute asks, waits, computes and
-lets go as the hooks do.  Without a device, compute shares the processors with updates (half each),
-and stands still while moves to and from disk have one of them.  What comes out has the form of a
-real run's trace.
+See Note [What the simulator models].
 """
 
 from __future__ import annotations
@@ -57,11 +53,29 @@ LANE_OF: dict[type, str] = {
 LINKS = ("read", "write", "copy_in", "copy_out")
 DISK = ("read", "write")
 LEG_COPIES = {"copy_in": 3, "copy_out": 2}
-LEAST_SPEED = 0.05  # of compute and updates, however much the disks take of the processors
+LEAST_SPEED = 0.05  # of compute and updates, even if disk transfers need all processor time
+
+# Note [What the simulator models]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# The simulator drives the same residency machine, through the same ``Protocol``, as a real run.  It
+# sends the signals that the module hooks and the optimizer would send, and replaces the executor:
+# each instruction becomes a piece of work in a *lane* (read, write, copy_in, copy_out, update,
+# compute, and "there" for updates on the device).
+#
+# A lane does one piece of work at a time, in the order of the executor's lanes: urgent reads first,
+# then first in, first out.  A piece takes its bytes or parameters divided by the lane's rate.  When
+# it ends, the machine gets ``Done``.  A heap has the expected end of each lane's current piece.
+#
+# Lanes slow each other down: reads and writes that share the disks do, and without a device compute
+# and updates share the processors (half each).  Compute also stops while a transfer to or from disk
+# needs a processor.  When a lane becomes busy or idle, ``_changed`` updates the remaining work of
+# its rivals and schedules a new end for them; ``Lane.turn`` marks the old entries as void.
+#
+# The result is a trace of the same form as a real run's, so the same code computes statistics.
 
 
 class Simulation:
-    """One machine for one layout.  ``step`` runs one optimizer step."""
+    """A simulated run with one layout.  ``step`` runs one optimizer step."""
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self.layout, self.costs, self.machine = layout, costs, Residency(layout)
@@ -69,20 +83,20 @@ class Simulation:
         self.now_s = 0.0
         self.trace = Trace(origin_ns=0)
         self.peak_bytes = dict.fromkeys(Tier, 0)
-        self.moved = dict.fromkeys(LINKS, 0)  # bytes until now
+        self.moved = dict.fromkeys(LINKS, 0)  # bytes so far
         self._lanes = {name: Lane(name) for name in (*LINKS, "update", "there", "compute")}
         self._ends: list[tuple[float, int, int, Lane]] = []
         self._numbers = itertools.count()
         self._grants: dict[int, Grant] = {}
-        self._arriving: set[Place] = set()  # on the device
+        self._arriving: set[Place] = set()  # places on the device with a copy in progress
         self._facts = itertools.count(1)
-        # Offloaded activations by number: the places of the parts that were copied back so far.
+        # By number of an offloaded storage: the places of the parts that were copied back so far.
         self._away: dict[int, list[Place]] = {}
         self._saved: list[list[tuple[float, SavedBytes]]] = [[] for _ in layout.units]
-        self._largest = 0  # of these
-        self.overflows = False  # not all that autograd saved had room
-        self._computing = ""  # the unit that compute is at
-        self._lane = "update"  # whose work ended last
+        self._largest = 0  # bytes of the largest of these
+        self.overflows = False  # whether some saved storage found no room
+        self._computing = ""  # name of the unit that compute runs
+        self._lane = "update"  # the lane whose work ended last
         subgroups = [s for group in layout.subgroups for s in group]
         self._params = [s.count for s in subgroups]
         self._device_updates = [visit_in(layout, s) for s in subgroups]
@@ -103,7 +117,7 @@ class Simulation:
             s + (costs.forward_s[i] if i in again else 0.0) for i, s in enumerate(costs.backward_s)
         ]
         rates = costs.rates
-        # Who does what the device updates: the processors, as far as anybody knows.
+        # Without a measured rate for updates on the device, they take the CPU's lane.
         self._there = "there" if rates.device_update_params_s else "update"
         self._per_byte = {
             "read": _inverse(rates.disk_read_bytes_s),
@@ -112,11 +126,11 @@ class Simulation:
             "copy_out": _inverse(rates.d2h_bytes_s),
         }
         self._both = _slowdown(rates)
-        # By lane, those that are slower or faster once it begins or ends a piece of work.
+        # By lane: the lanes that change speed when it becomes busy or idle.
         self._rivals: dict[str, tuple[str, ...]] = dict.fromkeys(self._lanes, ())
         if self._both != 1.0:
             self._rivals.update(read=("write",), write=("read",))
-        self._takes = dict.fromkeys(DISK, 0.0)  # of the time of compute, whose threads wait
+        self._takes = dict.fromkeys(DISK, 0.0)  # share of compute's time that transfers cost
         if not layout.has_device and costs.shared:
             moved_s = _inverse(rates.disk_cpu_bytes_s)
             self._takes = {
@@ -138,7 +152,7 @@ class Simulation:
                 if instruction.item.kind is not Kind.SAVED:
                     raise AssertionError(f"refused: {self.layout.name(instruction.item)}")
                 self._grants[instruction.ticket] = Grant(instruction.ticket)
-                self.overflows = True  # it stays
+                self.overflows = True  # the storage stays at compute
             elif isinstance(instruction, FreeDeviceCopy):
                 self._away[instruction.item.number] = []
             elif isinstance(instruction, FreeItem):
@@ -172,7 +186,7 @@ class Simulation:
             self._changed(lane)
 
     def _foresee(self, lane: Lane) -> None:
-        """Says when the lane's piece will end, if nothing changes."""
+        """Schedule the end of the lane's current piece at its current speed."""
         lane.turn += 1
         lane.speed = self._speed(lane.name)
         end_s = self.now_s + lane.left_s / lane.speed
@@ -182,7 +196,7 @@ class Simulation:
         return self._lanes[name].current is not None
 
     def _speed(self, name: str) -> float:
-        """How fast a lane works, beside what the others do now."""
+        """Return the speed of a lane (1 at most), given what the other lanes do now."""
         if name in DISK:
             other = "write" if name == "read" else "read"
             return 1 / self._both if self._busy(other) else 1.0
@@ -193,7 +207,7 @@ class Simulation:
         return max(LEAST_SPEED, free / (2 if halved else 1))
 
     def _changed(self, lane: Lane) -> None:
-        """The lane began or ended a piece of work: its rivals are slower or faster now."""
+        """Update the speeds of a lane's rivals after it became busy or idle."""
         for name in self._rivals[lane.name]:
             other = self._lanes[name]
             if other.current is not None:
@@ -230,7 +244,7 @@ class Simulation:
                 return work.place.nbytes
             return self._nbytes_of[work.item.kind][work.item.number]
         if isinstance(work, CopyIn):
-            if work.source.tier is Tier.DEVICE:  # unpacked from there: nothing comes over the link
+            if work.source.tier is Tier.DEVICE:  # unpacked on the device: not copied over the link
                 return 0
             saved = work.item.kind is Kind.SAVED
             return work.place.nbytes if saved else work.source.nbytes
@@ -253,7 +267,7 @@ class Simulation:
         return self.layout.units[unit].name
 
     def _end_next(self) -> None:
-        """The next piece of work ends."""
+        """Advance the clock to the next end of a piece of work, and process it."""
         end_s, _, turn, lane = heapq.heappop(self._ends)
         work = lane.current
         if turn != lane.turn:
@@ -295,7 +309,7 @@ class Simulation:
     # -- compute --------------------------------------------------------------------------------
 
     def _ask(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant:
-        """Sends a signal, and waits for what it is granted."""
+        """Send a signal and wait for its grant; record a stall if time passes."""
         ticket = next(self._numbers)
         self._send(make(ticket))
         started_s, lane = self.now_s, "update"
@@ -307,7 +321,7 @@ class Simulation:
         return self._grants.pop(ticket)
 
     def _arrive(self, places: Iterable[Place | None]) -> None:
-        """Waits for what copies bring to the device."""
+        """Wait for the copies in progress to these places on the device."""
         started_s = self.now_s
         for place in places:
             while place in self._arriving:
@@ -316,7 +330,7 @@ class Simulation:
             self.trace.stall("copy_in", _ns(started_s), _ns(self.now_s), self._computing)
 
     def _compute(self, unit: int, parts: Sequence[ComputePart]) -> None:
-        """Compute runs one unit's forward or backward, once its weights are there."""
+        """Run one unit's forward or backward once its weights are there."""
         name, group = self.layout.units[unit].name, self.layout.together[unit]
         self._computing = name
         self._protocol.catch_up(unit)
@@ -347,9 +361,11 @@ class Simulation:
             self.trace.add("compute", self._computing, _ns(started_s), _ns(self.now_s))
 
     def _pieces(self, unit: int) -> list[tuple[float, SavedBytes]]:
-        """What autograd keeps of a unit's forward, each with the share that is done when it is
-        saved; its inputs where it is computed again: what that saves is used at once, as what an
-        operation makes within a unit."""
+        """Return the storages that autograd saves in a unit's forward, each with the share of the
+        forward that is done by then.
+
+        For a recomputed unit, only its inputs: what its recomputation saves is used at once.
+        """
         costs = self.costs
         if not costs.saved_bytes or self.layout.saved.policy == "keep":
             return []
@@ -364,7 +380,7 @@ class Simulation:
         return pieces
 
     def _save(self, piece: SavedBytes) -> None:
-        """Autograd keeps it."""
+        """Report a saved storage; wait if it exceeds the room."""
         self._largest = max(self._largest, piece.nbytes)
         room = room_beside(self.layout.saved.compute, self._largest)
         if self.machine.saved_bytes()[0] + piece.nbytes > room:
@@ -373,14 +389,14 @@ class Simulation:
             self._send(Saved((piece,)))
 
     def _recall(self, piece: SavedBytes) -> None:
-        """Backward is at it."""
+        """Wait until a saved storage that backward needs is back."""
         parts = len(self.layout.saved.part_sizes(piece.nbytes))
         while len(self._away.get(piece.number, range(parts))) < parts:
             self._ask(lambda ticket: Fetch(piece.number, ticket))
         self._arrive(self._away.get(piece.number, ()))
 
     def _deliver(self, unit: int, *, merge: bool, update: bool) -> None:
-        """The gradients of one unit are gathered and handed over."""
+        """Gather the gradients of one unit and hand them over."""
         self._computing = self.layout.units[unit].name
         self._protocol.room(unit, merge=merge)
         in_place = not self.layout.has_device
@@ -388,8 +404,17 @@ class Simulation:
         self._computing = ""
 
     def step(self, micro_steps: int, update: str, *, commit: bool = False) -> float:
-        """One optimizer step over all units in their order, or one forward where nothing is
-        trained; its seconds."""
+        """Run one optimizer step over all units in their order, or one forward if nothing is
+        trained.
+
+        Args:
+            micro_steps: forward and backward passes.
+            update: when the update runs: ``"step"``, ``"backward"`` or ``"next_forward"``.
+            commit: whether to commit the step.
+
+        Returns:
+            The simulated seconds.
+        """
         began_s = self.now_s
         if commit and self._protocol.open:
             self._protocol.seal(next(self._facts))
@@ -421,7 +446,7 @@ class Simulation:
         self._send(BackwardPhase(backward=True))
         for index in reversed(self._running):
             pieces, self._saved[index] = self._saved[index], []
-            # What an operation saved it needs for what it computed after that.
+            # An operation needs what it saved for the backward of what it computed after that.
             seconds, left, parts = self._backward_s[index], 1.0, []
             for share, piece in reversed(pieces):
                 parts.append(ComputePart((left - share) * seconds, needed=piece))
@@ -434,7 +459,7 @@ class Simulation:
         self._send(BackwardPhase(backward=False))
 
     def _finish_step(self, update: str, commit: bool) -> None:
-        """What ``optimizer.step()`` does."""
+        """Simulate ``optimizer.step()``."""
         if update != "backward":
             self._protocol.await_gradients()
         self._protocol.finish_updates()
@@ -450,7 +475,8 @@ def _inverse(rate: float | None) -> float:
 
 
 def _slowdown(rates: Rates) -> float:
-    """How much longer a transfer takes while the disk also works the other way."""
+    """Return the factor by which a transfer takes longer while the disk also transfers the other
+    way."""
     read, write = rates.disk_read_bytes_s, rates.disk_write_bytes_s
     both = rates.disk_both_bytes_s
     return max(1.0, (read + write) / both) if read and write and both else 1.0

@@ -1,4 +1,4 @@
-"""Files that weights are read from in place, and what a store says of them."""
+"""Files from which weights are read in place, and their description in a store."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from ..io_engine.ranges import FilePart, FileRanges, FileState, state_of
 
 @dataclass(frozen=True)
 class Sources:
-    """``ranges``: by unit, where its weights lie in the files, and in its slot; ``states``: what
-    the files were when that was found out."""
+    """The files from which weights are read in place.
+
+    Attributes:
+        ranges: by unit, the positions of its weights in the files and in its slot.
+        states: the states of the files when ``ranges`` were determined; ``None``: use their current
+            states.
+    """
 
     files: tuple[Path, ...] = ()
     ranges: Mapping[int, FileRanges] = field(default_factory=dict)
@@ -26,7 +31,7 @@ NO_SOURCES = Sources()
 
 
 def describe_sources(sources: Sources, in_place: Iterable[int]) -> dict[str, Any]:
-    """As plain JSON values, for those units that are read in place."""
+    """Return the files and the ranges of the units that are read in place, as JSON values."""
     return {
         "files": [
             {"path": str(path), "nbytes": state.nbytes, "mtime_ns": state.mtime_ns}
@@ -49,15 +54,15 @@ def _states(sources: Sources) -> tuple[FileState, ...]:
 def described_sources(
     description: Mapping[str, Any], digests: Container[int], moved: Path | None = None
 ) -> Sources:
-    """What ``describe_sources`` has put into a store's description.
+    """Return the sources that ``describe_sources`` has put into a store's description.
 
     Args:
-        digests: the units of which a commit knows a checksum: of others nobody could tell whether
-            files that were written to have them still.
-        moved: the folder that has the files now, or the one file.
+        digests: the units for which a commit has a checksum.  Other units cannot be verified if
+            their files were written to.
+        moved: the folder that contains the files now, or the only file.
 
     Raises:
-        OffloadError: a file is not there any more, has another length, or may be another one.
+        OffloadError: a file no longer exists, has another length, or may have other contents.
     """
     kept = description.get("sources")
     if not kept or not kept["units"]:

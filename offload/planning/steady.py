@@ -1,4 +1,4 @@
-"""The steady state of simulated steps: what one takes, moves and holds, on average."""
+"""The steady state of simulated steps: the average time, bytes moved and memory of a step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from ..schedule.layout import Layout
 from .costs import Costs
 from .simulate import LINKS, Simulation
 
-RECORDING_STEPS = 1  # the first one records the order of uses
-FILLING_STEPS = 1  # where nothing is trained, the next one brings what is read ahead of its end
-WARM_STEPS = 3  # about as many are unlike those that follow
-MOST_STEPS = 9  # where steps do not repeat
-LONGEST_PERIOD = 3  # of steps that take turns
-SAME_SHARE = 1e-4  # by which the times of a step and its repetition differ at most
-LIKE_SHARE = 1e-2  # by which those of three like steps do
+RECORDING_STEPS = 1  # the first step records the order of uses
+FILLING_STEPS = 1  # without training, the next step is the first that prefetches beyond its end
+WARM_STEPS = 3  # about as many steps differ from the later ones
+MOST_STEPS = 9  # steps to simulate if they do not repeat
+LONGEST_PERIOD = 3  # longest cycle of alternating steps to detect
+SAME_SHARE = 1e-4  # largest relative difference in time between a step and its repetition
+LIKE_SHARE = 1e-2  # largest relative difference in time among three similar steps
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """The steady state: a step's figures and bytes on average, the most in use by tier, all spans,
-    and whether what autograd saved found no room for once."""
+    """The steady state of simulated steps.
+
+    Attributes:
+        stats: the figures of an average step.
+        link_bytes: by lane, the bytes that an average step moves.
+        peak_bytes: by tier, the most bytes in use.
+        trace: all spans of all simulated steps.
+        overflows: whether some saved storage found no room.
+    """
 
     stats: Stats
     link_bytes: dict[str, int]
@@ -37,10 +44,13 @@ def simulate(
     layout: Layout, costs: Costs, *, micro_steps: int, update: str, commit: bool = False,
     most_steps: int = MOST_STEPS,
 ) -> Simulated:  # fmt: skip
-    """Runs steps until they repeat, or ``most_steps`` of them; ``commit``: each is committed.
+    """Simulate steps until they repeat, or ``most_steps`` of them.
 
-    What one step leaves in memory decides what the next one reads, so that kinds of steps may take
-    turns; some never repeat.
+    What one step leaves in memory decides what the next one reads, so steps may alternate between
+    several kinds, and some never repeat.
+
+    Args:
+        commit: whether each step is committed.
     """
     run = Simulation(layout, costs)
     unlike = RECORDING_STEPS + (0 if layout.trains else FILLING_STEPS)
@@ -60,8 +70,8 @@ def simulate(
 
 
 def _repeated(lasted: Sequence[float]) -> int:
-    """How many of the last steps stand for those to come: all of a round and its repetition, or
-    three that are alike; 0: they do not yet."""
+    """Return how many of the last steps represent all later ones: a cycle and its repetition, or
+    three similar steps.  0: they do not repeat yet."""
     if len(lasted) >= 3 and max(lasted[-3:]) - min(lasted[-3:]) < LIKE_SHARE * lasted[-1]:
         return 3
     for period in range(1, LONGEST_PERIOD + 1):

@@ -1,4 +1,4 @@
-"""Slices of a chunk that one optimizer call updates, and the record of state that each keeps."""
+"""Subgroups: slices of a chunk that one optimizer call updates, each with its state record."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from ..schedule.units import PAGE, PARAM_ALIGN, Chunk, FieldPlace, Subgroup, Unit, align
 
 LARGEST_NUMEL = 4 * 2**20
-# Where nothing goes to disk and a device computes: its queue runs dry while Python sees to records.
+# With a device and no disk: with small records, the device would idle while Python handles them.
 LARGEST_IN_MEMORY = 16 * 2**20
 SMALLEST_NUMEL = 64 * 2**10
 
 
 class StateField(Protocol):
-    """One per-element value of the optimizer's state: its name and storage dtype."""
+    """A field of the optimizer state, with one value per parameter element or block of them."""
 
     @property
     def name(self) -> str: ...
@@ -26,11 +26,11 @@ class StateField(Protocol):
 
     @property
     def block(self) -> int:
-        """Parameters that share one stored element."""
+        """The number of parameter elements that share one stored element."""
         ...
 
     def elements(self, numel: int) -> int:
-        """Stored elements for ``numel`` parameters (fewer than ``numel`` for per-block scales)."""
+        """Return the stored elements for ``numel`` parameter elements (fewer for block scales)."""
         ...
 
 
@@ -44,15 +44,16 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
         numel = field.elements(count)
         places.append(FieldPlace(field.name, field.dtype, offset, numel, field.block))
         offset = align(offset + numel * field.dtype.itemsize, PARAM_ALIGN)
-    return tuple(places), align(max(offset, 1), PAGE)  # a rule without state keeps a page
+    return tuple(places), align(max(offset, 1), PAGE)  # a rule without state has one page
 
 
 def cut_subgroups(
     units: Sequence[Unit], fields_of: FieldsOf, numel: int
 ) -> tuple[tuple[Subgroup, ...], ...]:
-    """The subgroups of every unit, at most ``numel`` elements each, numbered through the model.
+    """Return the subgroups of every unit, with at most ``numel`` elements each.
 
-    ``numel`` is a multiple of every field's block.
+    Subgroups are numbered over the whole model.  ``numel`` must be a multiple of every field's
+    block.
     """
     index = 0
     result: list[tuple[Subgroup, ...]] = []
@@ -77,7 +78,7 @@ def cut_subgroups(
 
 
 def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
-    """The largest record size of one element among the units' trained chunks, in bytes."""
+    """Return the most bytes of state record per element among the trained chunks of the units."""
     worst = 0.0
     for unit in units:
         for chunk in unit.chunks:
@@ -90,7 +91,12 @@ def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
 def choose_numel(
     record_bytes: float, room_bytes: int, slots: int, largest: int | None = None
 ) -> int:
-    """The largest subgroup of which ``slots`` records fit in ``room_bytes``, within its limits."""
+    """Return the elements of the largest subgroup of which ``slots`` records fit in ``room_bytes``.
+
+    Args:
+        record_bytes: bytes of a record per element.
+        largest: upper limit; default ``LARGEST_NUMEL``.  The lower limit is ``SMALLEST_NUMEL``.
+    """
     numel = largest or LARGEST_NUMEL
     while numel > SMALLEST_NUMEL and numel * record_bytes * slots > room_bytes:
         numel //= 2

@@ -1,4 +1,4 @@
-"""Finds the units of a model in its module tree: blocks that are alike, and what is large."""
+"""Discovery of the units of a model in its module tree: similar blocks, and large modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from .sections import Section
 
-LARGE_SHARE = 0.25  # a module this much of the model is cut further where it can be
-ROOT = "(root)"  # the name of the unit of the model's own parameters
+LARGE_SHARE = 0.25  # a module with a larger share of the model is divided further if possible
+ROOT = "(root)"  # name of the unit with the model's own parameters
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class FoundUnit:
 
     name: str
     module: nn.Module
-    direct_only: bool  # just the module's own parameters: its children are units of their own
+    direct_only: bool  # only the module's own parameters; its children are separate units
 
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _BAGS = (nn.ParameterList, nn.ParameterDict)
-# Their forward hands the parameters of their children to fused kernels, or asks those for their
-# class (``has_torch_function``) to choose an algorithm, without calling the children.
+# Their forward passes the parameters of their children to fused kernels, or checks their class
+# (``has_torch_function``) to choose an algorithm, without calling the children.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -39,14 +39,17 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def _direct(module: nn.Module) -> bool:
-    """Whether the module's own forward reads parameters that it (or a bag in it) holds."""
+    """Return whether the module itself, or a parameter list or dict in it, has parameters."""
     if any(True for _ in module.parameters(recurse=False)):
         return True
     return any(isinstance(c, _BAGS) and _holds(c) for c in module.children())
 
 
 def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that the module holds itself, or in a bag: its own forward may read them."""
+    """Yield the parameters that the module has itself or in parameter lists and dicts.
+
+    Its own forward may read them.
+    """
     yield from module.parameters(recurse=False)
     for child in module.children():
         if isinstance(child, _BAGS):
@@ -54,7 +57,7 @@ def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _like_members(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of a container that share their class with another one and hold parameters."""
+    """Return the members of a container that have parameters and the same class as another one."""
     members = [(n, m) for n, m in container.named_children() if _nbytes(m) > 0]
     kinds = Counter(type(m) for _, m in members)
     return [(n, m) for n, m in members if kinds[type(m)] > 1]
@@ -65,7 +68,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 class _Finder:
-    """Walks the module tree once; ``named`` modules are units whatever their kind."""
+    """A search that visits the module tree once; ``named`` modules of any kind are units."""
 
     def __init__(self, model: nn.Module, named: Mapping[nn.Module, str]) -> None:
         self.model, self.named = model, named
@@ -118,16 +121,18 @@ class _Finder:
 
 
 def find_units(model: nn.Module, names: Sequence[str] | None = None) -> list[FoundUnit]:
-    """The units of ``model`` in the order of registration.
+    """Return the units of ``model`` in the order of registration.
 
-    Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units
-    (the outermost such, unless one is a quarter of the model and has like blocks inside); what is
-    left becomes units of its own.  ``names`` are modules that form units whatever their kind, and
-    so are sections of experts.
+    Members of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that share their class are units.
+    Of nested ones, the outermost are units, unless one has more than a quarter of the model and
+    contains such members.  The remaining modules with parameters become separate units.
+
+    Args:
+        names: modules of any kind that form units, in addition to sections of experts.
 
     Raises:
-        ValueError: a name that is no module of the model, a module without parameters, or a module
-            inside of one whose forward reads its children's parameters directly.
+        ValueError: a name is not a module of the model, a module has no parameters, or a module is
+            inside one whose forward reads its children's parameters directly.
     """
     modules = dict(model.named_modules())
     named: dict[nn.Module, str] = {m: n for n, m in modules.items() if isinstance(m, Section)}
@@ -168,7 +173,7 @@ def read_ahead(module: nn.Module) -> nn.Module | None:
 
 
 def unit_parameters(found: FoundUnit) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters that the unit's forward reads, its own tied ones included."""
+    """Yield the names and parameters that the unit's forward reads, also tied ones within it."""
     module = found.module
     prefix = "" if found.name == ROOT else f"{found.name}."
     if not found.direct_only:

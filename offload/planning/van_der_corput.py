@@ -1,4 +1,4 @@
-"""An order in which whatever is taken from the beginning lies evenly over the whole."""
+"""An order of items in which every prefix is spread evenly over all items."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def spread(items: Sequence[T]) -> list[T]:
-    """The items in an order whose every beginning lies evenly over them all, so that those left
-    out follow each other at even distances and no lane idles while others are used.
+    """Return the items in an order in which every prefix is spread evenly over all of them.
 
-    The order is that of their numbers with the binary digits reversed (van der Corput).
+    The items after such a prefix are then at even distances too, so that no lane idles while others
+    are used.  The order is by the index with its binary digits reversed (van der Corput).
     """
     digits = max(1, (len(items) - 1).bit_length())
     order = sorted(range(len(items)), key=lambda index: int(f"{index:0{digits}b}"[::-1], 2))

@@ -1,9 +1,9 @@
-"""The policy of activations: what is needed last leaves first, and comes back before it is needed.
+"""The policy for activations: offload first what backward needs last, and reload it in time.
 
-Backward needs first what was saved last.  So what autograd saves is kept in the order in which it
-was saved (the *turn* of an item); what has to leave is taken from the front, what comes back from
-the end.  Compute's memory is not the engine's own: here it is counted, and may be overdrawn, since
-what is saved is there already.
+Backward first needs what was saved last.  Saved storages are therefore kept in the order in which
+they were saved (the *turn* of a storage).  Storages to offload are taken from the front of this
+order, storages to reload from its end.  The engine does not allocate compute's memory.  It only
+counts these bytes, and the count may exceed the room, since saved storages exist already.
 """
 
 from __future__ import annotations
@@ -31,63 +31,64 @@ from .messages import (
 )
 from .saved_parts import PartedStorage, is_below, is_in_host_alone
 
-LEAST_BYTES = 1 << 20  # smaller storages stay: a move of each costs more than it frees
-FIRST_SHARE = 0.75  # of the room, from which on things leave while nobody knows what will come
-AT_ONCE = 32  # items that a signal looks at, to bring them back
+LEAST_BYTES = 1 << 20  # smaller storages stay: moving one costs more than it frees
+FIRST_SHARE = 0.75  # offload above this share of the room while the total is not yet known
+AT_ONCE = 32  # storages that one signal considers for prefetch
 
 
 def room_beside(room: int, largest: int) -> int:
-    """Of a room, what may be full when one more comes, which is there before anyone is told."""
+    """Return the bytes of ``room`` to fill at most, so that a storage of ``largest`` bytes still
+    fits: a storage exists before the engine hears of it.  At least a quarter of ``room``."""
     return max(room - largest, room // 4)
 
 
 class Activations:
-    """What autograd saved, where it is, and who waits for it."""
+    """The storages that autograd saved, where they are, and the tickets that wait for them."""
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
         self._items, self._emit, self._room = items, emit, layout.saved
         self._has_device, self._whole_room = layout.has_device, layout.saved.compute
-        self._largest = 0  # storage until now
+        self._largest = 0  # bytes of the largest storage so far
         items.govern(Kind.SAVED, self)
         self._tally = items.arena(Kind.SAVED, Tier.DEVICE)
         self._host = items.arena(Kind.SAVED, Tier.HOST)
         named = self._room.policy in ("host", "nvme")
         self._leaves_at_once = named and (layout.has_device or self._room.policy == "nvme")
-        # Where host memory is not a tier below compute's, what is in it is on its way to disk.
+        # If host memory is not a tier below compute's, it only stages storages for the disk.
         self._through = self._room.policy == "nvme" or not layout.has_device
         self._saved: dict[int, PartedStorage] = {}
-        self._present: dict[int, PartedStorage] = {}  # with compute, and may leave; by turn
+        self._present: dict[int, PartedStorage] = {}  # at compute, and may leave; by turn
         self._leaving: dict[int, PartedStorage] = {}
         self._absent: dict[int, PartedStorage] = {}  # offloaded, no room taken at compute yet
-        self._coming: dict[int, PartedStorage] = {}  # with room there, but not all parts copied in
+        self._coming: dict[int, PartedStorage] = {}  # room taken, but not all parts copied in
         self._fetches: dict[int, list[int]] = {}  # tickets
-        self._waits: list[int] = []  # tickets of who has saved too much
-        # What was saved before the border is not of the unit that runs.
+        self._waits: list[int] = []  # tickets of ``Saved`` that wait for room at compute
+        # Storages with a turn up to the border were saved before the current unit began.
         self._turn = self._border = 0
-        self._granted = -1  # what backward was last given, and may not have taken yet
-        self.moving = 0  # moves that are under way
-        self._ending = 0  # storages that are needed no more, and go when their moves are over
-        self._full = False  # there was no slot in host memory, and no move has ended since
+        self._granted = -1  # the storage granted last, which backward may not have used yet
+        self.moving = 0  # moves in progress
+        self._ending = 0  # dropped storages that are removed once their moves have ended
+        self._full = False  # host memory had no free slot, and no move has ended since
         self._returning = False
         self._leaving_bytes = self._away_bytes = self._writing_bytes = 0
         self._disk_bytes = self._all_bytes = 0
-        self.beside_bytes = 0  # with compute, that nobody tells of
-        self._expected = 0  # bytes that were saved when the last backward began
+        self.beside_bytes = 0  # at compute, not reported by ``Saved``
+        self._expected = 0  # saved bytes when the last backward began
 
     # -- questions ------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
-        """Bytes with compute, not there, and on disk."""
+        """The bytes at compute, offloaded, and on disk."""
         here = self._tally.used_bytes + self.beside_bytes
         return here, self._away_bytes, self._disk_bytes
 
     def tickets(self) -> list[int]:
-        """Of all who wait."""
+        """Return the tickets that are neither granted nor refused yet."""
         return [*self._waits, *(t for tickets in self._fetches.values() for t in tickets)]
 
     def forget_waiting(self) -> None:
-        """Whoever waits was told otherwise."""
+        """Drop the waiting tickets: their callers were notified in another way."""
         self._waits.clear()
         self._fetches.clear()
 
@@ -98,7 +99,7 @@ class Activations:
     # -- signals --------------------------------------------------------------------------------
 
     def saved(self, signal: Saved) -> None:
-        """Autograd has saved something, maybe again."""
+        """Record that autograd saved storages, or saved known ones again."""
         for number, nbytes, unit in signal.items:
             storage = self._saved.get(number)
             if storage is None:
@@ -119,7 +120,7 @@ class Activations:
             self._waits.append(signal.ticket)
 
     def fetch(self, signal: Fetch) -> None:
-        """Backward is at this storage."""
+        """Record that backward waits for a storage; cancel its offload if that is in progress."""
         storage = self._saved[signal.number]
         self._fetches.setdefault(signal.number, []).append(signal.ticket)
         storage.wanted = storage.leaving
@@ -127,7 +128,7 @@ class Activations:
             self._stay(storage)
 
     def used(self, signal: SavedDropped) -> None:
-        """These are needed no more."""
+        """Remove storages that nothing needs any more, once their moves have ended."""
         self._full = False
         for number in signal.numbers:
             storage = self._saved.get(number)
@@ -145,7 +146,7 @@ class Activations:
                 self._remove(storage)
 
     def turn(self, signal: BackwardPhase) -> None:
-        """A backward begins, or has ended."""
+        """Record that a backward begins or has ended, and update the room at compute."""
         self._returning, self.beside_bytes = signal.backward, signal.beside
         if signal.room is not None:
             self._whole_room = signal.room
@@ -205,7 +206,7 @@ class Activations:
         self._go_on(storage)
 
     def _written(self, storage: PartedStorage, part: Item) -> None:
-        """Frees the part's slot, unless it is needed soon."""
+        """Free the part's host slot, unless backward needs the part soon."""
         assert part.host is not None
         if storage.here:
             idle = part.device is not None and part.device.valid
@@ -221,10 +222,10 @@ class Activations:
         if storage.complete and storage.arrived:
             self._present[storage.number] = storage
 
-    # -- away -----------------------------------------------------------------------------------
+    # -- offload --------------------------------------------------------------------------------
 
     def _end_leaving(self, storage: PartedStorage) -> None:
-        """Stop counting a storage as leaving."""
+        """Remove a storage from the leaving ones."""
         if storage.leaving:
             storage.leaving = storage.wanted = False
             self._leaving_bytes -= storage.nbytes
@@ -239,7 +240,7 @@ class Activations:
                 self._items.discard(part, Tier.HOST)
 
     def _let_go(self, storage: PartedStorage) -> None:
-        """Frees compute's copy; there is another of every part."""
+        """Free compute's copy; every part has another copy."""
         self._end_leaving(storage)
         for part in storage.parts:
             self._items.discard(part, Tier.DEVICE)
@@ -249,7 +250,8 @@ class Activations:
         self._emit(FreeDeviceCopy(storage.parts[0].key))
 
     def _excess(self) -> int:
-        """Bytes that must leave compute's memory, or had better while there is time."""
+        """Return the bytes to offload from compute's memory: the excess over its room, and in
+        forward also the excess expected later."""
         room, used = self._compute_room, self._tally.used_bytes - self._leaving_bytes
         over = used - room
         if self._returning:
@@ -266,7 +268,7 @@ class Activations:
                 return
         if self._excess() <= 0 and not self._leaves_at_once:
             return
-        # What is needed last leaves first; not what was just granted, or is asked for.
+        # Offload first what is needed last.  Skip the storage just granted, and requested ones.
         for storage in list(self._present.values()):
             if storage.number == self._granted or storage.number in self._fetches:
                 continue
@@ -277,8 +279,8 @@ class Activations:
                 return  # wait for the moves; if nothing moves, try the next, maybe smaller, storage
 
     def _shortage(self) -> tuple[Tier, int, int]:
-        """Return the full tier, and the bytes needed and free there: the tier below compute if a
-        storage could leave, else compute's own."""
+        """Return the full tier, and the bytes needed and available there: the tier below compute if
+        a storage could leave, else compute's own."""
         mine = self._present.items()
         leaves = (s for n, s in mine if n != self._granted and n not in self._fetches)
         first = next(leaves, None)
@@ -290,8 +292,7 @@ class Activations:
         return Tier.DEVICE, self._tally.used_bytes + self._largest, self._whole_room
 
     def _leave(self, storage: PartedStorage) -> bool:
-        """Starts to move a storage out of compute's memory.  ``False``: there is no room, or not
-        yet."""
+        """Start to offload a storage.  Return ``False`` if there is no room for it (yet)."""
         missing = storage.missing_bytes
         storage.streams = self._through or missing > self._host.nbytes
         if missing and not storage.streams and not self._take_slots(storage):
@@ -310,7 +311,7 @@ class Activations:
         return self._go_on(storage)
 
     def _go_on(self, storage: PartedStorage) -> bool:
-        """Copy out the parts that have room below.  ``False``: some have none yet."""
+        """Copy out the parts that have room below.  Return ``False`` if some have none yet."""
         while storage.out < len(storage.parts) and not storage.wanted:
             part = storage.parts[storage.out]
             if not is_below(part):
@@ -327,7 +328,7 @@ class Activations:
         return True
 
     def _take_slots(self, storage: PartedStorage) -> bool:
-        """Gives all parts that need one a slot in host memory, or none."""
+        """Give a host slot to every part that needs one, or to none of them."""
         taken: list[Item] = []
         for part in storage.parts:
             if part.host is None and not part.stored:
@@ -339,13 +340,14 @@ class Activations:
         return True
 
     def _host_room(self, part: Item, *, urgent: bool = False) -> bool:
-        """Gives the part a slot in host memory, or starts to make room for one.
+        """Give the part a slot in host memory, or start to make room for one.
 
-        If ``urgent``, or if compute waits for the part, everything that is also on disk is evicted.
+        If ``urgent``, or if compute waits for the part, evict any copy that is also on disk.
+        Return whether the part has a slot now.
         """
         urgent = urgent or part.key.number in self._fetches
         if self._full and not urgent:
-            return False  # and nothing has changed since
+            return False  # nothing has changed since the last attempt
         if part.nbytes > self._host.nbytes:
             return False
         distance = -1 if urgent else self.next_use(part, Tier.HOST)
@@ -353,12 +355,12 @@ class Activations:
         if self._items.make_room(part, Tier.HOST, distance, spare=self._fetches) is not None:
             return True
         self._full = True
-        if not self._through:  # else all that is there is written already, or is about to be
+        if not self._through:  # otherwise, everything there is written or about to be written
             self._write_others(part.nbytes)
         return False
 
     def _write_others(self, nbytes: int) -> None:
-        """Start to write storages that are only in host memory, ``nbytes`` of them."""
+        """Start to write parts that are only in host memory, about ``nbytes`` in total."""
         for storage in chain(self._absent.values(), self._leaving.values()):
             for part in storage.parts if self._may_write(storage) else ():
                 if self._writing_bytes >= nbytes:
@@ -382,10 +384,10 @@ class Activations:
         self.moving += 1
         self._items.write(part)
 
-    # -- back -----------------------------------------------------------------------------------
+    # -- reload ---------------------------------------------------------------------------------
 
     def _bring(self, storage: PartedStorage, *, urgent: bool) -> bool:
-        """Brings a storage closer to compute.  ``False``: not all of it has room yet."""
+        """Move a storage towards compute.  Return ``False`` if not all of it has room yet."""
         if storage.complete:
             return True
         room = storage.here or self._has_room(storage, urgent=urgent)
@@ -399,8 +401,8 @@ class Activations:
         return asked and storage.here
 
     def _has_room(self, storage: PartedStorage, *, urgent: bool) -> bool:
-        """Return whether a storage may come to compute now.  An urgent one must come once no move
-        in progress can free room: on a device, the caller is far ahead of the copies."""
+        """Return whether a storage may be reloaded now.  An urgent one may exceed the room once no
+        move in progress can free any: on a device, the caller is far ahead of the copies."""
         room = self._whole_room if urgent else self._compute_room
         if self._tally.used_bytes + storage.nbytes <= room:
             return True
@@ -415,7 +417,7 @@ class Activations:
         self._coming[storage.number] = storage
 
     def _read(self, storage: PartedStorage, *, urgent: bool) -> bool:
-        """Reads what finds room in host memory.  ``False``: not all does yet."""
+        """Read pending parts into host memory.  Return ``False`` if some have no room yet."""
         for part in storage.pending:
             if part.host is None:
                 if not self._host_room(part):
@@ -426,7 +428,7 @@ class Activations:
         return True
 
     def _copy_in(self, storage: PartedStorage) -> None:
-        """Copies in the parts that are in host memory."""
+        """Copy in the pending parts that are in host memory."""
         pending, storage.pending = storage.pending, []
         for part in pending:
             if part.host is None or not part.host.valid:
@@ -439,7 +441,7 @@ class Activations:
             del self._coming[storage.number]
 
     def _has(self, storage: PartedStorage) -> bool:
-        """Whether compute may go on with a storage; on a device its stream waits for the copy."""
+        """Return whether compute may use a storage.  A device's stream waits for running copies."""
         return storage.complete and (self._has_device or storage.arrived)
 
     def _serve(self) -> None:
@@ -454,7 +456,7 @@ class Activations:
             self._bring(storage, urgent=storage.number in self._fetches)
 
     def prefetch(self) -> None:
-        """While a backward runs, brings back what it needs next, as far as there is room."""
+        """During backward, reload the storages that it needs next, as far as there is room."""
         if not self._returning or not self._absent:
             return
         soonest = [
@@ -467,7 +469,7 @@ class Activations:
     # -- progress -------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """What has to leave leaves; who waits is granted what has come."""
+        """Serve fetches, offload what is over the room, and grant saves that are within it."""
         if self._saved:
             self._serve()
             self._relieve()
@@ -477,13 +479,14 @@ class Activations:
             self._waits.clear()
 
     def give_up(self) -> None:
-        """Nothing moves: refuse saves that wait for room, and serve fetches over the budget."""
+        """Resolve a standstill: refuse saves that wait for room, and reload storages over the
+        budget.  Refuse fetches that are still blocked.  Call it only while nothing moves."""
         for ticket in self._waits:
             newest = next(reversed(self._saved.values()))
             self._emit(Refuse(ticket, newest.parts[0].key, *self._shortage(), newest.unit))
         self._waits.clear()
         for number in list(self._fetches):
-            # Parts without another copy occupy the slots it would be read into: copy them in first.
+            # The host slots may be full of parts that have no other copy: copy those in first.
             self._full = False
             for other in [*self._coming.values(), *self._absent.values()]:
                 if any(part.host is not None for part in other.pending):

@@ -1,4 +1,4 @@
-"""Offsets in one fixed span of memory: first fit, with neighbours joined again when freed."""
+"""Allocation of offsets in a fixed span of memory: first fit, joining free neighbours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..facts.tier import Tier
 
 
 class Place(NamedTuple):
-    """A slot: ``nbytes`` at ``offset`` in the one arena of ``tier``."""
+    """A slot: ``nbytes`` at ``offset`` in the memory arena of ``tier``."""
 
     tier: Tier
     offset: int
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class Arena:
-    """Hands out places of ``[base, base + nbytes)`` of a tier.  Pure arithmetic, no memory."""
+    """An allocator of places in ``[base, base + nbytes)`` of a tier.  It computes offsets only."""
 
     counts_only = False
 
@@ -34,7 +34,7 @@ class Arena:
         self._free: list[tuple[int, int]] = [(base, nbytes)] if nbytes else []
 
     def allocate(self, nbytes: int) -> Place | None:
-        """A place of ``nbytes``, or ``None`` where no hole is long enough."""
+        """Allocate a place of ``nbytes``; return ``None`` if no hole is long enough."""
         if nbytes == 0:
             return Place(self.tier, self.base, 0)
         for i, (offset, length) in enumerate(self._free):
@@ -48,14 +48,14 @@ class Arena:
         return None
 
     def hole(self, nbytes: int) -> Place | None:
-        """What ``allocate`` would give; it is not taken."""
+        """Return the place that ``allocate`` would return, without allocating it."""
         for offset, length in self._free:
             if length >= nbytes:
                 return Place(self.tier, offset, nbytes)
         return Place(self.tier, self.base, 0) if nbytes == 0 else None
 
     def free(self, place: Place) -> None:
-        """Gives a place back."""
+        """Free a place."""
         if place.nbytes == 0:
             return
         offset, nbytes = place.offset, place.nbytes
@@ -69,7 +69,7 @@ class Arena:
         self.used_bytes -= place.nbytes
 
     def fits_after(self, nbytes: int, freed: list[Place]) -> bool:
-        """Whether ``nbytes`` would fit once ``freed`` were given back."""
+        """Return whether ``nbytes`` would fit after freeing ``freed``."""
         if nbytes == 0 or any(length >= nbytes for _, length in self._free):
             return True
         if not freed:
@@ -85,8 +85,10 @@ class Arena:
 
 
 class Tally(Arena):
-    """Counts bytes that somebody else finds a place for; its own places are only names, none of
-    which comes twice."""
+    """A counter of bytes that are allocated elsewhere.
+
+    Its places are only identifiers; each is used once.
+    """
 
     counts_only = True
 
@@ -95,7 +97,7 @@ class Tally(Arena):
         self._end = base
 
     def take(self, nbytes: int) -> Place:
-        """Counts what is there already, whatever room there is."""
+        """Count ``nbytes``, even if they exceed the room; return their place."""
         place = Place(self.tier, self._end, nbytes)
         self._end += nbytes
         self.used_bytes += nbytes

@@ -1,4 +1,4 @@
-"""Who waits for weights: compute that goes on with a unit, and whoever wants its update over."""
+"""Waiting requests for weights: to compute with a unit, or to have its update finished."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .weights import Weights
 
 
 class Demands:
-    """Units come to compute in the order in which it asked; what finds no room is refused."""
+    """The requests of compute that are not granted yet.
+
+    Units are onloaded in the order in which compute asked.  A unit that finds no room is refused.
+    """
 
     def __init__(
         self,
@@ -29,14 +32,14 @@ class Demands:
     ) -> None:
         """
         Args:
-            in_flight: all that moves or is updated.
+            in_flight: the work in progress, with the count of each.
         """
         self._layout, self._order, self._items = layout, order, items
         self._weights, self._updates = weights, updates
         self._in_flight, self._emit = in_flight, emit
         self._needs: deque[Need] = deque()
         self._catching_up: list[AwaitUpdate] = []
-        self._resort = (-1, 0)  # the ticket that came to the last resort, and how often
+        self._resort = (-1, 0)  # the last ticket that needed ``_last_resort``, and how often
 
     @property
     def compute_waits(self) -> bool:
@@ -44,53 +47,56 @@ class Demands:
         return bool(self._needs)
 
     def tickets(self) -> list[int]:
-        """Of all who wait."""
+        """Return the tickets that are neither granted nor refused yet."""
         return [need.ticket for need in self._needs] + [each.ticket for each in self._catching_up]
 
     def need(self, signal: Need) -> None:
-        """Compute wants a unit."""
+        """Queue a request of compute for a unit."""
         if not self._order.advance_to(signal.unit):
             self._items.left_order()
         self._needs.append(signal)
 
     def catch_up(self, signal: AwaitUpdate) -> None:
-        """Somebody wants a unit's update over."""
-        # What never moves is used in an order too: that in which updates are wanted.  A unit that
-        # others come with is seen when they are needed.
+        """Queue a request to wait until no update of a unit is queued or running."""
+        # Resident units never cause a ``Need``, so record their use here: the order of updates
+        # depends on it.  A unit with streamed members is recorded when it is needed.
         if not self._layout.streamed[signal.unit]:
             self._order.observe(Use.COMPUTE, signal.unit)
         self._catching_up.append(signal)
 
     def serve(self) -> None:
-        """Goes as far as it can with what is wanted; updates that it waits for come first."""
+        """Move requested units towards compute, and move the updates they wait for forward."""
         while self._needs and self._serve(self._needs[0]):
             self._needs.popleft()
         for each in self._catching_up:
             self._updates.promote(each.unit)
 
     def answer_updated(self) -> None:
-        """Grants what only waited for an update."""
+        """Grant the requests whose unit has no pending update any more."""
         self._catching_up[:] = [each for each in self._catching_up if not self._caught_up(each)]
 
     def unblock(self) -> None:
-        """Where nothing moves and somebody waits, more must give way than otherwise."""
+        """Evict more than usual if requests wait and no move is in progress."""
         if self._needs and not self._in_flight:
             self._last_resort(self._needs[0])
-        if self._catching_up and not self._in_flight:  # its update may want room that caches have
+        if self._catching_up and not self._in_flight:  # caches may take the room of its update
             self._weights.drop_unused((Tier.DEVICE, Tier.HOST))
             self._updates.advance()
 
     def forget(self) -> None:
-        """Whoever waits was told otherwise."""
+        """Drop the waiting requests: their callers were notified in another way."""
         self._needs.clear()
         self._catching_up.clear()
 
     def _serve(self, need: Need) -> bool:
-        """Brings a demanded unit and those it shares to compute; grants when all are usable."""
+        """Onload a requested unit and the units it shares; grant the ticket when all are usable.
+
+        Return whether the ticket was granted.
+        """
         group = self._layout.together[need.unit]
         for unit in group:
             self._updates.promote(unit)
-        # Waiting for a queued update costs less than to read its weights a second time.
+        # Spare units with a queued update: waiting costs less than reading their weights again.
         spare = self._weights.updating.union(group)
         for unit in group:
             self._weights.toward_compute(unit, -1, spare)
@@ -102,17 +108,20 @@ class Demands:
         return True
 
     def _caught_up(self, signal: AwaitUpdate) -> bool:
-        """Grants, unless the unit is to be updated yet."""
+        """Grant the ticket if no update of the unit is pending; return whether it was granted."""
         if not self._weights.usable(signal.unit):
             return False
         self._emit(Grant(signal.ticket))
         return True
 
     def _last_resort(self, need: Need) -> None:
-        """Nothing moves, and the demand is not met: its own members may stand in each other's
-        way, or small copies where large ones must lie side by side, so start over from nothing; if
-        that does not help either, refuse.  It can help more than once, host and device by member,
-        but not for ever: what waits for an update that has no room comes here again and again."""
+        """Drop all unused copies and try again; refuse the request if that does not help.
+
+        Called while nothing moves and the request is not met.  The members of the group may block
+        each other, or small copies may split the space that large ones need.  A retry can help once
+        per member and tier, so their number is limited.  Without a limit, a unit whose update has
+        no room would retry for ever.
+        """
         group = self._layout.together[need.unit]
         ticket, times = self._resort
         times = times + 1 if ticket == need.ticket else 1

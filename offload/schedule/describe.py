@@ -1,4 +1,4 @@
-"""What a store's items mean, as plain JSON values: kept in its manifest, compared on resume."""
+"""The description of a store's items as JSON values: kept in its manifest, compared on resume."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from .units import Subgroup, Unit
 
 
 def key_of(item: Key) -> str:
-    """The name of an item in the store."""
+    """Return the name of an item in the store."""
     return f"{item.kind.value}/{item.number}"
 
 
 def item_of(key: str) -> Key:
-    """The item that ``key_of`` has named."""
+    """Return the item for a name made by ``key_of``."""
     kind, number = key.split("/")
     return Key(Kind(kind), int(number))
 
 
 def describe_units(layout: Layout) -> list[dict[str, Any]]:
-    """Every unit with its chunks and parameters (offsets in elements, ``byte_offset`` in bytes)
-    and the records of its state (field offsets in bytes); of packed weights, where each parameter
-    lies in the page, and how (bytes).  The last dimension of a ``complex`` one is its real and
-    imaginary parts."""
+    """Describe every unit: its chunks and parameters, its state records, and its page.
+
+    Offsets of parameters are in elements; ``byte_offset`` and field offsets are in bytes.  For
+    packed weights, ``page`` has the format, offset and size of each parameter (bytes).  The last
+    dimension of a ``complex`` parameter is its real and imaginary parts.
+    """
     return [_unit(unit, group) for unit, group in zip(layout.units, layout.subgroups, strict=True)]
 
 
@@ -71,9 +73,12 @@ def _unit(unit: Unit, group: Sequence[Subgroup]) -> dict[str, Any]:
 def difference(
     stored: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], *, cuts: bool
 ) -> str | None:
-    """What first differs between the units of a store and those of a model, in words.
+    """Describe the first difference between the units of a store and those of a model, if any.
 
-    ``cuts``: whether the records of state must be cut alike too.
+    Args:
+        stored: the units of the store, as ``describe_units`` returns them.
+        mine: those of the model.
+        cuts: whether the state records must also be the same.
     """
     groups, own_groups = _groups(stored), _groups(mine)
     for name in groups.keys() & own_groups.keys():
@@ -105,7 +110,7 @@ def difference(
 
 
 def _groups(units: Sequence[dict[str, Any]]) -> dict[str, int | None]:
-    """By parameter, its param group; ``None``: it is frozen."""
+    """Return the param group of each parameter by name; ``None``: it is frozen."""
     return {p["name"]: c["group"] for u in units for c in u["chunks"] for p in c["params"]}
 
 

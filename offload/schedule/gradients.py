@@ -1,4 +1,4 @@
-"""The policy of gradients, from the gathered slot to where they wait for the update."""
+"""The policy for gradients, from where compute gathers them to where they wait for the update."""
 
 from __future__ import annotations
 
@@ -24,13 +24,32 @@ from .messages import (
 )
 from .order import NEVER
 
+# Note [Path of gradients]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# The gradients of a unit pass through these phases, one arrival (micro-step) at a time:
+#
+# 1. ``GradRoom`` asks for a place to gather them in.  If their home is in compute's memory and
+#    idle, it is granted at once (``_home``).  Else, on a device a ``GATHERED`` item gets a slot
+#    there, and without a device the host slot is granted (GATHERING).  If earlier gradients of the
+#    step are on disk, they are first read back into that slot (READING).
+# 2. ``GradReady`` hands them over (ARRIVING).  If they were gathered in a ``GATHERED`` slot, they
+#    are copied out to host memory: directly to the unit's host slot, or to a second slot if they
+#    must still be merged or converted.  Earlier ones on disk are read first (READING).
+# 3. ``Accumulate`` adds or converts them into the unit's slot.
+# 4. They rest in memory (HELD), or are written to disk (WRITING, STORED).
+# 5. For the update, stored ones are read to host memory (READING, HELD).  ``consumed`` then sets
+#    STORED again, or EMPTY if they have no home; those with a home in memory stay HELD.
+#
+# Gradients are never evicted.  Requests wait until room is free, in order.  An arrival takes all
+# the slots that it needs or none, so that waiting requests do not block each other.
+
 
 class Phase(enum.Enum):
-    """Where a unit's gradients are on their way."""
+    """The state of a unit's gradients.  See Note [Path of gradients]."""
 
     EMPTY = "empty"
     GATHERING = "gathering"  # compute fills the slot that it was granted
-    ARRIVING = "arriving"  # copied out, merged, converted
+    ARRIVING = "arriving"  # being copied out, merged or converted
     WRITING = "writing"  # to disk
     HELD = "held"  # in host or device memory, ready for the update
     STORED = "stored"  # on disk, ready to be read for the update
@@ -43,8 +62,12 @@ _REST = (Phase.EMPTY, Phase.HELD, Phase.STORED)
 class UnitGradients(Item):
     """The gradients of one unit, as the update reads them.
 
-    ``gathered``: those that come now, on the device, with room to copy them out to where they must
-    first be merged or converted.  ``arrival``: what a read from disk is for.
+    Attributes:
+        phase: see Note [Path of gradients].
+        rested: the phase before the current arrival.
+        gathered: the item of the gradients that arrive now.  It has a slot on the device, and one
+            in host memory if they must be merged or converted.
+        arrival: the signal that a read from disk serves; ``None``: the read is for the update.
     """
 
     __slots__ = ("arrival", "gathered", "phase", "rested")
@@ -57,8 +80,11 @@ class UnitGradients(Item):
 
 
 class Gradients:
-    """One arrival at a time per unit; units independently.  Waits rather than passing a budget:
-    gradients never give way."""
+    """The gradients of all units.
+
+    Each unit has one arrival at a time, independently of the others.  Gradients are never evicted,
+    so requests wait for room.  See Note [Path of gradients].
+    """
 
     def __init__(
         self, layout: Layout, updating: Container[int], items: Items,
@@ -80,15 +106,15 @@ class Gradients:
     # -- questions ------------------------------------------------------------------------------
 
     def held(self, unit: int) -> bool:
-        """Whether the update can read them."""
+        """Return whether the update can read a unit's gradients."""
         return self.units[unit].phase is Phase.HELD
 
     def stored(self, unit: int) -> bool:
-        """Whether they wait on disk."""
+        """Return whether a unit's gradients wait on disk."""
         return self.units[unit].phase is Phase.STORED
 
     def slot(self, unit: int) -> Place:
-        """Where the update reads them."""
+        """Return where the update reads a unit's gradients."""
         copy = self._slot(unit)
         assert copy is not None
         return copy.place
@@ -99,15 +125,17 @@ class Gradients:
         return bool(self.arrivals) or any(u.phase not in _REST for u in self.units)
 
     def _home(self, unit: int) -> Place | None:
-        """Where compute may gather at once, which is where they are kept; ``None``: that is
-        elsewhere, or something still moves or reads them."""
+        """Return the home of a unit's gradients if compute may gather in it now.
+
+        ``None`` if the home is in another tier, or if the gradients are moving or being read.
+        """
         item, home = self.units[unit], self.layout.homes[unit]
         if home.grads is not self.layout.compute_tier or unit in self._updating:
             return None
         return home.grad_place if item.phase in _REST else None
 
     def tell_home(self, unit: int) -> None:
-        """Says whether compute may gather where the unit's gradients are kept."""
+        """Report whether compute may gather in the home of the unit's gradients."""
         if self.layout.homes[unit].grads is self.layout.compute_tier:
             self._emit(GradientStored(unit, self._home(unit) is not None))
 
@@ -116,7 +144,7 @@ class Gradients:
         return item.device if self.layout.homes[unit].grads is Tier.DEVICE else item.host
 
     def _host_slot(self, item: UnitGradients) -> bool:
-        """Makes sure that the unit has a host slot."""
+        """Allocate a host slot for the unit unless it has one; return whether it has one now."""
         return item.host is not None or self._items.make_room(item, Tier.HOST) is not None
 
     def _free_slot(self, item: UnitGradients) -> None:
@@ -147,7 +175,7 @@ class Gradients:
     # -- room for compute to gather in ------------------------------------------------------------
 
     def advance(self) -> None:
-        """Serves arrivals, then wishes for room, each in order and as far as room allows."""
+        """Serve arrivals, then requests for room, each in order and as far as room allows."""
         while self.arrivals and self._arrive(self.arrivals[0]):
             self.arrivals.popleft()
         while self.room_wanted and self._serve(self.room_wanted[0]):
@@ -173,7 +201,7 @@ class Gradients:
         return True
 
     def _gather(self, item: UnitGradients, wish: GradRoom) -> bool:
-        """Grants room on the device."""
+        """Grant a slot on the device; return ``False`` if there is none."""
         size = self.layout.units[wish.unit].grad_bytes
         gathered = Item(Key(Kind.GATHERED, wish.unit), size)
         copy = self._items.make_room(gathered, Tier.DEVICE)
@@ -185,8 +213,10 @@ class Gradients:
         return True
 
     def lost(self, unit: int) -> None:
-        """Compute will not fill the place that it was granted; a place that was handed over since,
-        or never granted, is none of this."""
+        """Free the place that compute was granted and will not fill.
+
+        Does nothing if the gradients were handed over since, or if no place was granted.
+        """
         item = self.units[unit]
         if item.phase is Phase.GATHERING:
             self._free_slot(item)
@@ -202,7 +232,7 @@ class Gradients:
     # -- arrival --------------------------------------------------------------------------------
 
     def ready(self, signal: GradReady) -> None:
-        """Compute has gathered the gradients."""
+        """Take over gradients that compute has gathered."""
         item = self.units[signal.unit]
         home = self.layout.homes[signal.unit]
         if home.grads is Tier.DEVICE or not self.layout.has_device:
@@ -218,7 +248,7 @@ class Gradients:
             self.arrivals.append(signal)
 
     def _arrive(self, signal: GradReady) -> bool:
-        """Starts to copy gathered gradients out of the device."""
+        """Start to copy gathered gradients to host memory; return ``False`` without room."""
         item = self.units[signal.unit]
         gathered = item.gathered
         assert gathered is not None
@@ -227,7 +257,7 @@ class Gradients:
         if (signal.merge or self.layout.converts[signal.unit]) and (
             self._items.make_room(gathered, Tier.HOST) is None
         ):
-            self._free_slot(item)  # both or none: who waits holds no room
+            self._free_slot(item)  # both or none: a waiting arrival must not hold room
             return False
         if signal.merge and item.rested is Phase.STORED:
             item.phase, item.arrival = Phase.READING, signal
@@ -237,7 +267,8 @@ class Gradients:
         return True
 
     def _copy_out(self, item: UnitGradients) -> None:
-        """To where they are merged or converted, else to where they are kept."""
+        """Copy gathered gradients to their own host slot if they must be merged or converted, else
+        to the unit's host slot."""
         gathered = item.gathered
         assert gathered is not None and item.host is not None
         self._items.copy_out(gathered, None if gathered.host is not None else item.host.place)
@@ -252,7 +283,7 @@ class Gradients:
         self._emit(Accumulate(unit, source.place, item.host.place))
 
     def accumulated(self, unit: int) -> None:
-        """They are what the update is to read."""
+        """Handle the end of merging or converting: keep the gradients, or write them to disk."""
         item = self.units[unit]
         self._forget_gathered(item)
         if self.layout.homes[unit].grads is Tier.NVME:
@@ -276,7 +307,7 @@ class Gradients:
     # -- the update -----------------------------------------------------------------------------
 
     def fetch(self, unit: int) -> bool:
-        """Brings stored gradients to host memory for the update.  ``False``: no room yet."""
+        """Start to read stored gradients for the update; return ``False`` if there is no room."""
         item = self.units[unit]
         if not self._host_slot(item):
             return False
@@ -285,12 +316,15 @@ class Gradients:
         return True
 
     def fetched(self, unit: int) -> bool:
-        """Whether they are where the update reads them, or are being read for it."""
+        """Return whether gradients are ready for the update, or are being read for it."""
         item = self.units[unit]
         return item.phase is Phase.HELD or (item.phase is Phase.READING and item.arrival is None)
 
     def consumed(self, unit: int) -> None:
-        """The update has read them.  On disk they stay; a fixed home keeps them as well."""
+        """Free the slot of gradients that the update has read.
+
+        They stay on disk, or in a fixed home in memory, if they have either.
+        """
         item, home = self.units[unit], self.layout.homes[unit]
         if home.grads is Tier.NVME:
             self._free_slot(item)
@@ -300,12 +334,12 @@ class Gradients:
             item.phase = Phase.EMPTY
 
     def tickets(self) -> list[int]:
-        """Of all who wait for room."""
+        """Return the tickets of all requests that wait for room."""
         waiting = [item.arrival for item in self.units if isinstance(item.arrival, GradRoom)]
         return [wish.ticket for wish in (*self.room_wanted, *waiting)]
 
     def forget_waiting(self) -> None:
-        """Whoever waited for room was told otherwise."""
+        """Drop the requests that wait for room: their callers were notified in another way."""
         self.room_wanted.clear()
         for item in self.units:
             if isinstance(item.arrival, GradRoom):

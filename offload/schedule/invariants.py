@@ -1,4 +1,4 @@
-"""What must hold after every signal, whatever the order of events.  Raises ``AssertionError``."""
+"""The invariants of the residency machine, which hold after every signal in any order of events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .weights import UnitWeights
 
 
 def validate(machine: Residency) -> None:
-    """Checks every invariant of the machine; about 10 us a unit, for tests and debugging."""
+    """Check every invariant of the machine, for tests and debugging; takes about 10 us per unit.
+
+    Raises:
+        AssertionError: an invariant does not hold.
+    """
     forgotten = [
         place
         for item in machine.weights.units
@@ -29,8 +33,11 @@ def validate(machine: Residency) -> None:
 def validate_items(
     items: Items, in_flight: Mapping[Work, int], forgotten: list[Place] | None = None
 ) -> None:
-    """What holds for items of every kind.  ``forgotten``: slots that somebody uses whose copies
-    are forgotten."""
+    """Check the invariants for items of every kind.
+
+    Args:
+        forgotten: slots still in use whose copies were forgotten; see ``Items.forget``.
+    """
     _owners(items, forgotten or [])
     _extents(items, in_flight)
     for item in items.all():
@@ -40,7 +47,8 @@ def validate_items(
 
 
 def _owners(items: Items, forgotten: list[Place]) -> None:
-    """No slot has two owners; each lies in its region; regions account for exactly their slots."""
+    """Check that no slot has two owners, that slots are in their regions, and that regions account
+    for exactly their slots."""
     for region, (arena, tenants) in items.regions().items():
         slots = [copy.slot for item in tenants if (copy := item.copy(region.tier)) is not None]
         assert len(slots) == len(tenants), f"a tenant of {region} has no copy there"
@@ -73,7 +81,8 @@ def _copy(item: Item, tier: Tier, copy: Copy) -> None:
 
 
 def _extents(items: Items, in_flight: Mapping[Work, int]) -> None:
-    """One writer per extent, none on a committed one, and no read beside a write of its item."""
+    """Check that each extent has one writer, that no write targets a committed extent, and that no
+    item is read while it is written."""
     writes = Counter(w.item for w in in_flight if isinstance(w, Write))
     for work, count in in_flight.items():
         if isinstance(work, Write):
@@ -86,7 +95,7 @@ def _extents(items: Items, in_flight: Mapping[Work, int]) -> None:
 
 
 def _weights(machine: Residency, item: UnitWeights) -> None:
-    """Every unit has a current copy; nothing dirty can be evicted; counts are not negative."""
+    """Check that a unit has a current copy, that dirty data cannot be evicted, and its counts."""
     unit, home = item.key.number, machine.layout.homes[item.key.number]
     current = item.stored or home.weights is Tier.DEVICE
     current = current or (item.host is not None and item.host.valid)

@@ -1,7 +1,8 @@
-"""What moves: items with their copies in memory and their extents on disk; one mechanism for all.
+"""Items: everything that moves, with its copies in memory and its extents on disk.
 
-An item may be added and removed while the engine runs.  This knows how it is placed, moved, held
-and dropped; what is wanted when, and who gives way, is the policy of its kind.
+One mechanism places, moves, holds and drops items of all kinds.  The policy of each kind decides
+what is needed when, and which copies to evict.  Items may be added and removed while the engine
+runs.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ Move = Read | Clear | Write | CopyIn | CopyOut
 
 
 class Roles:
-    """The committed extent of an item, and the ``newest``, which is what a read must see.
+    """The two extents of an item on disk: the committed one, and the ``newest``, which reads use.
 
-    -1: none, it reads as zeroes.  A write never targets the committed extent.  Without durability
-    there is one extent, and none is ever committed.
+    -1 means none: the item reads as zeros.  A write never targets the committed extent.  Without
+    durability there is one extent, and it is never committed.
     """
 
     __slots__ = ("committed", "newest", "pair")
@@ -32,11 +33,11 @@ class Roles:
 
     @property
     def written(self) -> bool:
-        """Whether there is anything to read."""
+        """Whether any extent was written."""
         return self.newest >= 0
 
     def target(self) -> int:
-        """The extent that the next write goes to."""
+        """Return the extent that the next write goes to."""
         return 1 if self.pair and self.committed == 0 else 0
 
     def wrote(self) -> None:
@@ -44,11 +45,16 @@ class Roles:
 
 
 class Copy:
-    """A copy of an item in a memory tier, in ``place``, which begins the ``slot`` it was given.
+    """A copy of an item in a memory tier.
 
-    ``valid`` once it has arrived; ``fixed``: it never leaves; ``holds`` counts what still reads or
-    writes it, each a reason not to drop it.  ``guess``: if it was prefetched and nothing has used
-    it yet, the number of departures from the recorded order before that; else ``None``.
+    Attributes:
+        place: where its bytes are, at the beginning of its ``slot``.
+        slot: the memory allocated for it.
+        valid: whether it has arrived.
+        fixed: whether it never leaves.
+        holds: readers and writers in progress; it must not be dropped while there are any.
+        guess: for a prefetched copy that nothing has used yet, the number of departures from the
+            recorded order before the prefetch; else ``None``.
     """
 
     __slots__ = ("fixed", "guess", "holds", "place", "slot", "valid")
@@ -59,10 +65,11 @@ class Copy:
 
 
 class Item:
-    """One thing that moves.
+    """One thing that moves, with its copies.
 
-    ``stored``: the newest extent is current.  ``evicted_for``: by tier, the guess that replaced its
-    copy there.
+    Attributes:
+        stored: whether the newest extent on disk is current.
+        evicted_for: by tier, the prefetched copy that replaced the item's copy there.
     """
 
     __slots__ = (
@@ -79,7 +86,11 @@ class Item:
     def __init__(
         self, key: Key, nbytes: int, *, pair: bool = False, slot_bytes: int | None = None
     ) -> None:
-        """``slot_bytes``: what it takes with compute, if not ``nbytes``."""
+        """
+        Args:
+            pair: whether it has two extents on disk, for commits.
+            slot_bytes: bytes of its slot in the device tier, if not ``nbytes``.
+        """
         self.key, self.nbytes, self.roles, self.stored = key, nbytes, Roles(pair), False
         self.slot_bytes = nbytes if slot_bytes is None else slot_bytes
         self.host: Copy | None = None
@@ -87,7 +98,7 @@ class Item:
         self.evicted_for: dict[Tier, Copy] = {}
 
     def copy(self, tier: Tier) -> Copy | None:
-        """The copy in a memory tier."""
+        """Return the copy in a memory tier, if there is one."""
         return self.device if tier is Tier.DEVICE else self.host
 
     def _set(self, tier: Tier, copy: Copy | None) -> None:
@@ -97,28 +108,28 @@ class Item:
             self.host = copy
 
     def fix(self, place: Place, tier: Tier | None = None) -> None:
-        """The item has a home of its own there, which it never leaves; ``tier``: as whose copy, if
-        not as that of the place."""
+        """Give the item a fixed copy in ``place``, as its copy in ``tier`` (default: the tier of
+        the place)."""
         self._set(tier or place.tier, Copy(place, place, valid=True, fixed=True))
 
 
 class Policy(Protocol):
-    """What differs by kind."""
+    """The decisions that differ by kind of item."""
 
     def next_use(self, item: Item, tier: Tier) -> int:
-        """How many uses away the next use of the item's copy in that tier is."""
+        """Return how many uses away the next use of the item's copy in that tier is."""
         ...
 
     def may_go(self, item: Item, tier: Tier) -> bool:
-        """Whether nobody uses the copy, which has arrived and is clean."""
+        """Return whether the item's copy, which is valid and clean, is unused."""
         ...
 
     def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
-        """Whether the copy must not give way, where the items numbered ``spare`` must not."""
+        """Return whether to keep the copy if the items numbered ``spare`` must not be evicted."""
         ...
 
     def moved(self, item: Item, work: Move) -> None:
-        """A move of the item has ended."""
+        """Handle the end of a move of the item."""
         ...
 
 
@@ -127,7 +138,7 @@ class Items:
 
     def __init__(self, layout: Layout, emit: Callable[[Instruction], None]) -> None:
         self._layout, self._emit = layout, emit
-        # By region, its arena, and the items with a copy there that is not fixed.
+        # By region: its arena, and the items that have a copy there which is not fixed.
         self._regions: dict[Region, tuple[Arena, set[Item]]] = {}
         self._of_kind: dict[tuple[Kind, Tier], tuple[Region, Arena, set[Item]]] = {}
         self._by_tier: dict[Tier, list[Arena]] = {Tier.DEVICE: [], Tier.HOST: []}
@@ -137,7 +148,7 @@ class Items:
         self._departures = 0
 
     def govern(self, kind: Kind, policy: Policy) -> None:
-        """Items of this kind follow that policy."""
+        """Set the policy of a kind, and create its regions."""
         self._policies[kind] = policy
         for tier, arenas in self._by_tier.items():
             region = self._layout.region(kind, tier)
@@ -148,10 +159,10 @@ class Items:
             self._of_kind[kind, tier] = region, *self._regions[region]
             self._credits[kind, tier] = GuessCredit()
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- items and regions ----------------------------------------------------------------------
 
     def add(self, item: Item) -> None:
-        """From now on there is this item."""
+        """Add an item."""
         assert item.key not in self._items, f"there is {item.key} already"
         self._items[item.key] = item
         for tier in self._by_tier:
@@ -159,36 +170,36 @@ class Items:
             self._credits[item.key.kind, tier].allow(at_once)
 
     def remove(self, item: Item) -> None:
-        """The item is gone, with its copies; nothing moves it."""
+        """Remove an item and its copies.  No move of it may be in progress."""
         for tier in (Tier.DEVICE, Tier.HOST):
             if (copy := item.copy(tier)) is not None and not copy.fixed:
                 self.discard(item, tier)
         del self._items[item.key]
 
     def of(self, key: Key) -> Item:
-        """The item of that key."""
+        """Return the item with that key."""
         return self._items[key]
 
     def all(self) -> list[Item]:
-        """Every item that there is."""
+        """Return all items."""
         return list(self._items.values())
 
     def arena(self, kind: Kind, tier: Tier) -> Arena:
-        """What items of a kind are given room from."""
+        """Return the arena that allocates slots for a kind in a tier."""
         return self._of_kind[kind, tier][1]
 
     def regions(self) -> dict[Region, tuple[Arena, set[Item]]]:
-        """Every region with its arena, and the items that have a copy in it."""
+        """Return every region with its arena and the items that have a copy in it."""
         return self._regions
 
     def used_bytes(self) -> tuple[int, int]:
-        """Of the regions of (device, host) memory."""
+        """Return the bytes in use in the regions of (device, host) memory."""
         device = host = 0
         for arena in self._by_tier[Tier.DEVICE]:
             device += arena.used_bytes
         for arena in self._by_tier[Tier.HOST]:
             host += arena.used_bytes
-        # Where compute has no memory of its own, what is counted as there is in host memory.
+        # Without a device, the regions called DEVICE are in host memory too.
         return (device, host) if self._layout.has_device else (0, host + device)
 
     # -- room -----------------------------------------------------------------------------------
@@ -197,11 +208,16 @@ class Items:
         self, item: Item, tier: Tier, distance: int | None = None, spare: Container[int] = (), *,
         guess: bool = False,
     ) -> Copy | None:  # fmt: skip
-        """Gives the item a copy that nothing has come to yet; ``None``: there is no room.
+        """Allocate a slot for the item, evicting other copies if needed.
 
-        ``distance``: how many uses away the item is (-1: now); copies that are used later give way,
-        but none of those that are to be spared.  ``None``: none gives way.  ``guess``: nothing has
-        asked for the copy yet; see Note [Limit on wrong guesses].
+        Args:
+            distance: how many uses away the item is (-1: now).  Copies that are used later may be
+                evicted.  ``None``: evict nothing.
+            spare: numbers of items that must not be evicted, as their policies interpret it.
+            guess: this is a prefetch; see Note [Limit on wrong guesses].
+
+        Returns:
+            The item's new copy, not valid yet; ``None`` if there is no room.
         """
         if guess and not self.may_guess(item.key.kind):
             return None
@@ -222,7 +238,7 @@ class Items:
         return copy
 
     def _account_for(self, item: Item, copy: Copy, tier: Tier, evicted: Iterable[Item]) -> None:
-        """Account for a copy that is about to be moved to a tier, in place of those evicted."""
+        """Update the credit for a copy to be moved to a tier, in place of the ``evicted`` ones."""
         replaced_by = item.evicted_for.pop(tier, None)
         credit = self._credits[item.key.kind, tier]
         if copy.guess is not None:
@@ -235,11 +251,14 @@ class Items:
             credit.wasted(item.nbytes)
 
     def _is_wrong(self, copy: Copy) -> bool:
-        """Return whether a copy is a guess, and compute left the recorded order after it."""
+        """Return whether a copy is a guess, and compute has left the recorded order since."""
         return copy.guess is not None and copy.guess < self._departures
 
     def take(self, item: Item, tier: Tier, *, valid: bool) -> None:
-        """The item is there, or will be, whatever room is left; its kind is only counted there."""
+        """Count the item as present, or as about to come, in a tier that only counts bytes.
+
+        Unlike ``make_room``, this may exceed the room.
+        """
         _, arena, tenants = self._of_kind[item.key.kind, tier]
         assert isinstance(arena, Tally)
         place = arena.take(item.nbytes)
@@ -249,7 +268,12 @@ class Items:
     def _evict_for(
         self, arena: Arena, tenants: set[Item], nbytes: int, distance: int, spare: Container[int]
     ) -> tuple[Place | None, list[Item]]:
-        """Return a slot, and the items whose copies were dropped for it."""
+        """Drop copies until ``nbytes`` fit, first those whose next use is latest.
+
+        Returns:
+            The slot and the items whose copies were dropped; ``None`` and no items if the allowed
+            evictions would not free enough.
+        """
         tier = arena.tier
         victims: list[tuple[int, int, Item, Copy]] = []
         for item in tenants:
@@ -272,7 +296,8 @@ class Items:
         raise AssertionError("an arena that would fit after all evictions did not")
 
     def may_drop(self, item: Item, tier: Tier) -> bool:
-        """Whether the copy may be dropped: arrived, unused, not fixed, and current further down."""
+        """Return whether the copy may be dropped: it is valid, unused, not fixed, and a lower tier
+        has a current copy."""
         copy = item.copy(tier)
         if copy is None or copy.fixed or not copy.valid or copy.holds:
             return False
@@ -280,16 +305,20 @@ class Items:
         return below and self._policies[item.key.kind].may_go(item, tier)
 
     def drop(self, item: Item, tier: Tier) -> None:
-        """Forgets a clean copy and frees its slot."""
+        """Drop a clean copy and free its slot."""
         assert self.may_drop(item, tier), f"{item.key} must not be evicted from {tier.value}"
         self.discard(item, tier)
 
     def discard(self, item: Item, tier: Tier) -> None:
-        """Forgets a copy, whatever is in it, and frees its slot."""
+        """Drop a copy, clean or not, and free its slot."""
         self.free(item.key.kind, self.forget(item, tier))
 
     def forget(self, item: Item, tier: Tier) -> Place:
-        """Forgets a copy whose slot somebody still uses; the slot, to be freed when it is not."""
+        """Drop a copy whose slot is still in use.
+
+        Returns:
+            The slot.  The caller must ``free`` it once it is unused.
+        """
         copy = item.copy(tier)
         assert copy is not None and not copy.fixed
         if copy.guess is not None:
@@ -301,7 +330,7 @@ class Items:
         return copy.slot
 
     def use(self, item: Item) -> None:
-        """Record that the item's copies are used: those that were prefetched were needed."""
+        """Record that the item's copies are used: prefetched ones were needed."""
         for tier in self._by_tier:
             if (copy := item.copy(tier)) is not None and copy.guess is not None:
                 copy.guess = None
@@ -309,11 +338,11 @@ class Items:
                 self._credits[item.key.kind, tier].needed(item.nbytes)
 
     def _waste(self, item: Item, tier: Tier) -> None:
-        """Charge a prefetched copy that is given up unused."""
+        """Charge for a prefetched copy that is dropped unused."""
         if tier is Tier.HOST and item.device is not None:
             return  # the device copy made from it may still be used
         self._credits[item.key.kind, tier].wasted(item.nbytes)
-        if tier is Tier.DEVICE and item.host is None:  # it would be read again
+        if tier is Tier.DEVICE and item.host is None:  # the read from disk was unnecessary too
             self._credits[item.key.kind, Tier.HOST].wasted(item.nbytes)
 
     def may_guess(self, kind: Kind) -> bool:
@@ -321,11 +350,11 @@ class Items:
         return all(self._credits[kind, tier] for tier in self._by_tier)
 
     def left_order(self) -> None:
-        """Record that compute needs something else than the recorded order predicts."""
+        """Record that compute needs another unit than the recorded order predicts."""
         self._departures += 1
 
     def forget_guesses(self) -> None:
-        """Forget which copies are guesses: they are about to be dropped for another reason."""
+        """Stop tracking guesses, before their copies are dropped for another reason."""
         for item in self._items.values():
             for tier in self._by_tier:
                 if (copy := item.copy(tier)) is not None and copy.guess is not None:
@@ -333,11 +362,11 @@ class Items:
                     self._credits[item.key.kind, tier].end_guess(item.nbytes)
 
     def free(self, kind: Kind, slot: Place) -> None:
-        """Nobody uses the slot, which an item of that kind had, any more."""
+        """Free a slot that an item of that kind had."""
         self._of_kind[kind, slot.tier][1].free(slot)
 
     def refuse(self, ticket: int, key: Key, tier: Tier) -> None:
-        """Tells whoever asked that an item finds no room."""
+        """Refuse a ticket, since there is no room for an item in a tier."""
         arena = self.arena(key.kind, tier)
         free = arena.nbytes - arena.used_bytes
         self._emit(Refuse(ticket, key, tier, self._layout.nbytes(key), free))
@@ -345,7 +374,7 @@ class Items:
     # -- moves ----------------------------------------------------------------------------------
 
     def read(self, item: Item, *, urgent: bool = False) -> None:
-        """From the newest extent to the host copy; zeroes where nothing was ever written."""
+        """Read the newest extent into the host copy; fill it with zeros if nothing was written."""
         copy = item.host
         assert copy is not None
         copy.holds += 1
@@ -356,7 +385,7 @@ class Items:
             self._emit(Clear(item.key, copy.place))
 
     def write(self, item: Item, tier: Tier = Tier.HOST, *, saves: bool = False) -> None:
-        """From a memory copy to the extent that is not committed."""
+        """Write the copy in a memory tier to the extent that is not committed."""
         copy = item.copy(tier)
         assert copy is not None
         copy.holds += 1
@@ -364,7 +393,7 @@ class Items:
         self._emit(Write(item.key, item.roles.target(), copy.place, saves))
 
     def copy_in(self, item: Item) -> None:
-        """From the host copy to the device copy."""
+        """Copy the host copy to the device copy."""
         assert item.host is not None and item.device is not None
         item.host.holds += 1
         item.device.holds += 1
@@ -372,7 +401,7 @@ class Items:
         self._emit(CopyIn(item.key, item.host.place, item.device.place))
 
     def copy_out(self, item: Item, place: Place | None = None) -> None:
-        """From the device copy to the host copy, or to another item's ``place`` in host memory."""
+        """Copy the device copy to the host copy, or to another item's ``place`` in host memory."""
         assert item.device is not None
         item.device.holds += 1
         if place is None:
@@ -382,7 +411,7 @@ class Items:
         self._emit(CopyOut(item.key, item.device.place, place))
 
     def ended(self, work: Move) -> None:
-        """A move has ended: the copies that it read or wrote are let go."""
+        """Handle the end of a move: release the copies that it held, and mark what is current."""
         item = self._items[work.item]
         if isinstance(work, (Read, Clear)):
             assert item.host is not None

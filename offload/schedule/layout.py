@@ -1,4 +1,4 @@
-"""Where everything lives: the fixed homes, and the regions that the rest moves through."""
+"""The memory layout: fixed homes, and the regions that all other items move through."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from .units import PAGE, Subgroup, Unit, align
 class UnitHome:
     """The homes of one unit.
 
-    ``weights`` is the tier that owns the weights; ``resident`` says that the copy that compute
-    uses never leaves.  ``grads`` is where gradients wait between backward and the update
-    (``None``: only from arrival to an immediate update).  ``state`` is by subgroup.  Places are
-    set for what stays put: a host home, a resident device copy, and so on.  The host place of a
-    page may lie on the device, from where its weights are unpacked; of a store's it is a copy.
+    Attributes:
+        weights: the tier that owns the weights.
+        resident: whether the copy that compute uses never leaves.
+        grads: the tier where gradients wait between backward and the update; ``None``: they are
+            only kept from arrival to an immediate update.
+        state: by subgroup, the tier of its state record.
+        host_place: place of a fixed host copy.  That of a page may be on the device, where its
+            weights are unpacked; if a store owns the page, this is a copy of it.
+        device_place: place of a resident copy on the device.
+        grad_place: place of gradients that have a home in memory.
+        state_places: by subgroup, the place of a state record that has a home in memory.
     """
 
     weights: Tier
@@ -39,20 +45,26 @@ class UnitHome:
 
     @property
     def page_on_device(self) -> bool:
-        """Whether its page has its home there: nothing has to come over the link."""
+        """Whether its page is kept on the device, so that nothing is copied over the link."""
         return self.host_place is not None and self.host_place.tier is Tier.DEVICE
 
 
-COUNTED = 1 << 60  # where the names of places that are only counted begin
+COUNTED = 1 << 60  # the first offset of places that are only counted
 
 
-PARTS_AT_ONCE = 4  # parts of saved storages that host memory has room for, at least
+PARTS_AT_ONCE = 4  # least number of parts of a saved storage that fit in host memory
 
 
 class SavedRoom(NamedTuple):
-    """Bytes for what autograd saves: that may stay where compute has them, whoever allocates them;
-    of a region of host memory that is taken piece by piece as it fills, beyond all others; and on
-    disk.  ``policy``: see ``wrap``; ``recompute``: the units whose forward is computed again."""
+    """The room for saved storages (activations), in bytes.
+
+    Attributes:
+        policy: see ``wrap``.
+        compute: that may stay in compute's memory, where PyTorch allocates them.
+        host: of a region of host memory, behind all others, that is allocated as it fills.
+        disk: on disk.
+        recompute: the units whose forward is recomputed in backward.
+    """
 
     policy: str = "keep"
     compute: int = 0
@@ -82,8 +94,10 @@ NO_ROOM = SavedRoom()
 
 
 class Region(NamedTuple):
-    """A part of a tier's arena that items move through; handed out in slots of ``slot_bytes``, or
-    piece by piece where that is 0."""
+    """A part of a tier's arena that items move through.
+
+    It is allocated in slots of ``slot_bytes``, or in pieces of any size if that is 0.
+    """
 
     tier: Tier
     base: int
@@ -93,7 +107,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Regions:
-    """Bytes of each part of the two memory arenas; the fixed part comes first in both."""
+    """The sizes of all parts of the two memory arenas, in bytes; the fixed part comes first."""
 
     device_fixed: int = 0
     device_weights: int = 0
@@ -115,11 +129,11 @@ class Regions:
         return self.fixed_bytes(Tier.HOST) + sum(r.nbytes for r in self.of(Tier.HOST).values())
 
     def fixed_bytes(self, tier: Tier) -> int:
-        """Of what stays put, at the start of the arena."""
+        """Return the bytes of fixed homes, at the start of the arena."""
         return self.device_fixed if tier is Tier.DEVICE else self.host_fixed
 
     def of(self, tier: Tier) -> dict[Kind, Region]:
-        """The regions of a tier, by the kind that they are for, in the order in which they lie."""
+        """Return the regions of a tier by kind, in their order in the arena."""
         state, device_updates = (
             self.state_slot * self.state_slots,
             self.visit_slot * self.visit_slots,
@@ -146,25 +160,25 @@ class Regions:
 
 @dataclass(frozen=True)
 class Layout:
-    """All that the residency machine must know: sizes, homes and regions.  Plain facts."""
+    """The input of the residency machine: sizes, homes and regions.  Plain data."""
 
     units: tuple[Unit, ...]
     subgroups: tuple[tuple[Subgroup, ...], ...]
     homes: tuple[UnitHome, ...]
     regions: Regions
-    grad_bytes: tuple[int, ...]  # a unit's gradients as the host keeps them
-    converts: tuple[bool, ...]  # whether that is in another dtype than they come in
+    grad_bytes: tuple[int, ...]  # by unit, its gradients as the host keeps them
+    converts: tuple[bool, ...]  # by unit, whether the host keeps them in another dtype
     has_device: bool
     durable: bool
     prefetch_depth: int
-    visiting: float = 0.0  # share of the records kept elsewhere that are updated on the device
+    visiting: float = 0.0  # share of the records not kept on the device that are updated there
     saved: SavedRoom = NO_ROOM
-    in_place: frozenset[int] = frozenset()  # units that are read from files which are not ours
-    cached_bytes: int = 0  # of these, what the region of weights in host memory has room to keep
+    in_place: frozenset[int] = frozenset()  # units read from the user's own files
+    cached_bytes: int = 0  # bytes of these that the host region of weights can keep
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained; else a step is one forward."""
+        """Whether any unit is trained; otherwise a step is one forward."""
         return any(unit.trainable for unit in self.units)
 
     @property
@@ -174,31 +188,36 @@ class Layout:
 
     @property
     def compute_tier(self) -> Tier:
-        """Where gradients come from."""
+        """The tier of compute's memory, where gradients are produced."""
         return Tier.DEVICE if self.has_device else Tier.HOST
 
     @cached_property
     def apart(self) -> tuple[bool, ...]:
-        """By unit, whether compute has its weights apart from where they wait: on a device, or
-        unpacked, in slots that are called ``DEVICE`` also where compute has no memory of its own.
+        """By unit, whether compute uses a separate copy of its weights: on a device, or unpacked.
+
+        The slots of these copies are called ``DEVICE`` even if compute has no memory of its own.
         """
         return tuple(self.has_device or unit.packed for unit in self.units)
 
     def tier_of(self, unit: int) -> Tier:
-        """Where the weights of a unit must be for compute to use them."""
+        """Return the tier in which the weights of a unit must be for compute to use them."""
         return Tier.DEVICE if self.apart[unit] else Tier.HOST
 
     def slot_bytes(self, unit: int) -> int:
-        """What the weights of a unit take where compute has them.  On a device, a page that is to
-        be unpacked is copied behind them."""
+        """Return the bytes of a unit's slot for compute.
+
+        On a device, a page that is to be unpacked is copied to the end of the slot.
+        """
         each = self.units[unit]
         behind = self.has_device and not self.homes[unit].page_on_device
         return each.weight_bytes + (each.page_bytes if behind else 0)
 
     def region(self, kind: Kind, tier: Tier) -> Region:
-        """What items of a kind move through in a tier.  Gradients that come share that of those
-        that wait.  What autograd saved is only counted where compute has it, which is called
-        ``DEVICE`` also where compute has no memory of its own."""
+        """Return the region of a tier that items of a kind move through.
+
+        In host memory, gathered gradients share the region of waiting ones.  Saved storages are
+        only counted at compute, which is called ``DEVICE`` even if it has no memory of its own.
+        """
         if kind is Kind.SAVED:
             if tier is Tier.DEVICE:
                 return Region(tier, COUNTED, self.saved.compute)
@@ -211,12 +230,12 @@ class Layout:
 
     @cached_property
     def together(self) -> tuple[tuple[int, ...], ...]:
-        """By unit, what comes to compute with it: itself, and those whose weights it shares."""
+        """By unit, the units onloaded with it: itself, and the units whose weights it shares."""
         return tuple((unit.index, *unit.shares) for unit in self.units)
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """By unit, those with which it comes to compute."""
+        """By unit, the units with which it is onloaded."""
         return tuple(
             tuple(user for user, group in enumerate(self.together) if unit.index in group)
             for unit in self.units
@@ -224,7 +243,7 @@ class Layout:
 
     @cached_property
     def streamed(self) -> tuple[bool, ...]:
-        """By unit, whether any of these may have to come to compute."""
+        """By unit, whether any unit onloaded with it is not resident."""
         return tuple(not all(self.homes[u].resident for u in group) for group in self.together)
 
     # -- by item --------------------------------------------------------------------------------
@@ -242,7 +261,7 @@ class Layout:
 
     @cached_property
     def stored(self) -> tuple[Key, ...]:
-        """The items that a store keeps: weights by unit, then records."""
+        """The items that a store keeps: weights by unit, then state records."""
         weights = [
             Key(Kind.WEIGHTS, unit.index)
             for unit in self.units
@@ -252,17 +271,20 @@ class Layout:
 
     @property
     def spare_bytes(self) -> int:
-        """Of a durable store, room for edits of what is not trained: taken when one comes."""
+        """Bytes that a durable store may add for edits of weights that are not trained.
+
+        The space is allocated with the first edit.
+        """
         return sum(align(unit.stored_bytes, PAGE) for unit in self.clean) if self.durable else 0
 
     @property
     def clean(self) -> list[Unit]:
-        """What a store keeps and nothing trains."""
+        """The units that a store keeps and that are not trained."""
         mine = [u for u in self.units if u.weight_bytes and u.index not in self.in_place]
         return [unit for unit in mine if not unit.trainable]
 
     def nbytes(self, item: Key) -> int:
-        """Size of an item, where it waits."""
+        """Return the size of an item in its home."""
         if item.kind is Kind.STATE:
             return self.records[item.number].nbytes
         if item.kind is Kind.WEIGHTS:
@@ -271,7 +293,7 @@ class Layout:
         return self.grad_bytes[item.number]
 
     def home(self, item: Key) -> tuple[Tier | None, Place | None]:
-        """The tier that owns an item, and its place there, if it has one that is its own."""
+        """Return the tier that owns an item, and its place there if it has a fixed one."""
         if item.kind is Kind.STATE:
             return self._state_homes[item.number]
         home = self.homes[item.number]
@@ -281,7 +303,7 @@ class Layout:
         return home.grads, home.grad_place
 
     def name(self, item: Key) -> str:
-        """What an item is called in traces and errors."""
+        """Return the name of an item for traces and errors."""
         if item.kind in (Kind.STATE, Kind.VISIT):
             unit = self.units[self.records[item.number].unit].name
             return f"{item.kind.value} {unit} {item.number}"

@@ -1,7 +1,7 @@
-"""What is true of every parameter and of the step, besides where bytes are: one owner.
+"""The step state: what is true of each parameter and of the step, apart from where bytes are.
 
-A step is taken all at once: what it changes is prepared, and made true when the machine takes the
-step, on the machine's thread.  No signal interrupts that thread, so an exception in the middle of
+A step is taken atomically: its changes are prepared, and applied on the machine's thread when the
+machine processes ``Step``.  No OS signal interrupts that thread, so an exception in the middle of
 ``step()`` leaves either no step or a whole one.
 """
 
@@ -20,9 +20,11 @@ from .messages import FiniteCheck, Rollback, Signal, Step
 class Prepared:
     """A step that is about to be taken.
 
-    ``present``: by unit, the parameters that have a gradient.  ``scale``: multiplies them all.
-    ``commits``: what the step leaves is to be committed.  ``random``: the states of the random
-    generators at its end.
+    Attributes:
+        present: by unit, the parameters that have a gradient.
+        scale: factor for all gradients.
+        commits: whether to commit the state after the step.
+        random: the states of the random generators at its end.
     """
 
     present: Mapping[int, frozenset[int]]
@@ -32,21 +34,29 @@ class Prepared:
 
 
 class Ledger:
-    """Counts, versions, norms and scales; by parameter, or by unit where it says so.
+    """The owner of the step state.
 
-    ``steps``: taken so far.  ``versions``: by unit, how often its weights have changed.
-    ``squares``: sums of squares of the gradients as they arrived; ``scales``: what multiplies them
-    since.  ``measures``: the former are taken as gradients arrive.  ``early``: units that this
-    step's backward has updated already.  ``spoiled``: units that hold values that are not finite;
-    ``nonfinite``: those whose updates gave such, until somebody was told.  ``count``: whole steps.
-    ``returns``: how often a commit took their place.  ``changing``: parameters that their modules
-    have changed in forward.
+    Attributes:
+        steps: by parameter, steps taken so far.
+        versions: by unit, how often its weights have changed.
+        squares: by parameter, the sum of squares of its gradient as it arrived.
+        scales: by parameter, the factor applied to its gradient since.
+        measures: whether ``squares`` are computed as gradients arrive.
+        early: units that the backward of the current step has updated already.
+        changing: parameters that their modules have changed in forward.
+        spoiled: units that hold non-finite values.
+        nonfinite: units whose updates produced non-finite values, until that is reported.
+        count: whole steps taken.
+        returns: how often a commit was restored.
+        next: the step that is about to be taken, if any.
+        over_ranks: returns the L2 norm over all ranks, given this rank's sum of squares; ``None``
+            for a model that is not sharded.
     """
 
     def __init__(
         self, parameters: int, units: int, *, measures: bool = False, on_trial: bool = False
     ) -> None:
-        """``on_trial``: norms are taken in the first step, in case that somebody asks for them."""
+        """``on_trial``: compute norms in the first step, in case the caller asks for them."""
         self.steps = [0] * parameters
         self.versions = [0] * units
         self.squares: dict[int, float] = {}
@@ -58,7 +68,6 @@ class Ledger:
         self.measures, self._on_trial = measures or on_trial, on_trial and not measures
         self.count = self.micro_steps = self.returns = 0
         self.next: Prepared | None = None
-        # The global norm, from every rank's sum of squares, where a model is spread over several.
         self.over_ranks: Callable[[float], float] | None = None
         self._present: dict[int, dict[int, tuple[int, float]]] = {}
         self._listeners: list[weakref.WeakMethod[Callable[[Prepared], None]]] = []
@@ -66,21 +75,21 @@ class Ledger:
     # -- gradients ------------------------------------------------------------------------------
 
     def ask_norms(self) -> None:
-        """Somebody looks at norms: they are taken from now on."""
+        """Start to measure norms, since the caller uses them."""
         self.measures, self._on_trial = True, False
 
     def renew(self, parameter: int) -> None:
-        """Another gradient takes the place of the one that was there: its norm and scale go."""
+        """Drop the norm and scale of a gradient that is replaced by another one."""
         self.scales.pop(parameter, None)
         self.squares.pop(parameter, None)
 
     def forget_gradients(self) -> None:
-        """All gradients are dropped."""
+        """Drop the norms and scales of all gradients."""
         self.squares.clear()
         self.scales.clear()
 
     def total_norm(self, parameters: Sequence[int]) -> float:
-        """The L2 norm of gradients, summed exactly in the order of the parameters."""
+        """Return the L2 norm of gradients, summed exactly in the order of the parameters."""
         return math.sqrt(self._sum_of_squares(parameters))
 
     def _sum_of_squares(self, parameters: Sequence[int]) -> float:
@@ -89,22 +98,22 @@ class Ledger:
         return math.fsum(squares) if finite else sum(squares)
 
     def global_norm(self, parameters: Sequence[int]) -> float:
-        """The same over all ranks, where there are several; each of them asks for it."""
+        """Return the L2 norm over all ranks.  Collective: every rank must call it."""
         if self.over_ranks is None:
             return self.total_norm(parameters)
         return self.over_ranks(self._sum_of_squares(parameters))
 
     def any_nonfinite(self) -> bool:
-        """Whether updates gave values that are not finite, on any rank; each of them asks."""
+        """Return whether updates produced non-finite values on any rank.  Collective."""
         mine = bool(self.nonfinite)
         return mine if self.over_ranks is None else self.over_ranks(float(mine)) > 0
 
     # -- the step -------------------------------------------------------------------------------
 
     def begin_early(self, unit: int, parameters: Collection[int]) -> None:
-        """Backward updates a unit before the step is taken."""
+        """Record that backward updates a unit before the step is taken."""
         self._announce(unit, parameters, 1.0)
-        self.early.add(unit)  # last: who finds it here finds the turns of its parameters too
+        self.early.add(unit)  # last, so that readers of ``early`` find the turns too
 
     def _announce(self, unit: int, parameters: Collection[int], scale: float) -> None:
         self.versions[unit] += 1
@@ -113,17 +122,20 @@ class Ledger:
         }
 
     def turns(self, unit: int) -> Mapping[int, tuple[int, float]]:
-        """Of the parameters of a unit that are updated: which step of theirs it is, and what
-        multiplies their gradients."""
+        """Return, for the parameters of a unit that are updated, the number of the step for each
+        parameter and the factor for its gradient."""
         return self._present[unit]
 
     def when_taken(self, listener: Callable[[Prepared], None]) -> None:
-        """Has ``listener``, a method, told of every step, on the machine's thread; to be quick.  It
-        is not kept alive: a thread that runs would keep all of the model."""
+        """Call ``listener``, a bound method, for every step, on the machine's thread.
+
+        It must return quickly.  Only a weak reference is kept: otherwise the running thread would
+        keep the whole model alive.
+        """
         self._listeners.append(weakref.WeakMethod(listener))
 
     def told(self, signal: Signal) -> None:
-        """The machine is about to take a signal; called on its thread."""
+        """Apply a signal that the machine is about to process.  Called on its thread."""
         if isinstance(signal, Step) and signal.counts:
             self._take()
         elif isinstance(signal, FiniteCheck):
@@ -135,7 +147,7 @@ class Ledger:
             self.spoiled.clear()
 
     def _take(self) -> None:
-        """The step that was prepared is taken."""
+        """Take the prepared step."""
         prepared, self.next = self.next, None
         assert prepared is not None
         for unit, parameters in prepared.present.items():
@@ -153,17 +165,17 @@ class Ledger:
                 listener(prepared)
 
     def landed(self) -> None:
-        """All updates of the last step are over."""
+        """Forget the last step's counts and factors, since all its updates are over."""
         self._present.clear()
 
     def give_up(self) -> None:
-        """A step that was begun is not taken; its updates are over."""
+        """Abandon a step that was begun, once its updates are over."""
         self.early.clear()
         self.nonfinite.clear()
         self.micro_steps = 0
         self.landed()
 
     def restore(self, count: int, steps: Sequence[int]) -> None:
-        """Goes back to what a commit says."""
+        """Restore the step counts of a commit."""
         self.count, self.steps[:] = count, steps
         self.returns += 1

@@ -1,4 +1,4 @@
-"""What goes into the residency machine (signals) and what comes out (instructions)."""
+"""The inputs of the residency machine (signals) and its outputs (instructions)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from .arena import Place
 
 
 class Kind(enum.Enum):
-    """What an item is."""
+    """The kind of an item."""
 
     WEIGHTS = "weights"  # of a unit
     GRADS = "grads"  # of a unit, as the update reads them
-    STATE = "state"  # the record of a subgroup
-    GATHERED = "gathered"  # gradients of a unit, on their way from compute to where they wait
-    VISIT = "visit"  # a record with its gradients and weights, on the device for its update
-    SAVED = "saved"  # what autograd saved for backward: one storage
+    STATE = "state"  # the state record of a subgroup
+    GATHERED = "gathered"  # gradients of a unit, between compute and where they wait
+    VISIT = "visit"  # a state record with its gradients and weights, updated on the device
+    SAVED = "saved"  # a storage that autograd saved for backward
 
-    __hash__ = object.__hash__  # Enum's own is slow, and moves are counted by their items
+    __hash__ = object.__hash__  # Enum's own is slow, and kinds are part of many dict keys
 
 
 class Key(NamedTuple):
-    """Identifies an item: ``number`` is that of a unit, of a subgroup (``STATE``, ``VISIT``), or of
-    a saved storage, unique in a run (``SAVED``).  ``part`` counts the parts of a saved storage."""
+    """The identity of an item.
+
+    Attributes:
+        number: index of a unit, of a subgroup (``STATE``, ``VISIT``), or of a saved storage, unique
+            in a run (``SAVED``).
+        part: index of a part of a saved storage.
+    """
 
     kind: Kind
     number: int
@@ -37,7 +42,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Read:
-    """Disk to host: extent ``role`` of ``item`` into ``place``.  ``urgent`` overtakes prefetch."""
+    """Read extent ``role`` of ``item`` from disk into ``place`` in host memory.
+
+    An ``urgent`` read overtakes prefetch.
+    """
 
     item: Key
     role: int
@@ -47,7 +55,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Clear:
-    """Zeroes into ``place``: ``item`` was never written."""
+    """Fill ``place`` with zeros: ``item`` was never written to disk."""
 
     item: Key
     place: Place
@@ -55,8 +63,10 @@ class Clear:
 
 @dataclass(frozen=True)
 class Write:
-    """Host to disk: ``place`` into extent ``role`` of ``item``.  ``saves``: for a commit, of what
-    lives in memory."""
+    """Write ``place`` in memory to extent ``role`` of ``item`` on disk.
+
+    ``saves``: the item lives in memory and is written for a commit.
+    """
 
     item: Key
     role: int
@@ -66,7 +76,7 @@ class Write:
 
 @dataclass(frozen=True)
 class CopyIn:
-    """Host to device: ``item``."""
+    """Copy ``item`` from host to device."""
 
     item: Key
     source: Place
@@ -75,7 +85,7 @@ class CopyIn:
 
 @dataclass(frozen=True)
 class CopyOut:
-    """Device to host: ``item``."""
+    """Copy ``item`` from device to host."""
 
     item: Key
     source: Place
@@ -84,7 +94,7 @@ class CopyOut:
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Bring arrived gradients of ``unit`` into ``place``: add or convert from ``source``."""
+    """Merge arrived gradients of ``unit`` into ``place``: add or convert them from ``source``."""
 
     unit: int
     source: Place
@@ -93,8 +103,11 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Update:
-    """Run the optimizer on one subgroup, where its weights and state are; with a ``visit``, on the
-    device, in that slot, to which they go for it and from which they come back."""
+    """Run the optimizer on one subgroup, where its weights and state are.
+
+    With a ``visit``, the subgroup is copied to that slot on the device, updated there, and copied
+    back.
+    """
 
     subgroup: int
     unit: int
@@ -105,14 +118,16 @@ class Update:
 
     @property
     def on_device(self) -> bool:
-        """Whether the device runs it, and not the CPU."""
+        """Whether the update runs on the device rather than the CPU."""
         return self.visit is not None or self.state.tier is Tier.DEVICE
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Flush what is written, and make the cut whose facts have ``number`` the last one: every
-    stored item in the extent that ``table`` has for it."""
+    """Flush all writes and make the snapshot durable whose metadata has ``number``.
+
+    ``table`` has the extent of every stored item in that snapshot.
+    """
 
     number: int
     table: tuple[tuple[Key, int], ...]
@@ -120,11 +135,12 @@ class Commit:
 
 @dataclass(frozen=True)
 class Grant:
-    """Tell whoever holds ``ticket`` that it may go on.
+    """Let the caller that waits with ``ticket`` continue.
 
-    ``places``: what it was given, by member of a unit's group for ``Need``.  ``roles``: for
-    ``Locate``, the extent to read (-1: it reads as zeroes) and the one to write.  ``items``: for
-    ``Rollback``, what lives in memory and must be read again.
+    Attributes:
+        places: the places granted; for ``Need``, one per member of the unit's group.
+        roles: for ``Locate``, the extent to read (-1: it reads as zeros) and the one to write.
+        items: for ``Rollback``, the items that must be read again.
     """
 
     ticket: int
@@ -135,8 +151,13 @@ class Grant:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Nothing under way could make room for ``item``: ``need_bytes`` against ``have_bytes``.
-    ``unit``: in which autograd saved it; negative for others."""
+    """Refuse ``ticket``: no work in progress can make room for ``item`` in ``tier``.
+
+    Attributes:
+        need_bytes: bytes that the item needs.
+        have_bytes: bytes that the tier has.
+        unit: the unit in which autograd saved the item; negative for other items.
+    """
 
     ticket: int
     item: Key
@@ -148,7 +169,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class GradientStored:
-    """Whether compute may now gather gradients of ``unit`` where they are kept, unasked."""
+    """Report whether compute may gather gradients of ``unit`` in their home without a request."""
 
     unit: int
     free: bool
@@ -156,14 +177,14 @@ class GradientStored:
 
 @dataclass(frozen=True)
 class FreeDeviceCopy:
-    """Compute's copy of ``item``, which autograd saved, is of no more use: its memory is freed."""
+    """Free compute's copy of ``item``, a storage that autograd saved and that was offloaded."""
 
     item: Key
 
 
 @dataclass(frozen=True)
 class FreeItem:
-    """Nothing needs ``item``, which autograd saved, any more: nothing of it is kept."""
+    """Forget ``item``, a part of a saved storage that nothing needs any more."""
 
     item: Key
 
@@ -177,7 +198,7 @@ Instruction = Work | Grant | Refuse | GradientStored | FreeDeviceCopy | FreeItem
 
 @dataclass(frozen=True)
 class Need:
-    """Compute is about to use ``unit``; grant ``ticket`` when its weights are there (pinned)."""
+    """Compute is about to use ``unit``: grant ``ticket`` when its weights are there, pinned."""
 
     unit: int
     ticket: int
@@ -185,8 +206,8 @@ class Need:
 
 @dataclass(frozen=True)
 class AwaitUpdate:
-    """Compute is about to use those weights of ``unit`` that stay where they are: grant ``ticket``
-    when no update of them is queued or runs."""
+    """Compute is about to use ``unit``, whose weights are resident: grant ``ticket`` when no
+    update of them is queued or running."""
 
     unit: int
     ticket: int
@@ -194,14 +215,15 @@ class AwaitUpdate:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Where nothing is trained: compute is about to use units in the order of the last time, and
-    after that in the same order again."""
+    """A forward without training begins: the uses recorded since the last one are its order."""
 
 
 @dataclass(frozen=True)
 class ExpertsRouted:
-    """When compute comes to the units ``among``, in this order, it uses the ``likely`` ones alone.
-    ``now``: that is what it does next, and the others are left out for sure."""
+    """Of the units ``among``, in this order, compute will use only the ``likely`` ones.
+
+    ``now``: compute reaches them next, and does not use the others.
+    """
 
     among: tuple[int, ...]
     likely: frozenset[int]
@@ -209,7 +231,7 @@ class ExpertsRouted:
 
 
 class Held(NamedTuple):
-    """A storage that a graph keeps over a slot of ``unit``; ``token`` tells it from others."""
+    """A storage over a slot of ``unit`` that an autograd graph keeps; ``token`` identifies it."""
 
     unit: int
     place: Place
@@ -218,7 +240,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Release:
-    """Compute let go of ``unit``.  ``held``: what graphs keep of the slots that it used."""
+    """Compute has finished with ``unit``.  ``held``: storages over its slots that graphs keep."""
 
     unit: int
     held: tuple[Held, ...] = ()
@@ -226,14 +248,14 @@ class Release:
 
 @dataclass(frozen=True)
 class Freed:
-    """A graph let go of ``held``, of which ``Release`` may have told."""
+    """A graph has released ``held``, which an earlier ``Release`` may have reported."""
 
     held: Held
 
 
 @dataclass(frozen=True)
 class GradRoom:
-    """A place for the gradients of ``unit`` is wanted; ``merge``: with the earlier ones in it."""
+    """Compute needs a place for the gradients of ``unit``; ``merge``: holding the earlier ones."""
 
     unit: int
     ticket: int
@@ -242,9 +264,13 @@ class GradRoom:
 
 @dataclass(frozen=True)
 class GradReady:
-    """The gradients of ``unit`` are gathered.  ``merge``: earlier ones of the step must be kept;
-    ``update``: nothing more comes, the update may run now; ``in_place``: where they are kept, and
-    nothing is left to be done with them there."""
+    """The gradients of ``unit`` are gathered.
+
+    Attributes:
+        merge: add them to the earlier ones of the step.
+        update: they are the last ones of the step, so the update may run now.
+        in_place: they were gathered in their home and need no further processing.
+    """
 
     unit: int
     merge: bool = False
@@ -254,18 +280,21 @@ class GradReady:
 
 @dataclass(frozen=True)
 class GradLost:
-    """The gradients that compute was about to gather for ``unit``, in the place it was granted,
-    will never come."""
+    """Compute will not gather the gradients of ``unit`` in the place that it was granted."""
 
     unit: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """Update ``units`` (those not updated already).  ``ticket`` is granted when all has landed, or
-    in the ``background`` at once: compute then goes on, and waits unit by unit.  ``commit``: what
-    is current when it has landed is to be committed.  ``counts``: it is a step of training, and not
-    the end of one that was given up."""
+    """Update ``units``, except the ones that were updated already.
+
+    Attributes:
+        ticket: granted when all updates and their writes are over, or at once in the background.
+        background: compute continues at once, and waits for updates unit by unit.
+        commit: commit the state that this step leaves.
+        counts: this is a training step, not the end of an abandoned one.
+    """
 
     units: tuple[int, ...]
     ticket: int
@@ -278,7 +307,7 @@ class Step:
 
 
 class SavedBytes(NamedTuple):
-    """A storage of ``nbytes`` that autograd keeps until backward, in ``unit`` (-1: in none)."""
+    """A storage of ``nbytes`` that autograd keeps until backward, saved in ``unit`` (-1: none)."""
 
     number: int
     nbytes: int
@@ -287,9 +316,12 @@ class SavedBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """Autograd has saved ``items``, in this order, maybe not for the first time.  With a ``ticket``
-    who computes waits until what is saved keeps within its room again.  ``unit``: another one runs
-    from now on, or none."""
+    """Autograd has saved ``items``, in this order; some may have been saved before.
+
+    Attributes:
+        ticket: if set, the caller waits until the saved storages are within their room again.
+        unit: if set, the unit (or none, if negative) that runs from now on.
+    """
 
     items: tuple[SavedBytes, ...]
     ticket: int | None = None
@@ -298,7 +330,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Backward needs what autograd saved under ``number``; grant ``ticket`` when compute has it."""
+    """Backward needs the saved storage ``number``: grant ``ticket`` when compute has it."""
 
     number: int
     ticket: int
@@ -306,16 +338,19 @@ class Fetch:
 
 @dataclass(frozen=True)
 class SavedDropped:
-    """Nothing needs what autograd saved under ``numbers`` any more."""
+    """Nothing needs the saved storages ``numbers`` any more."""
 
     numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BackwardPhase:
-    """From now on a backward runs, which needs first what was saved last; or none does.
-    ``room``: bytes that may stay with compute from now on; ``None``: as before.  ``beside``: that
-    stay there, and that nobody tells of."""
+    """A backward begins (it first needs what was saved last), or it has ended.
+
+    Attributes:
+        room: bytes that may stay at compute from now on; ``None``: unchanged.
+        beside: bytes that stay at compute and are not reported by ``Saved``.
+    """
 
     backward: bool
     room: int | None = None
@@ -326,19 +361,19 @@ class BackwardPhase:
 
 
 class Until(enum.Enum):
-    """What somebody waits for."""
+    """A condition that a caller can wait for."""
 
-    ARRIVED = "arrived"  # every gradient that is on its way has arrived
+    ARRIVED = "arrived"  # all gradients on their way have arrived
     LANDED = "landed"  # the last step's updates and their writes are over
-    DURABLE = "durable"  # no commit is under way
-    QUIET = "quiet"  # nothing moves; copies that are only cached are dropped then
+    DURABLE = "durable"  # no commit is in progress
+    QUIET = "quiet"  # nothing moves; cached copies are dropped then
 
     __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
 class Await:
-    """Grant ``ticket`` once that is so."""
+    """Grant ``ticket`` once the condition ``until`` holds."""
 
     until: Until
     ticket: int
@@ -349,15 +384,17 @@ class Await:
 
 @dataclass(frozen=True)
 class Seal:
-    """The facts of the last step's cut are known, under ``number``: it may become durable."""
+    """The metadata ``number`` of the last step's snapshot is known, so it may become durable."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Commit what is current once nothing is under way; its facts are known under ``number``.
-    Not ``always``: only if anything is newer than the last commit."""
+    """Commit the current state, with metadata ``number``, once no update and no commit runs.
+
+    Unless ``always``, only if something is newer than the last commit.
+    """
 
     number: int
     always: bool = True
@@ -365,8 +402,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class FiniteCheck:
-    """Whether the values of ``unit`` are finite.  While those of one are not, nothing is committed,
-    until they are replaced or all is rolled back."""
+    """Whether all values of ``unit`` are finite.
+
+    While any unit has non-finite values, nothing is committed.  Replacing the values, or a
+    rollback, ends this.
+    """
 
     unit: int
     finite: bool
@@ -374,20 +414,22 @@ class FiniteCheck:
 
 @dataclass(frozen=True)
 class AbortCommit:
-    """The last step's cut is not made: what it holds is about to be edited, and will be in another.
-    Its facts are not known, and all has landed."""
+    """Give up the last step's snapshot: its state is about to be edited and joins a later one.
+
+    Sent only before its metadata is known, and after all updates are over.
+    """
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Go back to the last commit; nothing moves.  ``ticket``'s grant says what to read again."""
+    """Go back to the last commit while nothing moves.  The grant lists what to read again."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Restored:
-    """All that the grant of ``Rollback`` named was read."""
+    """All items that the grant of ``Rollback`` listed have been read."""
 
 
 # -- signals: edits, while nothing moves --------------------------------------------------------
@@ -395,8 +437,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Locate:
-    """Grant ``ticket`` with where the bytes of ``item`` are while in hand: its home, or room in the
-    region that it moves through; and with its extents."""
+    """Grant ``ticket`` with a place for the bytes of ``item`` and with its extents.
+
+    The place is the item's home, or free room in the region that it moves through.
+    """
 
     item: Key
     ticket: int
@@ -404,8 +448,10 @@ class Locate:
 
 @dataclass(frozen=True)
 class Edited:
-    """What is in the place of ``item`` is its current value; ``role``: the extent that it was
-    written to as well, if it lives on disk."""
+    """The place of ``item`` holds its current value.
+
+    ``role``: the extent that it was also written to, if the item lives on disk.
+    """
 
     item: Key
     role: int | None = None
@@ -413,13 +459,13 @@ class Edited:
 
 @dataclass(frozen=True)
 class Adopt:
-    """A store that was opened again has ``item``, committed, in this extent."""
+    """A reopened store has a committed value of ``item`` in this extent."""
 
     item: Key
     role: int
 
 
-# -- signals: ends ------------------------------------------------------------------------------
+# -- signals: work that has ended ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -431,15 +477,17 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """``work`` failed; from now on the machine only drains."""
+    """``work`` failed; from now on the machine only drains the work in progress."""
 
     work: Work
 
 
 @dataclass(frozen=True)
 class NotCommitted:
-    """The commit ``work`` failed before its record was begun.  The previous commit stays valid, and
-    what is newer than it can still be read."""
+    """The commit ``work`` failed before its record was begun.
+
+    The previous commit stays valid, and newer data can still be read.
+    """
 
     work: Commit
 

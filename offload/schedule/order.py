@@ -11,25 +11,25 @@ NEVER = 1 << 60
 
 
 class Use(enum.Enum):
-    """What a unit's weights are wanted for."""
+    """The purpose for which a unit's weights are needed."""
 
     COMPUTE = "compute"
     UPDATE = "update"
 
 
 class Order:
-    """Follows the order recorded in the last step; records the present one.
+    """The order of uses recorded in the last step, which predicts the uses of the current one.
 
-    Positions are counted from the cursor; the recorded step repeats for ever.  When the present
-    step leaves the record, the cursor jumps to the next place where the use occurs; where there
-    is none it stays, and prefetch guesses badly until the step ends.  Nothing but speed depends
-    on it.
+    Distances are counted from a cursor, and the recorded step repeats without end.  If the current
+    step departs from the record, the cursor jumps to the next position where the use occurs.  If
+    there is none, the cursor stays, and prefetch guesses badly until the step ends.  Only speed
+    depends on this.
 
-    Of units that are known to be chosen among, as experts are, all stand in the record each time;
-    those that were not chosen are passed over until they are.
+    Routed units (experts) are announced with ``expect`` and ``come_to``.  All units of such a group
+    are in the record each time; the ones that are not expected are skipped.
 
     Args:
-        longest: a step with more uses than that is taken for several.
+        longest: a step with more uses than this is treated as several steps.
         moving: by use and unit, whether weights may have to move for it.
     """
 
@@ -39,9 +39,9 @@ class Order:
         self._cursor = 0
         self._recording: list[tuple[Use, int]] = []
         self._longest, self._moving = longest, moving
-        self._recorded_ahead: set[int] = set()  # of units that were announced
+        self._recorded_ahead: set[int] = set()  # announced units that were recorded before use
         self._unlikely: set[int] = set()
-        self._moves: list[int] = []  # positions of the uses for which something may move
+        self._moves: list[int] = []  # positions of the uses for which weights may move
         self._chosen: set[int] = set()  # units that were ever announced
         # Streamed units in the order in which compute needed them in the last step, without routed
         # ones (experts), and the position of the present step in that order.
@@ -50,7 +50,7 @@ class Order:
         self._last_needed: int | None = None
 
     def observe(self, use: Use, unit: int) -> None:
-        """The unit is used now."""
+        """Record that a unit is used now."""
         event = (use, unit)
         if use is Use.COMPUTE and unit in self._recorded_ahead:
             self._recorded_ahead.discard(unit)
@@ -64,13 +64,13 @@ class Order:
             self._go_to(event, behind=True)
 
     def expect(self, among: Sequence[int], likely: Container[int]) -> None:
-        """When compute comes to the units ``among``, it uses the ``likely`` ones alone."""
+        """Expect that, of the units ``among``, compute will use only the ``likely`` ones."""
         self._chosen.update(among)
         self._unlikely.difference_update(among)
         self._unlikely.update(unit for unit in among if unit not in likely)
 
     def come_to(self, among: Sequence[int]) -> None:
-        """Compute is about to use those of the units ``among`` that are expected, in this order."""
+        """Record that compute is about to use the expected ones of ``among``, in this order."""
         self._recording += [(Use.COMPUTE, unit) for unit in among]
         self._recorded_ahead.update(among)
         self._go_to((Use.COMPUTE, among[0]), behind=False)
@@ -78,8 +78,8 @@ class Order:
     def advance_to(self, unit: int) -> bool:
         """Return whether the record predicts that compute needs this streamed unit next.
 
-        Call it once whenever compute needs a unit.  Units that are chosen among are not judged:
-        their routers predict them.
+        Call it once whenever compute needs a unit.  For routed units it returns ``True``: their
+        routers predict them.
         """
         if unit in self._chosen or unit == self._last_needed:
             return True
@@ -97,7 +97,7 @@ class Order:
             self._cursor = (self._cursor + ahead + behind) % len(self._events)
 
     def end_step(self) -> None:
-        """What was recorded since the last end becomes the order of the next step."""
+        """End a step: what was recorded since the last end becomes the order of the next step."""
         self._events, self._recording, self._cursor = self._recording, [], 0
         self._recorded_ahead.clear()
         self._positions, self._moves = {}, []
@@ -120,15 +120,18 @@ class Order:
         return positions[0] + len(self._events) - self._cursor
 
     def next_use(self, use: Use, unit: int) -> int:
-        """How many uses away the unit's next such use is; ``NEVER`` where none is known."""
+        """Return how many uses away the unit's next such use is; ``NEVER`` if none is known."""
         ahead = self._ahead((use, unit))
         if use is Use.COMPUTE and unit in self._unlikely and ahead < NEVER:
-            ahead += len(self._events)  # not this time
+            ahead += len(self._events)  # probably skipped this time
         return ahead
 
     def upcoming(self, most: int) -> Iterator[tuple[int, Use, int]]:
-        """The next uses for which something may move, as (distance, use, unit): ``most`` of them,
-        and once around at most.  What never moves costs nothing here, however often it is used."""
+        """Yield the next uses for which weights may move, as (distance, use, unit).
+
+        Yields at most ``most`` of them, and each position at most once.  Uses of units that never
+        move take no time here.
+        """
         moves, around = self._moves, len(self._events)
         first = bisect_left(moves, self._cursor)
         for turn in range(first, first + len(moves)):

@@ -1,6 +1,6 @@
-"""The order of signals that make up a step, its commit, an edit and the way back: written once.
+"""The order of signals in a step, a commit, an edit and a rollback, written once.
 
-Whoever computes follows it: the training thread, the simulator, the drawn machines of the tests.
+The training thread, the simulator and the randomised tests all drive the residency machine with it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from .messages import (
 
 
 class Ask(typing.Protocol):
-    """Sends the signal that ``make`` builds from a ticket; returns its grant, once it has come.
-    ``computing``: what compute then goes on with."""
+    """A function that sends the signal that ``make`` builds from a ticket, and waits for its grant.
+
+    ``computing``: the name of the unit that compute continues with.
+    """
 
     def __call__(self, make: Callable[[int], Signal], computing: str | None = None) -> Grant: ...
 
 
 class Protocol:
-    """One machine's, from the side of compute.
+    """The protocol of one residency machine, from the side of compute.
 
     Attributes:
-        landing: whether the updates of the last step may still run.
-        open: there is a cut, or the very first is to be made, whose facts are not known yet.
-        cut: the machine has, or will have, a cut of the last step.
+        updates_pending: whether the updates of the last step may still run.
+        open: whether a snapshot (or the very first, still to be made) lacks its metadata.
+        cut: whether the machine has, or will have, a snapshot of the last step.
     """
 
     def __init__(
@@ -54,51 +56,52 @@ class Protocol:
     ) -> None:  # fmt: skip
         """
         Args:
-            tell: sends a signal, and goes on.
+            ask: sends a signal and waits for its grant.
+            tell: sends a signal without waiting.
             landed: called when the updates of a step are known to be over.
         """
         self._ask, self._tell, self._landed = ask, tell, landed
         self._names = [unit.name for unit in layout.units]
         self._groups = layout.together
         self._resident = [home.resident for home in layout.homes]
-        self._behind: set[int] = set()  # units with an update that nobody has waited for
+        self._behind: set[int] = set()  # units with an update that compute has not waited for
         self.updates_pending = self.cut = False
-        self._arriving = False  # gradients that nobody has waited for may be on their way
+        self._arriving = False  # whether gradients may be on their way, not waited for yet
         self.open = layout.durable
 
     def told(self, signal: Signal) -> None:
-        """The machine is about to take a signal; may be called on a thread of its own."""
+        """Note that the machine is about to process a signal.  May be called on another thread."""
         if isinstance(signal, Step) and signal.counts:
             self.open = self.cut = signal.commit
 
     def wait(self, until: Until) -> None:
-        """Returns when that is so."""
+        """Wait until a condition holds."""
         self._ask(lambda ticket: Await(until, ticket))
 
     # -- compute --------------------------------------------------------------------------------
 
     def catch_up(self, unit: int) -> None:
-        """Compute is about to use a unit: waits for updates of what stays where it is."""
+        """Wait for pending updates of the resident weights that a unit uses."""
         for member in self._groups[unit]:
             if self._resident[member] and member in self._behind:
                 self._ask(partial(AwaitUpdate, member), self._names[member])
                 self._behind.discard(member)
 
     def need(self, unit: int) -> tuple[Place, ...]:
-        """Has a unit brought to compute, until ``Release``; where its group is."""
+        """Onload a unit and its group until ``Release``; return their places."""
         return self._ask(partial(Need, unit), self._names[unit]).places
 
     def chosen(self, among: Sequence[int], likely: Collection[int], *, now: bool) -> None:
-        """Which of some units compute will use; see ``ExpertsRouted``."""
+        """Announce which of some units compute will use; see ``ExpertsRouted``."""
         self._tell(ExpertsRouted(tuple(among), frozenset(likely), now))
 
     def room(self, unit: int, *, merge: bool) -> Place:
-        """Where to gather the gradients of a unit; see ``GradRoom``."""
+        """Return a place to gather the gradients of a unit in; see ``GradRoom``."""
         (place,) = self._ask(lambda ticket: GradRoom(unit, ticket, merge)).places
         return place
 
     def gathered(self, unit: int, *, merge: bool, update: bool, in_place: bool) -> None:
-        """The gradients of a unit are where they were to be gathered; see ``GradReady``."""
+        """Hand over the gathered gradients of a unit; see ``GradReady``."""
         if update:
             self._behind.add(unit)
         self._arriving = True
@@ -107,14 +110,17 @@ class Protocol:
     # -- the step -------------------------------------------------------------------------------
 
     def await_gradients(self) -> None:
-        """Waits until all gradients have arrived.  Who looks at one after the other waits once."""
+        """Wait until all gradients have arrived.  Repeated calls wait only once."""
         if self._arriving:
             self.wait(Until.ARRIVED)
             self._arriving = False
 
     def finish_updates(self) -> None:
-        """Waits until the last step's updates are over.  Before the first update of the next: a
-        backward updates no unit while the step before has not landed."""
+        """Wait until the last step's updates are over.
+
+        Call it before the first update of the next step: a backward must not update a unit while
+        updates of the previous step are pending.
+        """
         if self.updates_pending:
             self.wait(Until.LANDED)
             self.updates_pending = False
@@ -122,38 +128,43 @@ class Protocol:
             self._landed()
 
     def step(self, units: Sequence[int], *, background: bool, commit: bool) -> None:
-        """Takes a step; returns when all of it is over, or at once in the background."""
-        # From here on it may be taken, whatever is raised: only the machine can tell.
+        """Take a step; return when all of it is over, or at once if in the ``background``."""
+        # From here on the step may be taken even if an exception is raised; only the machine knows.
         self.updates_pending = True
         self._behind.update(units)
         self._ask(lambda ticket: Step(tuple(units), ticket, background, commit))
 
     def give_up(self, *, begun: bool) -> None:
-        """Ends a step that is not to be taken; ``begun``: a backward has updated units."""
+        """End a step without taking it; ``begun``: a backward has already updated units."""
         if begun:
             self._ask(lambda ticket: Step((), ticket, counts=False))
         self.updates_pending = True
         self.finish_updates()
 
     def forward_again(self) -> None:
-        """Where nothing is trained: all units are about to be used in the order of the last time,
-        and then in that order again."""
+        """Begin a forward without training: units are used in the same order as the last time."""
         self._tell(Repeat())
 
     # -- commits --------------------------------------------------------------------------------
 
     def seal(self, number: int, *, always: bool = True) -> None:
-        """The facts of the present state are known, under ``number``: they are those of the last
-        step's cut, if that lacks them; else what is current is committed with them, if not
-        ``always``, then only if it is newer than the last commit."""
-        # Told first: facts that are told twice do no harm, a cut without any waits for ever.
+        """Supply the metadata ``number`` of the current state.
+
+        If the last step's snapshot lacks its metadata, seal it.  Otherwise commit the current state
+        with this metadata; unless ``always``, only if it is newer than the last commit.
+        """
+        # Send it before updating ``open``: sending twice is harmless, but a snapshot without
+        # metadata would wait for ever.
         self._tell(Seal(number) if self.open and self.cut else Cut(number, always))
         self.open = False
 
     def begin_edit(self) -> None:
-        """Weights and state are about to be edited: that belongs to the state after the last step.
-        Its cut is taken back, to be made anew when its facts are known; if they are known already,
-        it is waited for.  From then on nothing moves."""
+        """Prepare an edit of weights or state, which belongs to the state after the last step.
+
+        If that step's snapshot lacks its metadata, give it up: the edited state is committed once
+        the metadata is known.  If the metadata is known, wait for the commit.  Afterwards, nothing
+        moves.
+        """
         self.wait(Until.QUIET)
         if self.open and self.cut:
             self._tell(AbortCommit())
@@ -163,10 +174,11 @@ class Protocol:
             self.wait(Until.QUIET)
 
     def roll_back(self, restore: Callable[[Iterable[Key]], int]) -> None:
-        """Goes back to the last commit; whatever was begun is given up.
+        """Go back to the last commit, and give up everything newer.
 
-        ``restore`` reads again what it is given, and returns the number of the facts that hold
-        now.
+        Args:
+            restore: reads the given items again, and returns the number of the metadata that is
+                current now.
         """
         self.open = self.cut = False
         self.wait(Until.QUIET)

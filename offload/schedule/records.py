@@ -1,4 +1,5 @@
-"""The policy of state: records come in for their update, go back, and are read ahead."""
+"""The policy for optimizer state: records are read for their update, ahead of it if possible, and
+written back."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from .order import NEVER
 
 
 class Records:
-    """One record of state for each subgroup.  In a slot it is claimed (held) from when an update
-    stages it until it is written; else it is clean, and there only because it comes next."""
+    """The state records, one per subgroup.
+
+    A record in a slot is held from when an update claims it until it is written back.  Otherwise it
+    is clean, and was only read ahead.
+    """
 
     def __init__(self, layout: Layout, items: Items) -> None:
         self._layout, self._items = layout, items
@@ -29,11 +33,11 @@ class Records:
             if place is not None:
                 item.fix(place)
             else:
-                item.stored = True  # never written, it reads as zeroes
+                item.stored = True  # before the first write it reads as zeros
             items.add(item)
             self._records.append(item)
-        self._coming: deque[int] = deque()  # those on disk, in the order expected next
-        self._turns: dict[int, int] = {}  # of those that are coming
+        self._coming: deque[int] = deque()  # records on disk, in the order expected next
+        self._turns: dict[int, int] = {}  # positions of these in that order
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -42,12 +46,12 @@ class Records:
         return item.host or item.device
 
     def ready(self, number: int) -> Place | None:
-        """Where the record is, if it has come there."""
+        """Return the place of a record in memory; ``None`` if it has not arrived."""
         copy = self._copy(number)
         return copy.place if copy is not None and copy.valid else None
 
     def moves(self, number: int) -> bool:
-        """Whether the record lives on disk."""
+        """Return whether the record lives on disk."""
         return self._layout.home(self._records[number].key)[0] is Tier.NVME
 
     # -- the policy of the kind -----------------------------------------------------------------
@@ -67,7 +71,11 @@ class Records:
     # -- for updates ----------------------------------------------------------------------------
 
     def claim(self, number: int) -> bool:
-        """An update is to use the record: starts to bring it in.  ``False``: no room yet."""
+        """Hold a record for an update, and start to read it if needed.
+
+        Returns:
+            ``False`` if there is no room yet; then nothing is held.
+        """
         if self._copy(number) is None and not self._fetch(number, ()):
             return False
         copy = self._copy(number)
@@ -77,7 +85,11 @@ class Records:
         return True
 
     def updated(self, number: int) -> bool:
-        """The record has new values: writes back what lives on disk; whether it does."""
+        """Handle the end of a record's update: start to write it back if it lives on disk.
+
+        Returns:
+            Whether a write was started.
+        """
         copy, moves = self._copy(number), self.moves(number)
         assert copy is not None
         copy.holds -= 1
@@ -93,22 +105,21 @@ class Records:
         self._items.read(item)
         return True
 
-    # -- ahead of them --------------------------------------------------------------------------
+    # -- reading ahead --------------------------------------------------------------------------
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """The next step will use records in this order."""
+        """Set the order in which the next step is expected to use records."""
         self._coming = deque(number for number in numbers if self.moves(number))
         self._turns = {number: turn for turn, number in enumerate(self._coming)}
 
     def passed(self, unit_updated: Container[int]) -> None:
-        """Of what comes, all up to the first of a unit that is not updated yet is no more to be
-        read ahead."""
+        """Stop expecting records, up to the first one whose unit is not in ``unit_updated``."""
         records = self._layout.records
         while self._coming and records[self._coming[0]].unit in unit_updated:
             del self._turns[self._coming.popleft()]
 
     def prefetch(self) -> None:
-        """Reads those that come next into slots that no update has claimed."""
+        """Read the records expected next into slots that no update has claimed."""
         if not self._coming:
             return
         first = list(islice(self._coming, self._layout.regions.state_slots))
@@ -117,7 +128,7 @@ class Records:
                 return
 
     def drop_unused(self) -> None:
-        """Forgets all that is only read ahead.  Nothing may be under way."""
+        """Drop all records that were only read ahead.  Nothing may be in progress."""
         for item in self._records:
             if item.host is not None and not item.host.fixed:
                 self._items.drop(item, Tier.HOST)

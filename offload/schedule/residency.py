@@ -1,8 +1,7 @@
 """The residency machine: signals in, instructions out.  Pure: no device, I/O, threads or clock.
 
-Every decision about what is where is made here, under one lock, by whoever drives the machine (the
-executor's pump, or the simulator).  ``handle`` is the only door.  Demand goes before arrivals,
-arrivals before updates, updates before prefetch.
+It makes every decision about what is where.  Its driver (the executor's pump thread, or the
+simulator) calls ``handle`` under one lock; there is no other way in.
 """
 
 from __future__ import annotations
@@ -69,11 +68,31 @@ from .snapshots import Snapshots
 from .updates import UNITS_AHEAD, DueUpdates
 from .weights import Weights
 
+# Note [Progress of the residency machine]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Each signal changes only the state of one part.  ``_advance`` then starts all work this allows, in
+# this order: requests of compute, arrivals of gradients, updates, commits, prefetch.  A signal
+# about saved storages advances only ``Activations``, since its room is separate from all others,
+# and the rest only if no work is in progress.
+#
+# Work that finds no room stays queued and is tried again at the next signal.  A request that waits
+# while work is in progress can still be met by a ``Done``.  If nothing is in progress, no signal
+# would come, so the standstill is resolved at once.  ``Demands.unblock`` drops all unused copies,
+# and refuses what still finds no room.  ``_refuse_all`` refuses all other waiting tickets.
+#
+# Two rules keep prefetch from delaying requests.  While a request of compute is blocked, nothing is
+# prefetched: the machine must come to a standstill for ``unblock`` to act.  After ``QUIET`` was
+# granted, nothing is prefetched until compute continues, because the caller edits the weights.
+#
+# After ``Failed`` the machine drops all waiting tickets and only accounts for work that ends.  The
+# driver reports the failure to the callers that waited.
+
 
 class Residency:
-    """Decides what moves when: ``handle`` takes one signal.
+    """A state machine that decides what moves when: ``handle`` takes one signal.
 
-    The parts are for ``validate``, which checks all invariants; nobody else looks at them.
+    See Note [Progress of the residency machine].  Its public parts are for ``validate``, which
+    checks all invariants.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -102,9 +121,9 @@ class Residency:
         self._step: Step | None = None
         self._waiting: dict[Until, list[int]] = {until: [] for until in Until}  # tickets
         self._cut: Cut | None = None
-        self._sealed: int | None = None  # the facts of the step that has not landed yet
+        self._sealed: int | None = None  # metadata number of the step whose updates still run
         self._failed = False
-        # From the end of ``QUIET`` until compute goes on nothing is prefetched.
+        # Nothing is prefetched from when ``QUIET`` is granted until compute continues.
         self._quiet = False
         self._takes: dict[type, Callable[[Any], None]] = {
             Need: self._demands.need,
@@ -142,7 +161,7 @@ class Residency:
         self._out.append(instruction)
 
     def handle(self, signal: Signal) -> list[Instruction]:
-        """Takes one signal and returns what is to be done, in order."""
+        """Process one signal and return the instructions that follow from it, in order."""
         take = self._takes.get(type(signal))
         if take is None:
             raise TypeError(f"not a signal: {signal!r}")
@@ -150,7 +169,7 @@ class Residency:
             take(signal)
             self._quiet = self._quiet and not isinstance(signal, _GOES_ON)
         if not self._failed:
-            # What autograd saved has room of its own: it keeps nothing else, and nothing else it.
+            # Saved storages have their own room, so neither side can unblock the other.
             saved = _about_saved(signal)
             if saved:
                 self._advance_saved()
@@ -160,15 +179,15 @@ class Residency:
         return out
 
     def used_bytes(self) -> tuple[int, int]:
-        """Bytes of (device, host) memory that hold something now: homes, what moves through the
-        regions, and what nobody tells of."""
+        """Return the bytes in use of (device, host) memory: homes, slots in the regions, and the
+        ``BackwardPhase.beside`` bytes."""
         (device, host), (in_device, in_host) = self._fixed_bytes, self.items.used_bytes()
         beside = self.saved.beside_bytes
         there = beside if self.layout.has_device else 0
         return device + in_device + there, host + in_host + beside - there
 
     def saved_bytes(self) -> tuple[int, int, int]:
-        """Bytes of what autograd saved: with compute, not there, and on disk."""
+        """Return the bytes of saved storages at compute, offloaded, and on disk."""
         return self.saved.nbytes
 
     # -- compute --------------------------------------------------------------------------------
@@ -190,7 +209,7 @@ class Residency:
             self.updates.add(signal.unit)
 
     def _begin_step(self, step: Step) -> None:
-        """Queues the updates in the order in which compute will want them."""
+        """Queue the updates of a step in the order that ``DueUpdates.in_order`` chooses."""
         assert self._step is None, "one step at a time"
         self._order.end_step()
         self._sealed = None
@@ -201,7 +220,7 @@ class Residency:
             self._emit(Grant(step.ticket))
 
     def _end_step(self) -> None:
-        """All updates and their writes are over: what is stored now is one cut."""
+        """End the step after its updates and writes, and begin its snapshot if it commits."""
         step, self._step = self._step, None
         if step is not None:
             self.updates.end_step()
@@ -238,7 +257,7 @@ class Residency:
     def _locate(self, signal: Locate) -> None:
         key, roles = signal.item, self.items.of(signal.item).roles
         _, place = self.layout.home(key)
-        if place is None:  # room that nobody uses as long as nothing moves
+        if place is None:  # unused room, which stays unused as long as nothing moves
             place = self.items.arena(key.kind, Tier.HOST).hole(self.layout.nbytes(key))
         if place is None:
             self.items.refuse(signal.ticket, key, Tier.HOST)
@@ -283,7 +302,7 @@ class Residency:
             self.snapshots.refused()
 
     def _fail(self, signal: Failed) -> None:
-        """From now on the machine only drains: whoever waits is told by whoever drives it."""
+        """Begin to drain after a failure.  The driver reports it to all waiting callers."""
         self._failed = True
         self._forget_waiting()
         self.saved.forget_waiting()
@@ -292,7 +311,7 @@ class Residency:
     # -- progress -------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        self.snapshots.advance()  # an update may wait for it
+        self.snapshots.advance()  # first, since an update may wait for a snapshot's write
         self._demands.serve()
         self.gradients.advance()
         self.updates.advance()
@@ -306,7 +325,7 @@ class Residency:
         self._commit()
         if self._waiting[Until.QUIET]:
             self._quieten()
-        # A demand that is blocked must come to be alone, which prefetch could keep it from.
+        # Prefetch would keep work in progress, and ``unblock`` acts only when there is none.
         elif not self._demands.compute_waits and not self._quiet:
             self.updates.prefetch()
             self._prefetch()
@@ -326,7 +345,7 @@ class Residency:
         self._waiting[until].clear()
 
     def _may_land(self) -> bool:
-        """One commit at a time: the next cut is made when the one before is durable."""
+        """Return whether the step may end: its snapshot must wait for the one in progress."""
         return self._step is None or not (self._step.commit and self.snapshots.pending)
 
     def _commit(self) -> None:
@@ -340,7 +359,7 @@ class Residency:
             self._grant(Until.DURABLE)
 
     def _quieten(self) -> None:
-        """Grants once nothing moves and nothing else waits; caches are dropped then."""
+        """Drop caches and grant ``QUIET`` once nothing moves and nothing else waits."""
         waits = any(tickets for until, tickets in self._waiting.items() if until is not Until.QUIET)
         moves = self.in_flight or self.updates.busy or self.gradients.moving
         if not (waits or moves or self._demands.compute_waits or self._step or self._cut
@@ -353,20 +372,20 @@ class Residency:
         assert not self.in_flight, "caches are dropped only while nothing moves"
         self.items.forget_guesses()
         self.weights.drop_unused((Tier.DEVICE, Tier.HOST))
-        self.weights.forget_kept()  # a graph may keep its slot; the next forward must not
+        self.weights.forget_kept()  # the next forward must not reuse slots that graphs keep
         self.updates.records.drop_unused()
 
     def _prefetch(self) -> None:
         room, updating = True, self.weights.updating
         queued = self.weights.queued
         if self._step is not None and queued > UNITS_AHEAD:
-            return  # what room there is will be wanted by the updates first
+            return  # the updates will need the room first
         for ahead, use, unit in self._order.upcoming(self.layout.prefetch_depth):
             distance = ahead + queued
             if use is Use.COMPUTE:
                 for member in self.layout.together[unit]:
                     if self._order.next_use(Use.UPDATE, member) < ahead:
-                        continue  # a copy now would be lost
+                        continue  # an update would make a copy stale before its use
                     if room:
                         room = self.weights.toward_compute(member, distance, updating, guess=True)
                     elif self.layout.apart[member] and self.weights.units[member].device is None:
@@ -376,7 +395,7 @@ class Residency:
 
     @property
     def _somebody_waits(self) -> bool:
-        """Whether anyone waits for what only the end of a move could bring."""
+        """Whether any ticket waits for work to end."""
         blocking = self._step is not None and not self._step.background
         return bool(
             self._demands.tickets()
@@ -386,9 +405,11 @@ class Residency:
         )
 
     def _refuse_all(self) -> None:
-        """Nothing moves, and an update finds no room: graphs that are kept have it, or a unit in
-        use has, where somebody waits for the end of all updates amid a forward.  Whoever waits is
-        told; what is queued goes on when they are gone."""
+        """Refuse all waiting tickets, because an update finds no room and nothing moves.
+
+        The room is taken by slots that graphs keep, or by a unit in use, if a caller waits for all
+        updates during a forward.  Queued updates continue once that room is free.
+        """
         unit = self.updates.blocked_at()
         held = any(u.kept or u.pins for u in self.weights.units)
         assert unit is not None and held, "someone waits and nothing moves"
@@ -397,7 +418,7 @@ class Residency:
         self._forget_waiting()
 
     def _tickets(self) -> list[int]:
-        """Of all who still wait, each once."""
+        """Return all tickets that are neither granted nor refused, except those of activations."""
         tickets = self._demands.tickets() + self.gradients.tickets()
         tickets += [ticket for waiting in self._waiting.values() for ticket in waiting]
         if self._step is not None and not self._step.background:
@@ -405,9 +426,9 @@ class Residency:
         return tickets
 
     def _forget_waiting(self) -> None:
-        """Whoever waits was told otherwise."""
+        """Drop the waiting tickets: their callers were notified in another way."""
         if self._step is not None:
-            self._step = replace(self._step, background=True)  # nobody waits for its end
+            self._step = replace(self._step, background=True)  # so its end grants no ticket
         self._demands.forget()
         self.gradients.forget_waiting()
         for tickets in self._waiting.values():
@@ -422,7 +443,7 @@ def _new_order(layout: Layout) -> Order:
     return Order(64 * max(1, len(layout.units)), moving)
 
 
-_GOES_ON = (Need, AwaitUpdate, GradRoom, GradReady, Step)  # what compute says when it does
+_GOES_ON = (Need, AwaitUpdate, GradRoom, GradReady, Step)  # compute continues with these
 
 
 def _about_saved(signal: Signal) -> bool:

@@ -22,7 +22,8 @@ from .messages import Key, Kind
 #
 # On the way back, room at compute is taken for the whole storage.  Parts are read as slots become
 # free, and copied in in any order; a slot is free again once its part has arrived.  An urgent
-# storage is read ahead before it has room at compute: what was read is clean, so it gives way.
+# storage is read ahead before it has room at compute: parts that were read are clean, so they can
+# be evicted.
 #
 # A storage of which any part is on disk alone has reserved its disk space, so its other parts can
 # be written too.  Host memory therefore never fills with parts that can neither leave nor be used.
@@ -32,17 +33,17 @@ class PartedStorage:
     """One storage that autograd saved.  See Note [Parts of saved storages].
 
     Attributes:
-        parts: the items that move, in the order in which they lie in the storage.
-        turn: when it was last saved, as a count of everything that was saved.
-        here: compute has it, or room for it is taken.
-        pending: parts that compute lacks and whose copy in was not started yet.
-        out: parts that are copied out, or whose copy out was started, while it is ``leaving``.
-        streams: it leaves, or has left, part by part through to disk.
-        wanted: compute asks for it while it is leaving; it stays once running copies have ended.
-        copying: copies out that run now.
-        moving: moves of any kind that run now.
-        on_disk: disk space is reserved for it.
-        used: nothing needs it any more; it is removed once no move of it runs.
+        parts: the items that move, in their order in the storage.
+        turn: when it was last saved, as a count of all saves.
+        here: whether compute has it, or room for it is taken.
+        pending: parts that compute lacks and whose copy in has not started.
+        out: number of parts whose copy out was started or was not needed, while ``leaving``.
+        streams: whether it leaves, or has left, part by part through host memory to disk.
+        wanted: whether compute needs it while it is leaving; it stays once running copies end.
+        copying: number of copies out in progress.
+        moving: number of moves of any kind in progress.
+        on_disk: whether disk space is reserved for it.
+        used: whether nothing needs it any more; it is removed once no move of it runs.
     """
 
     __slots__ = (

@@ -1,9 +1,4 @@
-"""Cuts: one cut over all tiers at the end of a step, and who must wait until it is durable.
-
-What lives in memory is written to its working extent while it is immutable, that is until the next
-update of it; an update that comes sooner waits for that one write alone.  What lives on disk is in
-its working extent already, and must not be written again before the record is durable.
-"""
+"""Snapshots: a consistent state over all tiers at the end of a step, and how it is committed."""
 
 from __future__ import annotations
 
@@ -15,24 +10,53 @@ from .items import Items, Roles
 from .layout import Layout
 from .messages import Commit, Instruction, Key, Kind
 
-SAVES_AT_ONCE = 2  # in the background: demand reads must not queue behind many
+SAVES_AT_ONCE = 2  # background writes in progress: demand reads must not queue behind many
+
+# Note [Snapshots and commits]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Every stored item has two extents on disk (``Roles``): the committed one belongs to the last
+# commit, and the working one takes all writes.  A snapshot is one consistent state of all items,
+# taken when no update runs.  It becomes a commit once every changed item is in its working extent
+# and the commit record names these extents.
+#
+# * An item that lives on disk is in its working extent already.  The next update of it must not
+#   overwrite this extent before the commit is durable, so it is blocked until then.
+# * An item that lives in memory and has changed must be written (``_save``) before its next update
+#   changes it.  An update that comes sooner waits only for this write, which then goes first.
+#
+# The commit record also needs metadata that is known only later, when the training loop begins the
+# next forward (scheduler and loop state).  The snapshot is *sealed* with its number then.  When all
+# writes have ended and it is sealed, ``Commit`` is emitted.  After that the roles swap: the working
+# extents become the committed ones.
+#
+# If the loop edits weights before the seal, ``take_back`` gives up the snapshot, and the edited
+# state joins a later one.  If the commit fails before its record was begun, the previous commit
+# stays valid.  ``rollback`` makes the committed extents the newest again.
 
 
 class Snapshots:
-    """The cut that is under way, if any; one at a time."""
+    """The snapshot in progress, if any; one at a time.  See Note [Snapshots and commits].
+
+    Attributes:
+        dirty: items in memory that changed since they were last saved.
+        pending: whether a snapshot is in progress.
+        spoiled: units with non-finite values; while there are any, nothing is committed.
+        sealed: the number of the metadata of the snapshot, once known.
+        blocked: items that no update may change yet.
+    """
 
     def __init__(self, layout: Layout, items: Items, emit: Callable[[Instruction], None]) -> None:
         self._emit, self._items = emit, items
         self._stored = layout.stored
-        self._in_memory: dict[Key, Tier] = {}  # where those are that a commit must save
+        self._in_memory: dict[Key, Tier] = {}  # tiers of the items that a commit must save
         for key in layout.stored:
             tier, place = layout.home(key)
             if place is not None and (key.kind is Kind.STATE or tier is Tier.HOST):
                 self._in_memory[key] = place.tier
-        self.dirty: set[Key] = set()  # in memory, changed since it was last saved
+        self.dirty: set[Key] = set()
         self.pending = False
-        self._stale: set[Key] = set()  # to be read again after a rollback
-        self.spoiled: set[int] = set()  # units that hold values that are not finite
+        self._stale: set[Key] = set()  # items to read again after a rollback
+        self.spoiled: set[int] = set()
         self.sealed: int | None = None
         self.blocked: set[Key] = set()
         self._changed: dict[Key, int] = {}
@@ -40,10 +64,10 @@ class Snapshots:
         self._saving: set[Key] = set()
         self._committing = False
 
-    # -- a cut ----------------------------------------------------------------------------------
+    # -- a snapshot -----------------------------------------------------------------------------
 
     def begin(self, sealed: int | None) -> None:
-        """All that is current now is one cut; ``sealed``: the number of its facts, if known."""
+        """Begin a snapshot of the current state; ``sealed``: number of its metadata, if known."""
         assert not self.pending, "one commit at a time"
         assert not self.spoiled, "what is not finite is not committed"
         self.pending, self.sealed = True, sealed
@@ -58,12 +82,12 @@ class Snapshots:
         self.blocked.update(self._unsaved)
 
     def change(self, item: Key) -> None:
-        """An update is about to change what lives in memory."""
+        """Record that an item is about to change, if it lives in memory."""
         if item in self._in_memory:
             self.dirty.add(item)
 
     def blocks(self, item: Key) -> bool:
-        """Whether an update of the item must wait; what it waits for then goes first."""
+        """Return whether an update of the item must wait; if so, start the write it waits for."""
         if item not in self.blocked:
             return False
         if item in self._unsaved:
@@ -72,7 +96,7 @@ class Snapshots:
         return True
 
     def advance(self) -> None:
-        """Writes what is unsaved; when all is, and the facts are sealed, the record."""
+        """Write unsaved items; once all are written and the snapshot is sealed, commit it."""
         if not self.pending:
             return
         while self._unsaved and len(self._saving) < SAVES_AT_ONCE:
@@ -86,7 +110,7 @@ class Snapshots:
         self._items.write(self._items.of(item), self._in_memory[item], saves=True)
 
     def saved(self, item: Key) -> None:
-        """One of the cut's writes has ended."""
+        """Record that one of the snapshot's writes has ended."""
         self._changed[item] = self._roles(item).newest
         self._saving.discard(item)
         self.blocked.discard(item)
@@ -95,20 +119,20 @@ class Snapshots:
         return self._items.of(item).roles
 
     def _table(self) -> tuple[tuple[Key, int], ...]:
-        """Every item and the extent that the cut has it in."""
+        """Return every stored item with its extent in the snapshot."""
         return tuple(
             (item, self._changed.get(item, self._roles(item).committed)) for item in self._stored
         )
 
     def committed(self) -> None:
-        """The record is durable: the roles turn."""
+        """End the snapshot, which is durable: its extents become the committed ones."""
         for item, role in self._changed.items():
             self._roles(item).committed = role
         self._end()
 
     def refused(self) -> None:
         """Handle a commit that failed before its record was begun: the previous commit stays the
-        last one, and everything in this cut is newer than it."""
+        last one, and everything in this snapshot is newer."""
         self.dirty.update(item for item in self._changed if item in self._in_memory)
         self._end()
 
@@ -119,46 +143,48 @@ class Snapshots:
         self.blocked.clear()
 
     def newer(self) -> bool:
-        """Whether anything is newer than the last commit."""
+        """Return whether anything is newer than the last commit."""
         return bool(self.pending or self.dirty) or any(
             roles.newest != roles.committed for roles in map(self._roles, self._stored)
         )
 
     def adopt(self, item: Key, role: int) -> None:
-        """A store that was opened again has the item in this extent."""
+        """Set the extent that a reopened store has for an item."""
         roles = self._roles(item)
         roles.newest = roles.committed = role
         self.dirty.discard(item)
 
-    # -- back -----------------------------------------------------------------------------------
+    # -- abort and rollback ---------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """The cut that is under way is not made: what it holds is about to be edited, and will be
-        in another.  Its facts are not known, and nothing moves."""
+        """Give up the snapshot in progress, since its state is about to be edited.
+
+        The edited state joins a later one.  The snapshot must not be sealed, and nothing may move.
+        """
         assert self.sealed is None and not self._saving, "the cut is being written"
         self.dirty.update(self._unsaved)
         self._unsaved.clear()
         self._end()
 
     def rolled_back(self) -> None:
-        """All that ``rollback`` said has been read."""
+        """Record that all items that ``rollback`` returned have been read."""
         self._stale = set()
 
     def rollback(self) -> list[Key]:
-        """Forgets the cut and all that is newer than the last commit.  Nothing may be under way.
+        """Forget the snapshot and all that is newer than the last commit, while nothing moves.
 
         Returns:
-            What lives in memory and must be read again.
+            The items that must be read again: all in memory, and those on disk that were newer.
         """
         assert not self._saving and not self._committing, "a commit is under way"
-        # All that lives in memory: an edit that was interrupted may have told of nothing yet.
+        # All items in memory: an interrupted edit may have changed some without a signal.
         stale = self._stale | set(self._in_memory)
         for item in self._stored:
             roles = self._roles(item)
             if roles.newest != roles.committed:
                 roles.newest = roles.committed
                 stale.add(item)
-        self._stale = stale  # until all is read: an exception may come before
+        self._stale = stale  # kept until all are read, since an exception may interrupt that
         self.dirty.clear()
         self._unsaved.clear()
         self._end()

@@ -1,4 +1,4 @@
-"""What a model is made of, for whoever moves it: units, chunks, parameters, records of state."""
+"""The parts of a model that move: units, chunks, parameters and state records."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ PAGE = 4096
 
 
 def align(nbytes: int, border: int) -> int:
-    """The smallest multiple of ``border`` that is at least ``nbytes``."""
+    """Return the smallest multiple of ``border`` that is at least ``nbytes``."""
     return -(-nbytes // border) * border
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: where it lies in its unit, and how to view it.
+    """One parameter: its position in its chunk, and how to view it.
 
-    ``numel`` elements start at ``offset`` (elements, in the chunk); ``shape`` and ``stride`` view
-    them.  ``index`` numbers the model's managed parameters.
+    A complex parameter is stored as real and imaginary parts, with a last dimension of two, as in
+    ``torch.view_as_real``.  ``torch.optim`` updates it in this form.
 
-    A complex parameter is stored as real and imaginary parts, a last dimension of two, as
-    ``torch.view_as_real`` has it: ``torch.optim`` updates it so.
+    Attributes:
+        index: number of the parameter among the model's managed parameters.
+        shape, stride: view of its ``numel`` elements.
+        offset: of its first element in the chunk, in elements.
     """
 
     index: int
@@ -38,8 +40,8 @@ class ParamSpec:
     def as_parameter(
         self, dtype: torch.dtype
     ) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-        """Return the dtype, offset (elements of it, in the chunk), shape and strides that the
-        model's parameter has, for a chunk of ``dtype``."""
+        """Return the dtype, offset, shape and strides of the model's parameter, for a chunk of
+        ``dtype``.  The offset in the chunk is in elements of the returned dtype."""
         if not self.is_complex:
             return dtype, self.offset, self.shape, self.stride
         stride = tuple(step // 2 for step in self.stride[:-1])
@@ -53,11 +55,13 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Parameters of one dtype and one group, flat: ``numel`` elements, borders included.
+    """The parameters of a unit with one dtype and one param group, flattened.
 
-    ``group`` is the optimizer's param-group index, ``None`` for parameters that are never
-    updated.  ``byte_offset`` is the chunk's place in the unit's weight slot, ``grad_offset`` that
-    in its gradient slot (bytes, in the weights' dtype).
+    Attributes:
+        group: index of the optimizer's param group; ``None`` for parameters that are never updated.
+        numel: elements, with the padding between parameters.
+        byte_offset: offset in the unit's weight slot, in bytes.
+        grad_offset: offset in its gradient slot, in bytes, for gradients in the weights' dtype.
     """
 
     dtype: torch.dtype
@@ -74,8 +78,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PagePart:
-    """Where a parameter lies in its unit's page, in bytes, and in which format; ``None``: as
-    compute has it."""
+    """The position of a parameter in its unit's page, in bytes, and its format.
+
+    ``form`` is ``None`` for a parameter that is stored as compute uses it.
+    """
 
     form: str | None
     offset: int
@@ -84,17 +90,22 @@ class PagePart:
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that run together.  ``shares`` are units whose weights it reads too: tied weights,
-    and those of modules elsewhere that it runs.
+    """Modules that run together.
 
-    ``encloses`` says that other units run inside this one's forward: it is then kept resident.
-    ``runs``: else it is the frozen weights of the unit behind it, which shares them.
-    ``flops`` are those of its forward's matrix products, per token, ``backward_flops`` those of its
-    backward; ``activation_bytes`` is about what autograd keeps of them, per token, and
-    ``input_bytes`` what goes into it.
-    ``logits_bytes``: per token, of a head whose loss is computed from all that comes out of it.
-    ``page``: of frozen weights that are kept and moved in another format than compute has them in,
-    its parts in the order of ``params``; ``page_bytes`` in all.
+    Attributes:
+        shares: units whose weights it also reads: tied weights, and those of modules elsewhere that
+            it runs.
+        encloses: whether other units run inside its forward; it is then kept resident.
+        weight_bytes, grad_bytes: sizes of its weight and gradient slots.
+        flops, backward_flops: of the matrix products in its forward and backward, per token.
+        activation_bytes: about what autograd keeps until backward, per token.
+        input_bytes: about the size of its input, per token.
+        logits_bytes: of a head whose loss is computed from its whole output, per token.
+        runs: whether it runs; otherwise it is the frozen weights of the next unit, which shares
+            them.
+        page: for frozen weights that are stored and moved in another format than compute uses, the
+            parts of the page in the order of ``params``.
+        page_bytes: size of the page.
     """
 
     index: int
@@ -115,12 +126,12 @@ class Unit:
 
     @property
     def packed(self) -> bool:
-        """Whether its weights are kept in another format than compute has them in."""
+        """Whether its weights are stored in another format than compute uses."""
         return bool(self.page)
 
     @property
     def stored_bytes(self) -> int:
-        """Of its weights where they wait."""
+        """Bytes of its weights as stored."""
         return self.page_bytes if self.page else self.weight_bytes
 
     @property
@@ -134,8 +145,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class FieldPlace:
-    """Where a field lies in a record: ``numel`` elements of ``dtype`` at ``offset`` bytes, each of
-    which serves ``block`` parameters."""
+    """The position of a field in a state record: ``numel`` elements of ``dtype`` at ``offset``
+    bytes, each for ``block`` parameter elements."""
 
     name: str
     dtype: torch.dtype
@@ -144,7 +155,10 @@ class FieldPlace:
     block: int = 1
 
     def span(self, start: int, stop: int) -> slice:
-        """The stored elements of parameters ``[start, stop)``; ``start`` begins a block."""
+        """Return the stored elements for parameter elements ``[start, stop)``.
+
+        ``start`` must be a multiple of ``block``.
+        """
         return slice(start // self.block, -(-stop // self.block))
 
 
@@ -152,7 +166,7 @@ class FieldPlace:
 class Subgroup:
     """Elements ``[start, start + count)`` of chunk ``chunk`` of unit ``unit``.
 
-    Its record holds ``fields`` and takes ``nbytes`` (whole pages) in memory and on disk.
+    Its state record holds ``fields`` and takes ``nbytes`` (whole pages) in memory and on disk.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""The queue of units to update: stages weights, gradients and state, runs, writes back."""
+"""The queue of units to update: stages weights, gradients and state, and dispatches updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ UNITS_AHEAD = 3  # units whose weights and gradients are staged while the first 
 
 
 class _Task:
-    """One unit in the queue."""
+    """One unit in the queue.
+
+    Attributes:
+        staged, next, done: numbers of subgroups whose records are claimed, whose update was
+            dispatched, and whose update has ended.
+        begun: whether the task may hold room, so that no other task may overtake it.
+        holds_weights: whether it holds the host copy of the weights.
+        complete: whether weights, gradients and records are all staged.
+    """
 
     __slots__ = (
         "begun",
@@ -43,7 +51,7 @@ class _Task:
 
 
 class _Visits:
-    """Room on the device for records that are updated there, for as long as they are."""
+    """Slots on the device for state records, each for the duration of one update there."""
 
     def __init__(self, layout: Layout, items: Items) -> None:
         self._items, self._visitors = items, visitors(layout)
@@ -51,11 +59,11 @@ class _Visits:
         items.govern(Kind.VISIT, self)
 
     def goes(self, record: int) -> bool:
-        """Whether the record is updated on the device."""
+        """Return whether the record is copied to the device for its update."""
         return record in self._visitors
 
     def begin(self, record: int) -> Place | None:
-        """The slot for a visit; ``None``: all are taken."""
+        """Allocate a slot for a record; return ``None`` if all are in use."""
         visit = Item(Key(Kind.VISIT, record), self._slot_bytes)
         copy = self._items.make_room(visit, Tier.DEVICE)
         if copy is None:
@@ -64,7 +72,7 @@ class _Visits:
         return copy.place
 
     def end(self, record: int) -> None:
-        """The record is back."""
+        """Free the slot of a record that was copied back."""
         self._items.remove(self._items.of(Key(Kind.VISIT, record)))
 
     def next_use(self, item: Item, tier: Tier) -> int:
@@ -81,7 +89,7 @@ class _Visits:
 
 
 class DueUpdates:
-    """First come, first served: the head of the queue always gets its room first."""
+    """The queue of updates, first in, first out: the first task gets its room first."""
 
     def __init__(
         self,
@@ -98,22 +106,22 @@ class DueUpdates:
         self.records = Records(layout, items)
         self._device_updates = _Visits(layout, items)
         self.queue: deque[_Task] = deque()
-        self.updated: set[int] = set()  # units updated since the last end of a step
+        self.updated: set[int] = set()  # units queued since the last end of a step
         self._writing = 0
         self._forwards = False
         self._queued: list[int] = []  # the units of this step in the order of their updates
 
     @property
     def busy(self) -> bool:
-        """Whether an update runs or one of its writes has not landed."""
+        """Whether an update is queued or running, or one of its writes has not ended."""
         return bool(self.queue) or self._writing > 0
 
     def blocked_at(self) -> int | None:
-        """The unit whose update is next, if there is one."""
+        """Return the unit at the head of the queue, if there is one."""
         return self.queue[0].unit if self.queue else None
 
     def add(self, unit: int) -> None:
-        """Queues a unit, unless this step updated it already."""
+        """Queue a unit, unless this step has queued it already."""
         if unit not in self.updated:
             self.updated.add(unit)
             self._queued.append(unit)
@@ -124,17 +132,20 @@ class DueUpdates:
             self.queue.append(_Task(unit, self.layout.subgroups[unit]))
 
     def in_order(self, units: Sequence[int]) -> list[int]:
-        """The best order for a step's updates: as compute will want them, or, where compute waits
-        for all of them, turned round every time, so that each begins with what is still there."""
+        """Return a step's units in the best order for their updates.
+
+        In the background, the order in which compute will use them.  If compute waits for all of
+        them, the order is reversed every step, so that each begins with what is still in memory.
+        """
         if not self.weights.drains:
             return sorted(units, key=lambda unit: (self.weights.next_compute(unit), unit))
         self._forwards = not self._forwards
         return sorted(units, reverse=not self._forwards)
 
     def promote(self, unit: int) -> None:
-        """Compute waits for the unit: its update goes before those that have not begun.
+        """Move the update of a unit that compute waits for before all tasks that have not begun.
 
-        Not while its gradients are on their way: those before it may hold the room they need.
+        Does nothing while its gradients are arriving: tasks before it may hold the room they need.
         """
         arrived = self.gradients.held(unit) or self.gradients.stored(unit)
         if unit not in self.weights.updating or not arrived:
@@ -147,7 +158,7 @@ class DueUpdates:
             self.queue.insert(first, task)
 
     def end_step(self) -> None:
-        """All has landed: the next step's order is known."""
+        """Begin a new step: all updates are over, and their order predicts the next one."""
         order = reversed(self._queued) if self.weights.drains else self._queued
         self.records.expect(s.index for unit in order for s in self.layout.subgroups[unit])
         self._queued = []
@@ -156,7 +167,7 @@ class DueUpdates:
     # -- staging --------------------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Stages as far ahead as room allows and dispatches, in order, what is complete."""
+        """Stage tasks as far ahead as room allows, and dispatch ready records in order."""
         for number, task in enumerate(self.queue):
             if number >= UNITS_AHEAD or not self._stage(task, number):
                 break
@@ -170,7 +181,7 @@ class DueUpdates:
         unit, home = task.unit, self.layout.homes[task.unit]
         if not task.holds_weights and home.weights is not Tier.DEVICE:
             if not self.weights.toward_host(unit, number - 1):
-                return False  # it holds nothing: one that compute waits for may go before it
+                return False  # it holds nothing, so ``promote`` may move another task before it
             task.begun = True
             if self.weights.host_valid(unit):
                 self.weights.hold_host(unit)
@@ -187,17 +198,18 @@ class DueUpdates:
         return True
 
     def _fetch_gradients(self, unit: int, number: int) -> bool:
-        """Takes room only after all before it: theirs may still have to arrive through it."""
+        """Read gradients from disk, but only after those of all earlier tasks: they may need the
+        same room.  Return whether the read was started."""
         before = islice(self.queue, number)
         return all(self.gradients.fetched(t.unit) for t in before) and self.gradients.fetch(unit)
 
     def prefetch(self) -> None:
-        """Reads ahead the records that come next, while no update runs."""
+        """Read ahead the records that are updated next, while no update is queued."""
         if not self.queue:
             self.records.prefetch()
 
     def _dispatch(self, task: _Task) -> bool:
-        """Whether all of the task's subgroups have been dispatched."""
+        """Dispatch the updates that are ready; return whether all of the task's are dispatched."""
         unit, home = task.unit, self.layout.homes[task.unit]
         if not self.gradients.held(unit) or not self.weights.may_update(unit):
             return False
@@ -228,7 +240,7 @@ class DueUpdates:
     # -- events ---------------------------------------------------------------------------------
 
     def update_done(self, work: Update) -> None:
-        """A record and its weights have new values."""
+        """Handle the end of an update of one subgroup; finish the task after its last one."""
         task = next(task for task in self.queue if task.unit == work.unit)
         if work.visit is not None:
             self._device_updates.end(work.subgroup)
@@ -241,5 +253,5 @@ class DueUpdates:
             self.gradients.tell_home(task.unit)
 
     def written(self) -> None:
-        """A write of an update has ended."""
+        """Record that a write of updated weights or state has ended."""
         self._writing -= 1

@@ -1,7 +1,7 @@
-"""Visits: records of state in host memory that go to the device for their update, and come back.
+"""Visits: state records from host memory that are copied to the device for their update, and back.
 
-A record takes the gradients and weights of its parameters along.  All three lie in one slot of
-device memory; back come state and weights.
+The record is copied with the gradients and weights of its parameters, all three into one slot of
+device memory.  State and weights are copied back.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ..facts.tier import Tier
 from .layout import Layout
 from .units import PAGE, Subgroup, align
 
-SLOTS = 3  # one comes, one is updated, one goes
+SLOTS = 3  # one is copied in, one updated, one copied out
 
 
 class Visit(NamedTuple):
-    """Bytes of what one record takes along, in the order in which they lie in its slot."""
+    """The bytes of one record's state, gradients and weights, in their order in the slot."""
 
     state: int
     grads: int
@@ -46,22 +46,30 @@ class Visit(NamedTuple):
 
 
 def visit_of(subgroup: Subgroup, dtype: torch.dtype, *, converts: bool) -> Visit:
-    """What the record takes along; ``converts``: the host keeps its gradients in fp32."""
+    """Return the sizes of a subgroup's visit.
+
+    Args:
+        dtype: of its weights.
+        converts: whether the host keeps its gradients in fp32.
+    """
     grad_size = 4 if converts else dtype.itemsize
     return Visit(subgroup.nbytes, subgroup.count * grad_size, subgroup.count * dtype.itemsize)
 
 
 def visit_in(layout: Layout, subgroup: Subgroup) -> Visit:
-    """``visit_of`` for a subgroup of a layout."""
+    """Return ``visit_of`` for a subgroup of a layout."""
     dtype = layout.units[subgroup.unit].chunks[subgroup.chunk].dtype
     return visit_of(subgroup, dtype, converts=layout.converts[subgroup.unit])
 
 
 def visitors(layout: Layout) -> frozenset[int]:
-    """The records that are updated so: of the parameters whose state does not live on the device,
-    about the share ``layout.visiting``, evenly spread, so that the CPU updates others meanwhile."""
+    """Return the records that are copied to the device for their update.
+
+    They have about the share ``layout.visiting`` of the parameters whose state does not live on the
+    device.  They are evenly spread, so that the CPU updates other records meanwhile.
+    """
     chosen: list[int] = []
-    due = 0.0  # parameters, by which those chosen so far fall short
+    due = 0.0  # parameters still to choose to reach the share so far
     for group, home in zip(layout.subgroups, layout.homes, strict=True):
         for subgroup, tier in zip(group, home.state, strict=True):
             if tier is Tier.DEVICE or not layout.visiting:

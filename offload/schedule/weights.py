@@ -1,4 +1,4 @@
-"""The policy of weights: brought toward compute, kept while it uses them, updated, written back."""
+"""The policy for weights: onload them, keep them while compute uses them, update, write back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,34 @@ from .layout import Layout
 from .messages import Held, Key, Kind, Read, Write
 from .order import NEVER, Order, Use
 
+# Note [Slots that graphs keep]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# While a unit is onloaded, its parameters are views of a slot.  When compute releases the unit, an
+# autograd graph may still hold a storage over the slot.  The slot must not be reused until that
+# storage is gone, or the graph would read other data.
+#
+# ``Release`` therefore reports such storages as ``Held`` tokens, and ``Freed`` reports each one
+# once it has expired.  ``UnitWeights.kept`` has the tokens by slot.  An exception may interrupt the
+# reporting, so a report may come twice, or ``Freed`` without ``Release``.  Tokens make this
+# harmless.
+#
+# ``kept`` has two kinds of slots:
+#
+# * The slot of the current copy in the compute tier.  ``may_go`` keeps that copy from eviction.
+# * The slots of copies that were forgotten, because an update made them stale or because the graph
+#   might write to them.  ``_orphan`` forgets a copy without freeing its slot.  ``freed`` frees the
+#   slot when its last token is gone.
+
 
 class UnitWeights(Item):
     """The weights of one unit.
 
-    ``pins`` counts compute's uses of the copy in the compute tier.  ``kept`` has, for each slot,
-    the tokens of storages that graphs keep over it after compute let go: the copy's own slot, and
-    those of copies that are forgotten, which only such storages still use.  ``updating`` says that
-    an update is queued: until it is done nobody computes with the unit; ``turn`` is its place in
-    that queue.
+    Attributes:
+        pins: compute's uses of the copy in the compute tier.
+        kept: by slot, the tokens of storages that graphs keep over it.  See Note [Slots that graphs
+            keep].
+        updating: whether an update is queued or runs; compute does not use the unit until it ends.
+        turn: the position of the unit's last update in the sequence of all updates.
     """
 
     __slots__ = ("kept", "pins", "turn", "updating")
@@ -32,13 +51,13 @@ class UnitWeights(Item):
 
 
 class Weights:
-    """Copies come toward compute, and go by the next known use."""
+    """The weights of all units.  Copies are evicted in the order of their next known use."""
 
     def __init__(self, layout: Layout, order: Order, items: Items) -> None:
         self.layout, self.order, self._items = layout, order, items
         items.govern(Kind.WEIGHTS, self)
         self.updates_begun = self.updates_done = 0
-        self.drains = False  # whether all queued updates come before any further compute
+        self.drains = False  # whether all queued updates run before any further compute
         self.updating: set[int] = set()
         self.units: list[UnitWeights] = []
         for unit, home in zip(layout.units, layout.homes, strict=True):
@@ -57,26 +76,29 @@ class Weights:
 
     @property
     def queued(self) -> int:
-        """Queued updates that come before any use that the recorded order foresees."""
+        """The number of queued updates that run before any use in the recorded order."""
         return self.updates_begun - self.updates_done if self.drains else 0
 
     def next_compute(self, unit: int) -> int:
-        """How many uses away the next compute with the unit is."""
+        """Return how many uses away the next compute with the unit is."""
         return min(self.order.next_use(Use.COMPUTE, user) for user in self.layout.users[unit])
 
     def compute_copy(self, unit: int) -> Copy | None:
-        """The copy that compute uses."""
+        """Return the copy that compute uses, if there is one."""
         return self.units[unit].copy(self.layout.tier_of(unit))
 
     def usable(self, unit: int) -> bool:
-        """Whether compute may be told to go on (on a device, its stream waits for the copy)."""
+        """Return whether compute may use the unit now.
+
+        On a device, a copy may still be on its way: compute's stream waits for it.
+        """
         copy = self.compute_copy(unit)
         if copy is None or self.units[unit].updating:
             return False
         return self.layout.has_device or copy.valid
 
     def host_valid(self, unit: int) -> bool:
-        """Whether the update can use a host copy now."""
+        """Return whether there is a valid host copy."""
         host = self.units[unit].host
         return host is not None and host.valid
 
@@ -96,8 +118,8 @@ class Weights:
         update = self.order.next_use(Use.UPDATE, unit)
         if tier is Tier.DEVICE:
             return compute + self.queued if compute < update else NEVER
-        if item.updating:  # it is used when its turn in the queue comes
-            return max(0, item.turn - self.updates_done)  # others may have been let before it
+        if item.updating:  # the update uses it at its turn in the queue
+            return max(0, item.turn - self.updates_done)  # others may have been moved ahead of it
         return min(compute, update) + self.queued
 
     def spares(self, item: Item, tier: Tier, spare: Container[int]) -> bool:
@@ -106,7 +128,7 @@ class Weights:
             return False
         if tier is self.layout.tier_of(item.key.number) or item.updating:
             return True
-        return item.device is None or not item.device.valid  # there already: here it may go
+        return item.device is None or not item.device.valid  # compute no longer needs a host copy
 
     def moved(self, item: Item, work: Move) -> None:
         assert isinstance(item, UnitWeights)
@@ -118,10 +140,16 @@ class Weights:
     def toward_compute(
         self, unit: int, distance: int, spare: Container[int] = (), *, guess: bool = False
     ) -> bool:
-        """Brings a unit closer to compute.  ``False``: there is no room at this distance.
+        """Move a unit one tier closer to compute, unless it is there or on its way.
 
-        ``distance`` is how many uses away the unit is (-1: now); only copies that are used later
-        give way.  ``spare`` names units that must not.  ``guess``: nothing has asked for the unit.
+        Args:
+            distance: how many uses away the unit is (-1: now).  Only copies that are used later are
+                evicted for it.
+            spare: units that must not be evicted.
+            guess: this is a prefetch.
+
+        Returns:
+            ``False`` if there is no room at this distance.
         """
         if not self.layout.apart[unit]:
             return self.toward_host(unit, distance, spare, guess=guess)
@@ -136,7 +164,7 @@ class Weights:
         return True
 
     def tier_on_the_way(self, unit: int) -> Tier:
-        """Return the tier in which the unit needs room next, to come to compute."""
+        """Return the tier in which the unit needs room next on its way to compute."""
         if self.layout.apart[unit] and not self.host_valid(unit):
             return Tier.HOST
         return self.layout.tier_of(unit)
@@ -144,7 +172,10 @@ class Weights:
     def toward_host(
         self, unit: int, distance: int, spare: Container[int] = (), *, guess: bool = False
     ) -> bool:
-        """Starts to read a unit into host memory, where it is not there or on its way already."""
+        """Start to read a unit into host memory, unless it is there or on its way.
+
+        Takes the arguments of ``toward_compute``; returns ``False`` if there is no room.
+        """
         item = self.units[unit]
         if item.host is not None:
             return True
@@ -155,7 +186,7 @@ class Weights:
         return True
 
     def drop_unused(self, tiers: Iterable[Tier]) -> None:
-        """Drops every copy there that may be dropped."""
+        """Drop every copy in these tiers that may be dropped."""
         for tier in tiers:
             for item in self.units:
                 if self._items.may_drop(item, tier):
@@ -164,7 +195,7 @@ class Weights:
     # -- compute's uses -------------------------------------------------------------------------
 
     def pin(self, unit: int) -> Place:
-        """Compute uses the unit from now on, where it is."""
+        """Record that compute uses the unit from now on; return its place."""
         copy = self.compute_copy(unit)
         assert copy is not None
         self._items.use(self.units[unit])
@@ -172,18 +203,21 @@ class Weights:
         return copy.place
 
     def unpin(self, unit: int) -> None:
-        """Compute lets go of the unit."""
+        """Record that compute has finished one use of the unit."""
         item = self.units[unit]
         assert item.pins > 0, f"unit {unit} was released more often than needed"
         item.pins -= 1
 
     def keep(self, held: Held) -> None:
-        """Compute let go of a unit, and a graph still has a storage over its slot.  It may be told
-        of again."""
+        """Record that a graph still has a storage over a slot that compute has released.
+
+        See Note [Slots that graphs keep].  A repeated report changes nothing.
+        """
         self.units[held.unit].kept.setdefault(held.place, set()).add(held.token)
 
     def freed(self, held: Held) -> None:
-        """A graph let go of a storage; maybe of one that nobody has told of."""
+        """Record that a storage is gone; free its slot if it was the last one and the slot's copy
+        is forgotten.  A storage that ``keep`` was never called for is ignored."""
         kept, copy = self.units[held.unit].kept, self.compute_copy(held.unit)
         tokens = kept.get(held.place)
         if tokens is None or held.token not in tokens:
@@ -195,15 +229,17 @@ class Weights:
                 self._items.free(Kind.WEIGHTS, held.place)
 
     def forget_kept(self) -> None:
-        """No copy whose slot a graph keeps is used again: the graph may write there."""
+        """Forget all copies whose slots graphs keep, since the graphs may write there."""
         for item in self.units:
             copy = self.compute_copy(item.key.number)
             if copy is not None and copy.place in item.kept:
                 self._orphan(item)
 
     def _orphan(self, item: UnitWeights) -> None:
-        """Forgets the copy that compute has used; a graph still has its slot.  Without one that may
-        be forgotten so, does nothing."""
+        """Forget the copy in the compute tier, whose slot a graph keeps, without freeing the slot.
+
+        Does nothing if that copy is fixed, in use or not valid.
+        """
         tier = self.layout.tier_of(item.key.number)
         copy = item.copy(tier)
         if copy is None or copy.fixed or copy.holds or not copy.valid or item.pins:
@@ -214,7 +250,7 @@ class Weights:
     # -- updates --------------------------------------------------------------------------------
 
     def begin_update(self, unit: int) -> None:
-        """An update is queued: the device copy is of no more use, unless it stays for good."""
+        """Record that an update is queued, and drop the device copy unless it is fixed."""
         item = self.units[unit]
         assert item.pins == 0, f"unit {unit} is in use and cannot be updated"
         self.updating.add(unit)
@@ -223,8 +259,10 @@ class Weights:
         self._give_up_device(item)
 
     def _give_up_device(self, item: UnitWeights) -> None:
-        """An update makes the device copy stale: its room is free once it has arrived, and once
-        no graph holds it."""
+        """Drop the device copy, which an update makes stale, unless it is fixed or still moves.
+
+        If a graph keeps its slot, the slot is freed later.
+        """
         if item.device is None or item.device.fixed or item.device.holds:
             return
         if item.device.place in item.kept:
@@ -233,20 +271,26 @@ class Weights:
             self._items.drop(item, Tier.DEVICE)
 
     def may_update(self, unit: int) -> bool:
-        """Whether no copy of the old values is under way any more."""
+        """Return whether no copy of the old values is in progress."""
         device = self.units[unit].device
         return device is None or device.holds == 0
 
     def hold_host(self, unit: int) -> None:
-        """The update is about to use the host copy."""
+        """Hold the host copy for an update."""
         host = self.units[unit].host
         assert host is not None and host.valid
         self._items.use(self.units[unit])
         host.holds += 1
 
     def updated(self, unit: int) -> bool:
-        """The copy in the unit's home has new values: refreshes or drops the device copy, and
-        writes back what lives on disk; whether it does."""
+        """Handle the end of an update, which has changed the copy in the unit's home.
+
+        Refreshes a fixed device copy and drops any other.  Starts to write back a unit that lives
+        on disk.
+
+        Returns:
+            Whether a write was started.
+        """
         item, home = self.units[unit], self.layout.homes[unit]
         item.updating = item.stored = False
         self.updating.discard(unit)
