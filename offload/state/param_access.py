@@ -407,7 +407,11 @@ class ParamAccess:
         for unit in units:
             if self._onloaded_units.uses[unit]:
                 name = self._parts.units[unit].name
-                raise OffloadError(f"weights of unit {name!r} cannot be written while it runs")
+                raise OffloadError(
+                    f"weights of unit {name!r} cannot be changed while its forward or backward "
+                    "runs, as in a hook; change them between backward() and step(), or let the "
+                    "wrapped optimizer update them in backward (update='backward')"
+                )
             self._resident_guard.refuse_edit(unit)
 
     def require_same(self, index: int, value: torch.Tensor, by: str = "") -> None:

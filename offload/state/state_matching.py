@@ -67,6 +67,14 @@ def _by_name(
     }
     group_of = {name: number for number, group in enumerate(theirs) for name in group}
     wanted = {name for group in names for name in group}
+    renamed = _renamed(theirs, names)
+    if renamed:
+        log.warning(
+            "overspill: the loaded state of %s is used for %s, because the parameter was renamed",
+            _listed(list(renamed.values())), _listed(list(renamed)),
+        )  # fmt: skip
+        numbers |= {now: numbers[before] for now, before in renamed.items() if before in numbers}
+        wanted |= set(renamed.values())
     unused = sorted(name for name, n in numbers.items() if n in state and name not in wanted)
     if unused:
         first = unused[0]
@@ -90,6 +98,29 @@ def _by_name(
             _listed(anew),
         )
     return given, found
+
+
+def _renamed(
+    theirs: Sequence[Sequence[str]], mine: Sequence[Sequence[str]]
+) -> dict[str, str]:  # fmt: skip
+    """Return the former names of parameters that a module has renamed, by their present names.
+
+    Pruning and parametrizations rename a parameter within its module, such as ``weight`` to
+    ``weight_orig`` or ``parametrizations.weight.original``. Other new names are not matched.
+    """
+    before = {name for group in theirs for name in group}
+    now = {name for group in mine for name in group}
+    former = {_unmarked(name): name for name in before - now}
+    return {name: former[_unmarked(name)] for name in now - before if _unmarked(name) in former}
+
+
+def _unmarked(name: str) -> str:
+    """Return a parameter's name without what pruning or a parametrization has added to it."""
+    path, _, own = name.removesuffix(".original").rpartition(".")
+    holder, _, last = path.rpartition(".")
+    if name.endswith(".original") and last == "parametrizations":
+        return f"{holder}.{own}" if holder else own
+    return name.removesuffix("_orig")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -35,6 +35,8 @@ _PLAIN = (
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _NAMES = (bool, int, str, type(None))
 _DEEP, _LONG = 3, 256  # depth, and number of members, up to which attributes are compared
+# Attributes that models of transformers set in their shared config when they run, for their heads.
+_OF_HEADS = {"problem_type"}
 _GROWN = 1.1  # inputs larger by this factor are another load
 _CHANCES = 3  # forwards that may change their module: the first may fill a cache
 
@@ -157,6 +159,10 @@ class Recompute:
             )  # fmt: skip
         self.units, self.able = self.units - {unit}, self.able - {unit}
 
+    def name(self, unit: int) -> str:
+        """Return the name of a unit."""
+        return self._found[unit].name
+
     def watched(self, unit: int, changed: str | None, *, training: bool) -> None:
         """Record a watched forward; ``changed`` names what it changed, or is ``None``."""
         if changed is None:
@@ -227,6 +233,7 @@ class _Checkpointed:
                 places.append((i, list(inputs).index(id(leaf))))
                 leaves[i] = None  # autograd keeps them, and may offload them
         modes = [(each, each.training) for each in module.modules()]
+        self._inputs = [(t, torch_private.version_of(t)) for t in inputs.values()]
 
         after: list[_State] = []  # the module's state after the forward
 
@@ -264,6 +271,13 @@ class _Checkpointed:
             self._checkpoint.close()
             return
         next(self._checkpoint, None)
+        inputs, self._inputs = self._inputs, []
+        if any(torch_private.version_of(t) != version for t, version in inputs):
+            raise OffloadError(
+                f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
+                "so that backward cannot compute it again; pass activations='host', or recompute "
+                "a larger part of the model with torch.utils.checkpoint"
+            )
         self._after.append(_state_of(self._module))
         changed = _changed(self._before, self._after[0])
         if changed is None:
@@ -363,7 +377,10 @@ def _inside(value: Any, depth: int = 0) -> object:
         return len(value), [(k, _inside(v, depth + 1)) for k, v in islice(value.items(), _LONG)]
     if isinstance(value, Collection):
         return len(value), [_inside(each, depth + 1) for each in islice(value, _LONG)]
-    return id(value), _inside(getattr(value, "__dict__", None), depth + 1)
+    own = getattr(value, "__dict__", None)
+    if own is not None and type(value).__module__.startswith("transformers."):
+        own = {name: each for name, each in own.items() if name not in _OF_HEADS}
+    return id(value), _inside(own, depth + 1)
 
 
 def _changed(before: _State, now: _State) -> str | None:

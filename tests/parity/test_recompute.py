@@ -13,7 +13,7 @@ from torch import nn
 
 import overspill
 from overspill.training import known_code
-from tests.devices import CPU, SIM, normal
+from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import adamw, weights
 from tests.parity.chains import (
     CALLS,
@@ -356,3 +356,25 @@ def test_adapters_named_again_before_backward(told: dict[str, Any]) -> None:
             if policy is told:
                 assert optimizer.plan.detail.layout.saved.recompute
     assert losses[1] == losses[0]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_config_that_a_head_completes_when_it_runs(named: bool) -> None:
+    """transformers' classifiers set ``problem_type`` in the config that their layers share."""
+    hf = pytest.importorskip("transformers")
+    config = hf.BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64,
+        problem_type="single_label_classification" if named else None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.BertForSequenceClassification(config).to(DEVICE)
+    inner = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(20, device=DEVICE).view(2, 10)
+    with overspill.wrap(model, inner, device=CPU, activations="recompute") as optimizer:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids[:, 0] % 2).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.config.problem_type == "single_label_classification"
+        assert len(optimizer._engine._loop._tuner.recompute.units) >= 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import overspill
 from tests.devices import CPU, normal, plainly
@@ -126,6 +127,45 @@ def test_a_parameter_that_was_replaced(way: str) -> None:
     with wrapped(model, everything(model)) as optimizer:
         optimizer.load_state_dict(state)
         trains(model, optimizer)
+
+
+@pytest.mark.parametrize("change", ["prune", "parametrize", "both", "undo"])
+def test_a_parameter_that_is_renamed_keeps_its_state(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As pruning and parametrizations do it, which is refused between steps without the advice."""
+
+    def renames(model: nn.Module) -> None:
+        if change in ("prune", "both"):
+            prune.l1_unstructured(model[0][0], "weight", 0.3)  # type: ignore[index]
+        if change in ("parametrize", "both"):
+            parametrize.register_parametrization(model[1][0], "weight", nn.Identity())  # type: ignore[index]
+        if change == "undo":
+            prune.remove(model[2][0], "weight")  # type: ignore[index]
+
+    def made() -> nn.Sequential:
+        model = net()
+        if change == "undo":
+            prune.random_unstructured(model[2][0], "weight", 0.0)
+        return model
+
+    plain, model = made(), made()
+    its = plainly(overspill.optim.AdamW, plain.parameters(), lr=0.01)
+    optimizer = wrapped(model)
+    for number in range(2):
+        step(plain, its, number)
+        step(model, optimizer, number)
+    renames(plain)
+    state = optimizer.state_dict()
+    overspill.unwrap(model)
+    renames(model)
+    with wrapped(model, everything(model)) as optimizer:
+        optimizer.load_state_dict(state)
+        assert "because the parameter was renamed" in caplog.text
+        for number in range(2, 4):
+            step(plain, its, number)
+            step(model, optimizer, number)
+        same(model, plain)
 
 
 @tries("offload/state/state_matching.py", "delete them (del state_dict['state'][{}] for {})",

@@ -264,3 +264,92 @@ def test_a_weight_that_is_read_past_its_class(way: str, tmp_path: Path) -> None:
         losses("past")
     found = losses("past", resident=["own"]) if way == "resident" else losses(way)
     assert found[0] > 0 and all(map(math.isfinite, found))
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    """Updates each weight in a hook of its own backward, as some loops do to save memory."""
+
+    def update(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        with torch.no_grad():
+            p.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    return model
+
+
+@tries("offload/state/param_access.py", "runs, as in a hook; change them between backward() and")
+@pytest.mark.parametrize("way", ["between", "backward"])
+def test_weights_that_hooks_of_their_own_backward_change(way: str, tmp_path: Path) -> None:
+    def made(**options: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(normal(0, 1).device)
+        if not options:
+            return hooked(model), None
+        given = {"host_memory": "120KiB", "nvme": tmp_path, "durable": False, **options}
+        return model, wrapped(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+
+    def backward(model: nn.Module, number: int) -> None:
+        model(normal(number, 5, 64)).square().mean().backward()
+
+    model, optimizer = made(update="step")
+    hooked(model)
+    with optimizer, says("cannot be changed while its forward or backward runs, as in a hook"):
+        backward(model, 0)
+    plain, _ = made()
+    model, optimizer = made(update="backward" if way == "backward" else "step")
+    with optimizer:
+        for number in range(3):
+            backward(plain, number)
+            backward(model, number)
+            if way == "backward":
+                optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters() if way == "between" else ():
+                    p.add_(p.grad, alpha=-0.1)
+            optimizer.zero_grad()
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(model.state_dict()[name], value, atol=1e-6), name
+
+
+@about_cpu
+@tries("offload/training/recompute.py", "compute it again; pass activations='host', or recompute")
+@pytest.mark.parametrize("way", ["host", "checkpoint"])
+def test_a_unit_that_changes_its_input_is_not_computed_again(way: str, tmp_path: Path) -> None:
+    """A router of transformers adds noise to its input in place."""
+    hf = pytest.importorskip("transformers")
+    config = hf.SwitchTransformersConfig(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_sparse_encoder_layers=1,
+        num_decoder_layers=2, num_sparse_decoder_layers=1, num_heads=4, num_experts=2,
+        decoder_start_token_id=0, dropout_rate=0.0, use_cache=False,
+    )  # fmt: skip
+
+    def losses(activations: str | None, *, checkpoint: bool = False) -> list[float]:
+        torch.manual_seed(0)
+        model = hf.SwitchTransformersForConditionalGeneration(config)
+        if checkpoint:
+            model.gradient_checkpointing_enable()
+        optimizer: Any = plainly(overspill.optim.AdamW, model.parameters(), lr=0.01)
+        if activations is not None:
+            inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer = wrapped(model, inner, host_memory="64MiB", activations=activations)
+        found = []
+        try:
+            for number in range(2):
+                ids = torch.arange(number, number + 12).view(2, 6)
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        finally:
+            if activations is not None:
+                optimizer.close()
+        return found
+
+    with says("changes its input in place when it runs, so that backward cannot compute it again"):
+        losses("recompute")
+    found = losses("host") if way == "host" else losses("keep", checkpoint=True)
+    assert found == losses(None, checkpoint=way != "host")
