@@ -27,21 +27,25 @@ ROOTS = {
     "overspill.cuda_sources": "csrc/cuda",
 }
 ROOMS = (
+    "activations",
     "cli",
     "doctor",
     "durable",
     "facts",
+    "grads",
     "integrations",
     "measure",
     "movement",
     "movement.accelerators",
     "observe",
+    "params",
     "planning",
+    "private",
     "ranks",
     "schedule",
     "state",
+    "step",
     "train",
-    "training",
 )
 PACKAGES = [*ROOTS, *(f"overspill.{room}" for room in ROOMS)]
 NATIVE = {"overspill.io_engine._native": "csrc/io", "overspill.optim._native": "csrc/cpu"}

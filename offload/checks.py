@@ -12,8 +12,8 @@ from .engine import engine_of
 from .errors import OffloadError
 from .movement.accelerators.choose import Accelerator
 from .optim.optimizer import moments_of
-from .training import torch_private
-from .training.param_handle import managed
+from .params.param_handle import managed
+from .private import torch_private
 
 
 def check_model(

@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from .movement.uninterruptible_thread import unsignalled
-from .training.reentrancy import callers, is_engine
+from .private.reentrancy import callers, is_engine
 
 # Note [Closing engines]
 # An engine owns threads, memory, files and a store whose last step has to be committed, so it is

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .activations.activation_tuner import ActivationTuner
+from .activations.saved import SavedTensors
 from .closeable import Closeable
 from .config import OffloadConfig
 from .durable.commits import Commits
@@ -20,14 +22,27 @@ from .errors import OffloadError, clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
+from .grads.backward_update_policy import BackwardUpdatePolicy, Declared
+from .grads.gradient_door import GradientDoor, gradients_by
+from .grads.gradients import GradientCollector
+from .grads.held_gradients import HeldGradients
+from .grads.update_waiter import UpdateWaiter
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
 from .movement.runtime import Runtime
+from .params.backward import Backward
+from .params.conversions import Conversions, in_engine
+from .params.expert_routing import Choices
+from .params.onloaded_units import OnloadedUnits
+from .params.pickling import Pickling, copied, reduced, spawning
+from .params.resident_param_guard import ResidentParamGuard
 from .planning.bounds import move_seconds
 from .planning.budgets import Untaken
 from .planning.costs import Costs
 from .planning.plan import Plan
+from .private import torch_private
+from .private.handles import Removable
 from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
 from .state.edits import Edits
@@ -39,27 +54,12 @@ from .state.param_access import ParamAccess
 from .state.torch_state import Make, OptimizerState
 from .state.unmanaged import renamed_parameters, unmanaged_tensors
 from .state.weight_files import match_files, read_float
-from .training import torch_private
-from .training.activation_tuner import ActivationTuner
-from .training.backward import Backward
-from .training.backward_update_policy import BackwardUpdatePolicy, Declared
-from .training.conversions import Conversions, in_engine
-from .training.expert_routing import Choices
-from .training.external_forward import ExternalForwardAdapter
-from .training.forward_stack import ForwardStack
-from .training.forwards import Forwards
-from .training.gradient_door import GradientDoor, gradients_by
-from .training.gradients import GradientCollector
-from .training.handles import Removable
-from .training.held_gradients import HeldGradients
-from .training.hooks import ModuleHooks
-from .training.modelled_compute import ModelledCompute
-from .training.onloaded_units import OnloadedUnits
-from .training.pickling import Pickling, copied, reduced, spawning
-from .training.resident_param_guard import ResidentParamGuard
-from .training.saved import SavedTensors
-from .training.stepping import Stepping
-from .training.update_waiter import UpdateWaiter
+from .step.external_forward import ExternalForwardAdapter
+from .step.forward_stack import ForwardStack
+from .step.forwards import Forwards
+from .step.hooks import ModuleHooks
+from .step.modelled_compute import ModelledCompute
+from .step.stepping import Stepping
 
 log = logging.getLogger("overspill")
 ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"

@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from .activations.activation_tuner import ActivationTuner
 from .durable.commits import Commits
 from .errors import OffloadError
+from .grads.backward_update_policy import BackwardUpdatePolicy, Declared
+from .grads.gradients import GradientCollector
+from .grads.held_gradients import HeldGradients
+from .grads.update_waiter import UpdateWaiter
 from .movement.runtime import Runtime
+from .params.onloaded_units import OnloadedUnits
+from .params.resident_param_guard import ResidentParamGuard
 from .planning.costs import Costs
+from .private.reentrancy import wait_for_others
+from .private.torch_private import in_backward
+from .private.trainer import Trainer
 from .schedule.messages import Until
 from .state.averages import Averages
 from .state.materializing import Materializing
 from .state.param_access import ParamAccess
 from .state.torch_state import OptimizerState
-from .training.activation_tuner import ActivationTuner
-from .training.backward_update_policy import BackwardUpdatePolicy, Declared
-from .training.forward_stack import ForwardStack
-from .training.gradients import GradientCollector
-from .training.held_gradients import HeldGradients
-from .training.onloaded_units import OnloadedUnits
-from .training.param_group_check import ParamGroupCheck
-from .training.reentrancy import wait_for_others
-from .training.resident_param_guard import ResidentParamGuard
-from .training.stepping import Stepping
-from .training.torch_private import in_backward
-from .training.trainer import Trainer
-from .training.update_waiter import UpdateWaiter
+from .step.forward_stack import ForwardStack
+from .step.param_group_check import ParamGroupCheck
+from .step.stepping import Stepping
 
 log = logging.getLogger("overspill")
 

@@ -17,15 +17,15 @@ from .durable.hub import as_on_hub, config_of
 from .engine import OPTIMIZER, Engine
 from .engine_handle import EngineHandle
 from .errors import OffloadError
+from .grads.backward_update_policy import Declared
 from .optim.averaged import DECAY, check_decay
 from .optim.formats import round_to_upper
 from .paths import as_path
+from .private import optimizer_private, torch_private
+from .private.reentrancy import refuse_reentry
 from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
-from .training import optimizer_private, torch_private
-from .training.backward_update_policy import Declared
-from .training.reentrancy import refuse_reentry
 
 Given = TypeVar("Given", bound=torch.optim.Optimizer)
 

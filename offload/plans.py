@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .activations.known_code import known
 from .checks import check_devices, check_model, check_moments, check_packed
 from .closeable import end_unused
 from .config import OffloadConfig
@@ -46,8 +47,7 @@ from .state.adapters import adapter_parameters
 from .state.importing import Others, open_weights
 from .state.in_place import sources_of
 from .state.weight_files import match_files
-from .training.known_code import known
-from .training.profiling import profile_step
+from .step.profiling import profile_step
 
 
 def _master_of(dtype: torch.dtype, config: OffloadConfig) -> Master:

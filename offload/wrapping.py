@@ -30,11 +30,11 @@ from .planning.blueprint import Blueprint
 from .planning.budgets import beyond_this_machine
 from .planning.plan import Plan
 from .plans import calibrated, make_blueprint
+from .private import optimizer_private, torch_private
 from .state.engine_resources import EngineResources
 from .state.loading import load
 from .state.original_weights import OriginalWeights
 from .state.unmanaged import warn_of_large
-from .training import optimizer_private, torch_private
 
 log = logging.getLogger("overspill")
 Made = TypeVar("Made")

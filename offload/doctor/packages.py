@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from ..training.torch_private import TRIED
+from ..private.torch_private import TRIED
 from .finding import Finding, State
 
 # By package: what it is for, and the extra that brings it.

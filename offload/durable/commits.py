@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
+from ..grads.update_waiter import UpdateWaiter
 from ..io_engine.pins import Identity
 from ..movement.commit_writer import CommitWriter
 from ..movement.runtime import Runtime
+from ..params.resident_param_guard import ResidentParamGuard
+from ..private import torch_private
 from ..schedule.describe import item_of
 from ..schedule.ledger import Ledger, Prepared
 from ..schedule.messages import Adopt, FiniteCheck, Key, Kind, Until
@@ -24,9 +27,6 @@ from ..state.contents import STATE, Contents, EditedParts
 from ..state.edits import spoil
 from ..state.module_states import ModuleStates, states_of
 from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
-from ..training import torch_private
-from ..training.resident_param_guard import ResidentParamGuard
-from ..training.update_waiter import UpdateWaiter
 from .meta import (
     check_readable,
     decode_facts,

@@ -27,8 +27,8 @@ from ..config import parse_size
 from ..engine import engine_of
 from ..errors import OffloadError
 from ..planning.sections import Sections, has_sections, split_in, stacks_of
-from ..training.module_private import put_in_place, with_members
-from ..training.torch_private import become, not_compiled
+from ..private.module_private import put_in_place, with_members
+from ..private.torch_private import become, not_compiled
 from .expert_products import eager, grouped, product, up_name
 from .foresight import Foresight
 

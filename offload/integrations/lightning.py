@@ -30,7 +30,7 @@ from ..durable.tensors import lazy
 from ..engine import engine_of
 from ..io_engine.atomic_files import make_folder, replacing
 from ..optimizer import OffloadedOptimizer, optimizer_of
-from ..training import optimizer_private
+from ..private import optimizer_private
 
 log = logging.getLogger("overspill")
 

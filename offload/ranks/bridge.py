@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import torch_private
-from ..training.external_forward import ExternalForwardAdapter
-from ..training.gradient_tensor import OffloadedGradient
-from ..training.handles import remove_all
-from ..training.param_group_check import ParamGroupCheck
+from ..grads.gradient_tensor import OffloadedGradient
+from ..private import torch_private
+from ..private.handles import remove_all
+from ..step.external_forward import ExternalForwardAdapter
+from ..step.param_group_check import ParamGroupCheck
 from .digest import digest
 from .fsdp_private import Shard, ShardedModule
 from .shards import Shards

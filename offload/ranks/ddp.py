@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..planning.unit_discovery import ROOT, find_units, unit_parameters
-from ..training import torch_private
+from ..private import torch_private
 from .parts import rows_in, rows_of_rank
 
 

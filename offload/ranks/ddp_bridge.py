@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import OffloadError
-from ..training import module_private, torch_private
-from ..training.external_forward import ExternalForwardAdapter
-from ..training.handles import remove_all
-from ..training.param_group_check import ParamGroupCheck
-from ..training.param_handle import ParamHandle
+from ..params.param_handle import ParamHandle
+from ..private import module_private, torch_private
+from ..private.handles import remove_all
+from ..step.external_forward import ExternalForwardAdapter
+from ..step.param_group_check import ParamGroupCheck
 from .ddp import ReplicatedModule
 from .gathering import GatheredUnit, Gatherer, Round
 from .pending_param import manage_replica

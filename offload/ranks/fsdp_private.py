@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import OffloadError
-from ..training import torch_private
+from ..private import torch_private
 
 _local = DTensor._local_tensor  # the slot's descriptor, with getter and setter
 _data = torch.Tensor.data  # likewise

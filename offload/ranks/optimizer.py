@@ -17,9 +17,9 @@ from ..durable.hub import as_on_hub, config_of
 from ..engine import Engine
 from ..errors import OffloadError
 from ..optimizer import OffloadedOptimizer
+from ..private import optimizer_private, torch_private
+from ..private.reentrancy import refuse_reentry
 from ..state.lazy_state import LazyState
-from ..training import optimizer_private, torch_private
-from ..training.reentrancy import refuse_reentry
 from .exporting import export_run
 from .fsdp_private import Shard
 from .parts import LocalShard

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..params.operations import ABOUT, LAYOUT, LIKE, is_view
+from ..params.param_handle import ParamHandle, PlaceholderParam, known
+from ..params.parameters import OnloadedParam
+from ..private import torch_private
 from ..schedule.units import ParamSpec
-from ..training import torch_private
-from ..training.operations import ABOUT, LAYOUT, LIKE, is_view
-from ..training.param_handle import ParamHandle, PlaceholderParam, known
-from ..training.parameters import OnloadedParam
 
 _ANY_TIME = (ABOUT | LAYOUT | LIKE) - {"__reduce_ex__"}  # operations that read no values
 

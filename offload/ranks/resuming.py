@@ -26,8 +26,8 @@ from ..io_engine.committed import FoundStore, OwnedStore, find_store, own_store
 from ..io_engine.manifest_repair import go_back
 from ..optim.registry import rules_for
 from ..optimizer import OffloadedOptimizer
+from ..private import torch_private
 from ..state.unmanaged import UnmanagedState
-from ..training import torch_private
 from ..wrapping import opened, reopened
 from .parts import rows_in
 from .sharding import Sharding, on_all_ranks

@@ -19,10 +19,10 @@ from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
+from ..params.conversions import Conversions
 from ..plans import calibrated
 from ..state.module_states import warn_not_committed
-from ..training.conversions import Conversions
-from ..training.param_group_check import ParamGroupCheck
+from ..step.param_group_check import ParamGroupCheck
 from .bridge import Bridge
 from .ddp import Replicated
 from .ddp_bridge import ReplicaBridge

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..training import module_private
+from ..private import module_private
 from .parts import LocalShard, SpreadModule
 
 _DOT = "/"  # stands for "." in the names of modules and parameters, which may not contain it

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import torch_private
+from ..private import torch_private
 
 log = logging.getLogger("overspill")
 _WITHIN = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")

@@ -11,9 +11,9 @@ from torch import nn
 from ..errors import OffloadError, clean_up
 from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE
-from ..training.onloaded_units import OnloadedUnits
-from ..training.reentrancy import callers
-from ..training.resident_param_guard import ResidentParamGuard
+from ..params.onloaded_units import OnloadedUnits
+from ..params.resident_param_guard import ResidentParamGuard
+from ..private.reentrancy import callers
 from .contents import Contents, Values
 from .edits import Edits
 from .param_access import ParamAccess

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+from ..grads.update_waiter import UpdateWaiter
 from ..movement.direct import DirectAccess
 from ..movement.executor import Executor
+from ..params.resident_param_guard import ResidentParamGuard
 from ..schedule.messages import FiniteCheck, Key, Kind
 from ..schedule.units import Unit
-from ..training.forward_stack import ForwardStack
-from ..training.resident_param_guard import ResidentParamGuard
-from ..training.update_waiter import UpdateWaiter
+from ..step.forward_stack import ForwardStack
 from .contents import EditedParts
 
 log = logging.getLogger("overspill")

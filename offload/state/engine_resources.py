@@ -9,12 +9,12 @@ from ..facts.trace import Trace
 from ..io_engine.committed import OwnedStore
 from ..movement.accelerators.base import Accelerator
 from ..movement.runtime import Runtime
+from ..params.ranges import ProfilerRanges
+from ..params.slot_refs import SlotRefTracker
+from ..params.stubs import Stubs
 from ..planning.blueprint import Blueprint
+from ..private.trainer import Trainer
 from ..schedule.messages import Freed
-from ..training.ranges import ProfilerRanges
-from ..training.slot_refs import SlotRefTracker
-from ..training.stubs import Stubs
-from ..training.trainer import Trainer
 from .contents import Contents
 
 

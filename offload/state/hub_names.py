@@ -24,7 +24,7 @@ from torch import nn
 
 from ..io_engine.ranges import FileState
 from ..planning.sections import joined
-from ..training import module_private
+from ..private import module_private
 from .adapters import names_in_base
 from .weight_files import FileRun, InFiles, WeightFiles
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..planning.sections import has_sections
-from ..training import torch_private
+from ..private import torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
 from .module_states import FoundStates

@@ -13,8 +13,8 @@ from ..errors import OffloadError
 from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
 from ..planning.unit_discovery import FoundUnit
+from ..private import module_private, torch_private
 from ..schedule.units import ParamSpec
-from ..training import module_private, torch_private
 
 
 @contextlib.contextmanager

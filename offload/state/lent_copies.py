@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..io_engine.native import crc32
-from ..training import torch_private
+from ..private import torch_private
 
 K = TypeVar("K", bound=Hashable)
 

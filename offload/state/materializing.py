@@ -11,8 +11,8 @@ from torch import nn
 
 from ..errors import OffloadError, clean_up
 from ..movement.runtime import Runtime
-from ..training.onloaded_units import OnloadedUnits
-from ..training.resident_param_guard import ResidentParamGuard
+from ..params.onloaded_units import OnloadedUnits
+from ..params.resident_param_guard import ResidentParamGuard
 from .param_access import ParamAccess
 
 log = logging.getLogger("overspill")

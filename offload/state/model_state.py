@@ -12,11 +12,11 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..movement.runtime import Runtime
+from ..params.resident_param_guard import ResidentParamGuard
 from ..planning.sections import has_sections, split_in
-from ..training.handles import all_or_none, remove_all
-from ..training.reentrancy import callers
-from ..training.resident_param_guard import ResidentParamGuard
-from ..training.trainer import Trainer
+from ..private.handles import all_or_none, remove_all
+from ..private.reentrancy import callers
+from ..private.trainer import Trainer
 from .contents import EditedParts
 from .param_access import ParamAccess
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
-from ..training import module_private, torch_private
+from ..private import module_private, torch_private
 from .weight_files import DTYPES
 
 log = logging.getLogger("overspill")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..params.param_handle import managed
+from ..private import module_private, torch_private
 from ..schedule.units import ParamSpec, Unit
-from ..training import module_private, torch_private
-from ..training.param_handle import managed
 from .engine_resources import EngineResources
 from .module_states import KeptStates
 from .unmanaged import unmanaged_tensors

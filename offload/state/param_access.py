@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import BudgetError, OffloadError
+from ..params.onloaded_units import OnloadedUnits
+from ..params.param_handle import PlaceholderParam
+from ..params.resident_param_guard import ResidentParamGuard
+from ..private import torch_private
+from ..private.reentrancy import callers
+from ..private.trainer import Trainer
 from ..schedule.ledger import Ledger
 from ..schedule.units import ParamSpec
-from ..training import torch_private
-from ..training.forward_stack import ForwardStack
-from ..training.onloaded_units import OnloadedUnits
-from ..training.param_handle import PlaceholderParam
-from ..training.reentrancy import callers
-from ..training.resident_param_guard import ResidentParamGuard
-from ..training.trainer import Trainer
+from ..step.forward_stack import ForwardStack
 from .contents import BEFORE, Contents, Values
 from .edits import Edits
 from .lent_copies import LentCopies
@@ -232,7 +232,7 @@ class ParamAccess:
     def write_changed(self) -> None:
         """Write the changes that modules have made in place to their own weights.
 
-        See Note [Changes in forward] in ``training/edit_watch.py``.  The graph of that forward
+        See Note [Changes in forward] in ``params/edit_watch.py``.  The graph of that forward
         stays valid, as with ``.data`` in plain PyTorch.
         """
         changed = self._onloaded_units.changed()

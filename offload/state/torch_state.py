@@ -13,8 +13,8 @@ from torch import nn
 from ..errors import OffloadError
 from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE, check_kept
+from ..params.resident_param_guard import ResidentParamGuard
 from ..schedule.units import ParamSpec, Unit
-from ..training.resident_param_guard import ResidentParamGuard
 from .averages import Averages
 from .contents import STATE, Contents
 from .edits import Edits

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError, format_bytes
-from ..training import module_private
+from ..private import module_private
 from .hub_names import tensors_of
 
 log = logging.getLogger("overspill")

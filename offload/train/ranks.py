@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ..planning.partition import partition
 from ..planning.unit_discovery import FoundUnit, find_units
+from ..private import torch_private
 from ..ranks.filling import give_memory, memory_of
 from ..ranks.parts import rows_of_rank
 from ..state.importing import Others, open_weights
 from ..state.initial import default_init, initialise
 from ..state.weight_files import match_files, read_float
-from ..training import torch_private
 
 PATIENCE = timedelta(minutes=15)  # for a rank that does not answer
 

@@ -13,7 +13,7 @@ from ..durable.tensors import StreamedTensor, in_memory, lazy
 from ..engine import engine_of
 from ..io_engine.atomic_files import replacing
 from ..observe.long_work import LongWork
-from ..training import module_private
+from ..private import module_private
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[torch.Tensor, StreamedTensor]]:

@@ -50,7 +50,7 @@ class Mutant:
 MOVES, VISITS = "movement/moves.py", "movement/device_updates.py"
 COMPUTE, REQUESTS = "movement/compute_use.py", "movement/engine_port.py"
 WORKER = "movement/update_lane.py"
-GRADIENTS, RESIDENCES = "training/gradients.py", "training/onloaded_units.py"
+GRADIENTS, RESIDENCES = "grads/gradients.py", "params/onloaded_units.py"
 STREAMS, EVENTS = "movement/accelerators/streams.py", "movement/events.py"
 
 MUTANTS = (
@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(RESIDENCES, 'self.executor.compute.wait_for(place, "copy_in")'),
     Mutant(RESIDENCES, "self.executor.compute.mark(place)"),
     Mutant(REQUESTS, "self._compute.mark(freed.held.place)"),
-    Mutant("training/stepping.py", "self._onloaded_units.compute_over(unit)"),
-    Mutant("training/activations.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
+    Mutant("step/stepping.py", "self._onloaded_units.compute_over(unit)"),
+    Mutant("activations/activations.py", 'self._executor.compute.wait_on((event,), "copy_in")'),
     Mutant(
         EVENTS, "return [event for used, event in self._events if used.overlaps(place)]",
         "return [event for used, event in self._events if used == place]",

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import overspill
+from overspill.activations import activations
 from overspill.doctor.device import page_locking
 from overspill.doctor.finding import State
 from overspill.movement import pools
 from overspill.movement.accelerators.streams import StreamsAccelerator
 from overspill.movement.accelerators.vendors import LOCK_REMEDY, VENDORS
-from overspill.training import activations
 from tests.models import TinyLM, adamw, train, weights
 
 MIB = 1 << 20

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from overspill.activations import activations, known_code
 from overspill.planning import simulate
-from overspill.training import activations, known_code
 from tests.devices import SIM, normal
 
 RATES = overspill.Rates(

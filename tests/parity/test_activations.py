@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from overspill.activations import activations
 from overspill.errors import BudgetError
 from overspill.facts.tier import Tier
-from overspill.training import activations, torch_private
+from overspill.private import torch_private
 from tests.devices import CPU, DEVICE, SIM, about_cpu, about_sim, forget_races, normal
 from tests.models import adamw, train, weights
 from tests.parity.twins import make

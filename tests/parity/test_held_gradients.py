@@ -17,7 +17,7 @@ from tests.parity.twins import NVME, make
 
 def test_a_clipped_step_moves_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, norms are known from arrival and the scale goes into the update."""
-    from overspill.training.held_gradients import HeldGradients
+    from overspill.grads.held_gradients import HeldGradients
 
     results = []
     for inside in (False, True):

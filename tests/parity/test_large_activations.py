@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.activations import activations
 from overspill.facts.tier import Tier
-from overspill.training import activations
 from tests.devices import CPU, NAME, SIM, normal
 from tests.models import adamw, weights
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.training import known_code
+from overspill.activations import known_code
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import adamw, weights
 from tests.parity.chains import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import overspill
-from overspill.training import known_code
+from overspill.activations import known_code
 from tests.devices import CPU, SIM, about_sim, normal
 from tests.models import adamw, weights
 from tests.parity.chains import (

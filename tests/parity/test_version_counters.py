@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.training import activations
+from overspill.activations import activations
 from tests.devices import CPU, SIM, normal
 from tests.models import weights
 

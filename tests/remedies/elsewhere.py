@@ -170,7 +170,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/sharding.py", "DistributedDataParallel; leave it out"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/training/held_gradients.py", "on: ask after the next backward()"): (
+    ("offload/grads/held_gradients.py", "on: ask after the next backward()"): (
         "tests/parity/test_held_gradients.py::"
         "test_norms_that_nobody_asked_for_in_the_first_step_are_not_taken"
     ),
@@ -219,7 +219,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/unit/test_train_job_resume.py::test_another_job_is_refused"
     ),
     (
-        "offload/training/forward_stack.py",
+        "offload/step/forward_stack.py",
         "keep it on the device: resident=[%r] (or a larger budget: %s)",
     ): (
         "tests/parity/test_nested_units.py::"
@@ -228,10 +228,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/state/param_access.py", "the change is lost. Use update='next_forward'"): (
         "tests/parity/test_changes_in_forward.py::test_under_a_checkpoint"
     ),
-    ("offload/training/activations.py", "compute the loss in chunks, or raise %s_memory"): (
+    ("offload/activations/activations.py", "compute the loss in chunks, or raise %s_memory"): (
         "tests/parity/test_large_activations.py::test_the_budget_holds_where_two_large_tensors_fit"
     ),
-    ("offload/training/param_group_check.py", "set p.grad = None, or {}"): (
+    ("offload/step/param_group_check.py", "set p.grad = None, or {}"): (
         "tests/parity/test_param_group_check.py::test_a_gradient_of_what_is_not_trained_is_not_dropped"
     ),
 }
@@ -285,7 +285,7 @@ NOT_HERE: dict[tuple[str, str], str] = {
     ("offload/train/shapes.py", 'pip install "overspill[hf]"'): (
         "an environment without transformers"
     ),
-    ("offload/training/torch_private.py", "compare the first losses with a run in memory"): (
+    ("offload/private/torch_private.py", "compare the first losses with a run in memory"): (
         "another version of torch"
     ),
     ("optim/kernels.py", "the native kernels are not there; use reference.update"): (

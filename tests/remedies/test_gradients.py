@@ -26,7 +26,7 @@ from tests.remedies.table import (
     wrapped,
 )  # fmt: skip
 
-EARLY = "offload/training/backward_update_policy.py"
+EARLY = "offload/grads/backward_update_policy.py"
 
 
 def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
@@ -136,10 +136,10 @@ def test_gradients_that_are_dropped(way: str, tmp_path: Path) -> None:
         same(model, plain_run(2))
 
 
-@tries("offload/training/resident_param_guard.py",
+@tries("offload/params/resident_param_guard.py",
        "change them between step() and the next backward()",
        "or a hook reads them); use update='next_forward'")  # fmt: skip
-@tries("offload/training/stepping.py", "change hyper-parameters between step() and the next")
+@tries("offload/step/stepping.py", "change hyper-parameters between step() and the next")
 @tries("offload/durable/commits.py", "commit between step() and the next backward()")
 def test_changes_after_a_backward_that_updates(tmp_path: Path) -> None:
     model = net()
@@ -174,10 +174,10 @@ def test_changes_after_a_backward_that_updates(tmp_path: Path) -> None:
 # -- gradients -------------------------------------------------------------------------------------
 
 
-@tries("offload/training/gradients.py", "zero_grad(), and run forward and backward again",
+@tries("offload/grads/gradients.py", "zero_grad(), and run forward and backward again",
        "put a clone() of it there", "for a penalty on gradients use torch.autograd.grad(",
        "overspill keeps dense gradients only (for an embedding: sparse=False)")  # fmt: skip
-@tries("offload/training/gradient_tensor.py", "keep p.grad.clone()")
+@tries("offload/grads/gradient_tensor.py", "keep p.grad.clone()")
 def test_gradients_of_others() -> None:
     model = net()
     with wrapped(model) as optimizer:
@@ -219,7 +219,7 @@ def test_gradients_of_others() -> None:
         optimizer.step()
 
 
-@tries("offload/training/held_gradients.py", "pass accumulate=N (micro-steps per step) to wrap")
+@tries("offload/grads/held_gradients.py", "pass accumulate=N (micro-steps per step) to wrap")
 def test_accumulation_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
     for options, warns in (({}, True), ({"accumulate": 2}, False)):
         model = net().bfloat16()
@@ -232,9 +232,9 @@ def test_accumulation_in_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @tries(
-    "offload/training/update_waiter.py", "lower the learning rate, clip with max_grad_norm, or look"
+    "offload/grads/update_waiter.py", "lower the learning rate, clip with max_grad_norm, or look"
 )
-@tries("offload/training/stepping.py", "lower the learning rate, or look for the first loss")
+@tries("offload/step/stepping.py", "lower the learning rate, or look for the first loss")
 @pytest.mark.parametrize("options", [
     {"update": "step"}, {"update": "step", "max_grad_norm": 1.0}, {"update": "next_forward"},
 ])  # fmt: skip
@@ -256,7 +256,7 @@ def test_values_that_are_not_finite(options: dict[str, Any], tmp_path: Path) -> 
         trains(model, optimizer, 1)
 
 
-@tries("offload/training/gradients.py",
+@tries("offload/grads/gradients.py",
        "(update='backward'); use update='next_forward' where hooks need")  # fmt: skip
 @pytest.mark.parametrize("way", ["after", "other"])
 def test_hooks_that_look_at_gradients(way: str) -> None:

@@ -49,7 +49,7 @@ def everything(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-@tries("offload/training/param_group_check.py", AGAIN,
+@tries("offload/step/param_group_check.py", AGAIN,
        "has a gradient now, which would not be applied",
        "put the old lists back, or")  # fmt: skip
 @pytest.mark.parametrize("durable", [False, True])
@@ -104,7 +104,7 @@ def test_unwrap_change_wrap_load(
     optimizer.close()
 
 
-@tries("offload/training/param_group_check.py", "put the old one back, or {}")
+@tries("offload/step/param_group_check.py", "put the old one back, or {}")
 @pytest.mark.parametrize("way", ["put back", "again"])
 def test_a_parameter_that_was_replaced(way: str) -> None:
     model = net()
@@ -358,7 +358,7 @@ def test_blocks_in_which_nothing_is_trained() -> None:
 
 @tries("offload/state/model_state.py", "call overspill.unwrap(model) before close()",
        "load without assign=True, or call overspill.unwrap(model) first")  # fmt: skip
-@tries("offload/training/param_handle.py", "call overspill.unwrap(model) before close()")
+@tries("offload/params/param_handle.py", "call overspill.unwrap(model) before close()")
 @tries("offload/movement/health.py", "call overspill.unwrap(model) before close() to keep them")
 def test_after_close() -> None:
     model = net()
@@ -385,8 +385,8 @@ def test_after_close() -> None:
     same(model, plain_run(1))
 
 
-@tries("offload/training/operations.py", "take p.data, model.state_dict() or")
-@tries("offload/training/parameters.py", "use copy_, or overspill.unwrap(model) first",
+@tries("offload/params/operations.py", "take p.data, model.state_dict() or")
+@tries("offload/params/parameters.py", "use copy_, or overspill.unwrap(model) first",
        "assign a tensor of these, pass precision= to wrap for another dtype")  # fmt: skip
 def test_memory_of_a_parameter() -> None:
     model = net()
@@ -411,7 +411,7 @@ def test_memory_of_a_parameter() -> None:
         trains(model, optimizer)
 
 
-@tries("offload/training/conversions.py", "To convert the model, call overspill.unwrap(model)")
+@tries("offload/params/conversions.py", "To convert the model, call overspill.unwrap(model)")
 def test_conversions(caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = wrapped(model)

@@ -49,7 +49,7 @@ class Changes(nn.Module):
             self.linear.weight.data = self.linear.weight * 0.5
 
 
-@tries("offload/training/edit_watch.py", "Read p again where you change it, instead of keeping")
+@tries("offload/params/edit_watch.py", "Read p again where you change it, instead of keeping")
 def test_a_tensor_of_forward_that_changes_weights_later() -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ def test_a_tensor_of_forward_that_changes_weights_later() -> None:
         same(model, plain)
 
 
-@tries("offload/training/parameters.py", "replace it outside of forward, in the same shape")
+@tries("offload/params/parameters.py", "replace it outside of forward, in the same shape")
 def test_weights_that_are_replaced_in_forward() -> None:
     def build(way: str) -> nn.Module:
         torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_weights_that_are_replaced_in_forward() -> None:
         same(model, plain)
 
 
-@tries("offload/training/saved.py", "run backward before step()",
+@tries("offload/activations/saved.py", "run backward before step()",
        "run backward before close() or unwrap()")  # fmt: skip
 def test_backward_that_comes_too_late() -> None:
     model = net()
@@ -115,8 +115,8 @@ def test_backward_that_comes_too_late() -> None:
         late.backward()
 
 
-@tries("offload/training/trainer.py", "do this in the thread that trains, and hand the result over")
-@tries("offload/training/reentrancy.py", "set a flag there, and look at it between steps")
+@tries("offload/private/trainer.py", "do this in the thread that trains, and hand the result over")
+@tries("offload/private/reentrancy.py", "set a flag there, and look at it between steps")
 def test_other_threads() -> None:
     model = net()
     with wrapped(model) as optimizer:
@@ -146,7 +146,7 @@ def test_other_threads() -> None:
 
 
 @about_sim
-@tries("offload/training/onloaded_units.py", "edit weights inside `with overspill.materialized(")
+@tries("offload/params/onloaded_units.py", "edit weights inside `with overspill.materialized(")
 def test_weights_that_are_replaced_unseen() -> None:
     model = net()
     with wrapped(model, device=SIM) as optimizer:
@@ -168,7 +168,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.linear(x) * self.scale)
 
 
-@tries("offload/training/recompute.py", "change it after backward, or pass activations='host'")
+@tries("offload/activations/recompute.py", "change it after backward, or pass activations='host'")
 @pytest.mark.parametrize("way", ["after", "host"])
 def test_a_module_that_changes_before_it_is_computed_again(way: str) -> None:
     def run(activations: str, late: bool) -> None:
@@ -198,7 +198,7 @@ def test_a_checkpoint_reads_weights_that_are_updated() -> None:
 
 
 @tries(
-    "offload/training/param_group_check.py",
+    "offload/step/param_group_check.py",
     "supported on a wrapped model; call overspill.unwrap(model)",
 )
 def test_functional_calls() -> None:
@@ -242,7 +242,7 @@ class Past(nn.Module):
             return torch.tanh(self.inner(x).matmul(weight.t()))
 
 
-@tries("offload/training/onloaded_units.py",
+@tries("offload/params/onloaded_units.py",
        "extension, say), so its result is NaN; call the module that holds the")  # fmt: skip
 @pytest.mark.parametrize("way", ["call", "copy", "resident"])
 def test_a_weight_that_is_read_past_its_class(way: str, tmp_path: Path) -> None:
@@ -315,7 +315,9 @@ def test_weights_that_hooks_of_their_own_backward_change(way: str, tmp_path: Pat
 
 
 @about_cpu
-@tries("offload/training/recompute.py", "compute it again; pass activations='host', or recompute")
+@tries(
+    "offload/activations/recompute.py", "compute it again; pass activations='host', or recompute"
+)
 @pytest.mark.parametrize("way", ["host", "checkpoint"])
 def test_a_unit_that_changes_its_input_is_not_computed_again(way: str, tmp_path: Path) -> None:
     """A router of transformers adds noise to its input in place."""

@@ -43,7 +43,7 @@ def half_frozen(seed: int = 0) -> nn.Sequential:
 
 
 @about_sim
-@tries("offload/training/torch_private.py", "leave fullgraph=True out, or give it to single blocks")
+@tries("offload/private/torch_private.py", "leave fullgraph=True out, or give it to single blocks")
 @pytest.mark.parametrize("way", ["left out", "blocks"])
 def test_compiled_models(way: str) -> None:
     torch._dynamo.reset()
@@ -372,7 +372,7 @@ def test_models_without_values(tmp_path: Path) -> None:
         trains(model, optimizer)
 
 
-@tries("offload/training/recompute.py", "pass activations='host' if it must not")
+@tries("offload/activations/recompute.py", "pass activations='host' if it must not")
 def test_a_unit_that_changes_itself_late(caplog: pytest.LogCaptureFixture) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

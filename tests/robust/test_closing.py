@@ -20,8 +20,8 @@ import torch
 import overspill
 from overspill.errors import OffloadError
 from overspill.movement.executor import Executor
-from overspill.training import reentrancy, torch_private
-from overspill.training.onloaded_units import OnloadedUnits
+from overspill.params.onloaded_units import OnloadedUnits
+from overspill.private import reentrancy, torch_private
 from tests.devices import CPU, about_cpu, normal
 from tests.patience import WAIT_S
 from tests.robust.test_interrupted_uses import WIDTH, build, wrapped
@@ -200,7 +200,7 @@ def test_no_collection_while_the_interpreter_lists_threads() -> None:
     """``sys._current_frames`` waits for ever if the collector lets another thread run in it."""
     script = textwrap.dedent("""
         import faulthandler, gc, os, sys, threading, time
-        from overspill.training import reentrancy
+        from overspill.private import reentrancy
 
         faulthandler.dump_traceback_later(30, exit=True)
 

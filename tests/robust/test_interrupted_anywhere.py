@@ -23,8 +23,8 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from overspill.grads.gradients import GradientCollector
 from overspill.schedule.ledger import Ledger
-from overspill.training.gradients import GradientCollector
 from tests.devices import CPU, SIM, normal
 from tests.models import TinyLM, adamw, batch, train
 

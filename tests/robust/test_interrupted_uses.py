@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.params.edit_watch import EditWatch
+from overspill.params.onloaded_units import OnloadedUnits
 from overspill.schedule.messages import Freed
-from overspill.training.edit_watch import EditWatch
-from overspill.training.onloaded_units import OnloadedUnits
 from tests.devices import CPU, SIM, normal
 from tests.robust.test_interrupted_anywhere import PACKAGE, Interrupted, Tripwire, same, state
 

@@ -150,7 +150,7 @@ def test_what_was_taken_is_not_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system says that it is used."""
-    from overspill.training import activations
+    from overspill.activations import activations
 
     monkeypatch.setattr(activations, "LEAST_BYTES", 1 << 10)
     model, optimizer = opened(

@@ -23,9 +23,9 @@ from torch import nn
 
 import overspill
 import overspill.movement.store
+from overspill.activations import activations
 from overspill.io_engine import IoEngine
 from overspill.io_engine.native import NATIVE
-from overspill.training import activations
 from tests.devices import CPU, SIM, normal
 from tests.faults import faulty_disk
 from tests.models import adamw, weights

@@ -17,10 +17,10 @@ from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
+from overspill.private import optimizer_private
 from overspill.state.contents import Contents
 from overspill.state.model_state import StateHooks
 from overspill.state.original_weights import OriginalWeights
-from overspill.training import optimizer_private
 from tests.devices import CPU, DEVICE, SIM, normal
 from tests.models import batch
 

@@ -130,7 +130,7 @@ def test_activations_are_seen_where_compute_has_them(
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr("overspill.training.activations.LEAST_BYTES", 1)
+    monkeypatch.setattr("overspill.activations.activations.LEAST_BYTES", 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     adamw = torch.optim.AdamW(model.parameters())
     path = tmp_path / "trace.json"

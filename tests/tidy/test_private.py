@@ -6,9 +6,9 @@ import ast
 
 from .sources import Source, package_sources
 
-THE_FILE = "offload/training/torch_private.py"
-OPTIMIZER_FILE = "offload/training/optimizer_private.py"
-MODULE_FILE = "offload/training/module_private.py"
+THE_FILE = "offload/private/torch_private.py"
+OPTIMIZER_FILE = "offload/private/optimizer_private.py"
+MODULE_FILE = "offload/private/module_private.py"
 FSDP_FILE = "offload/ranks/fsdp_private.py"  # what FSDP2 keeps to itself
 # Documented under these names by PyTorch, and by Python for named tuples.
 PUBLIC_ALL_THE_SAME = ("_foreach_", "_asdict", "_fields", "_make", "_replace", "_current_frames")
@@ -93,7 +93,7 @@ HARMLESS_LATE = {
     "offload/state/edits.py",  # nor does ``of``
     "offload/state/initial.py",
     "offload/train/ranks.py",  # a process that ends leaves its group
-    "offload/training/handles.py",
+    "offload/private/handles.py",
     "optim/bench.py",
 }
 

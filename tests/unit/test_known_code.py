@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.model import Block, LlamaBlock, Shape
-from overspill.training.known_code import known
+from overspill.activations.known_code import known
 
 WIDTH = 8
 SCALE = 0.5

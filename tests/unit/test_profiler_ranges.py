@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import overspill
 from overspill.facts.trace import NO_RANGE, Trace
-from overspill.training import ranges
-from overspill.training.ranges import ProfilerRanges
+from overspill.params import ranges
+from overspill.params.ranges import ProfilerRanges
 
 
 def test_units_and_lanes_are_named_in_a_profile(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.training import module_private
-from overspill.training import torch_private as private
+from overspill.private import module_private
+from overspill.private import torch_private as private
 
 
 def test_releases_that_nobody_has_tried_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

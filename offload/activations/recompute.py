@@ -1,0 +1,436 @@
+"""Recomputation of units in backward, so that autograd keeps only their inputs.
+
+See Note [Recomputation of units].
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import threading
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import OffloadError
+from ..planning.partition import Partition
+from ..private import module_private, torch_private
+from .known_code import known
+
+log = logging.getLogger("overspill")
+
+Checkpoint = Generator[None, None, None]
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_NAMES = (bool, int, str, type(None))
+_DEEP, _LONG = 3, 256  # depth, and number of members, up to which attributes are compared
+# Attributes that models of transformers set in their shared config when they run, for their heads.
+_OF_HEADS = {"problem_type"}
+_GROWN = 1.1  # inputs larger by this factor are another load
+_CHANCES = 3  # forwards that may change their module: the first may fill a cache
+
+
+# Note [Recomputation of units]
+# Module hooks put torch's own non-reentrant checkpoint around a unit's forward (``_Checkpointed``).
+# A forward that changes its own module would change it twice, so a unit is recomputed only once it
+# is steady, which is decided separately for training and evaluation mode:
+#
+# - If its code is known not to change anything (see ``known_code``), it is steady at once.
+# - Otherwise its forwards are only watched at first (``_Watched``): buffers, attributes, weights,
+#   inputs and random number generators are compared before and after. If nothing changed, the unit
+#   is proven, and steady from the next step on. After ``_CHANCES`` forwards that changed something,
+#   it is never recomputed.
+#
+# A recomputed forward is compared in the same way. If it changes something after all, a warning
+# says so, and the unit is watched again from the next step on. If its module has changed by the
+# time backward recomputes it, that is an error.
+#
+# A watched unit becomes steady only between steps: a checkpoint of the user's own must recompute
+# units in the same way as they ran. Torch restores its own random numbers; those of Python and
+# NumPy are restored here, if the forward has drawn any.
+
+
+class Around(Protocol):
+    """A context around a unit's forward, which has begun and is ended by ``end``."""
+
+    def end(self, *, completed: bool) -> None:
+        """End the context; ``completed`` is false if the forward raised."""
+
+
+class _Again(threading.local):
+    """The units that the current thread recomputes."""
+
+    def __init__(self) -> None:
+        self.units: list[int] = []
+
+
+class Recompute:
+    """The units that are recomputed, with a checkpoint around each of their forwards.
+
+    See Note [Recomputation of units].
+
+    Attributes:
+        units: the units to recompute.
+        able: the units that can be recomputed.
+        watching: whether all ``able`` units are watched and measured, to choose ``units``.
+        input_bytes: by unit, the inputs of its largest forward while watching.
+        grown: the factor by which inputs have grown since.
+        computed: how often each unit was recomputed, until a caller clears it.
+        keeps_below: the share of ``input_bytes`` up to which nothing needs to be recomputed.
+    """
+
+    def __init__(
+        self, parts: Partition, units: frozenset[int], device: torch.device, *, watching: bool
+    ) -> None:
+        """Set up; ``watching``: ``units`` are still to be chosen, among the ``known`` ones."""
+        self.units, self.watching = units, watching
+        self.able = parts.recomputable if units or watching else frozenset()
+        self.input_bytes = [0] * len(parts.units)
+        self.grown, self.keeps_below = 1.0, 0.0
+        self.computed = Counter[int]()
+        self._found, self._device = parts.found, device
+        self._again = _Again()
+        # Units, with their mode (training or not), that do not change when they run.
+        self._steady: set[tuple[int, bool]] = set()
+        self._proven: set[tuple[int, bool]] = set()  # steady from the next step on
+        self._read = set[tuple[int, bool]]()  # whose code was read
+        self._changes = Counter[int]()
+
+    def begin(
+        self, unit: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Around | None:
+        """Begin a checkpoint or a watch around a forward, and return it, or ``None``."""
+        wanted = unit in self.units
+        if not (self.watching or wanted) or unit not in self.able:
+            return None
+        if not torch.is_grad_enabled() or unit in self._again.units:
+            return None
+        leaves, structure = torch_private.tree_flatten((tuple(args), dict(kwargs)))
+        small = self._measure(unit, leaves)
+        if (unit, module.training) not in self._steady and not (
+            wanted and self._shows(unit, module)
+        ):
+            return _Watched(self, unit, module, leaves)
+        if small or not wanted:
+            return None
+        if (why := _obstacle(leaves)) is not None:
+            self._keep(unit, why)
+            return None
+        if not any(
+            isinstance(leaf, torch.Tensor) and leaf.device == self._device for leaf in leaves
+        ):
+            # By these tensors torch finds the device whose random numbers to restore.
+            return None
+        return _Checkpointed(self, unit, module, leaves, structure)
+
+    def _shows(self, unit: int, module: nn.Module) -> bool:
+        """Return whether the unit's code, read once, shows that it does not change when it runs."""
+        case = unit, module.training
+        if case in self._read:
+            return False
+        self._read.add(case)
+        shows = known(module)
+        if shows:
+            self._steady.add(case)
+            self._proven.add(case)
+        return shows
+
+    def known(self, units: frozenset[int]) -> frozenset[int]:
+        """Return those of the units whose recomputation is known to give the same result."""
+        return frozenset(unit for unit in units & self.able if known(self._found[unit].module))
+
+    def _keep(self, unit: int, why: str) -> None:
+        """Never recompute the unit from now on."""
+        if unit in self.units:
+            log.warning(
+                "overspill: unit %s %s: it cannot be computed again, and what autograd saves of it "
+                "is kept", self._found[unit].name, why,
+            )  # fmt: skip
+        self.units, self.able = self.units - {unit}, self.able - {unit}
+
+    def name(self, unit: int) -> str:
+        """Return the name of a unit."""
+        return self._found[unit].name
+
+    def watched(self, unit: int, changed: str | None, *, training: bool) -> None:
+        """Record a watched forward; ``changed`` names what it changed, or is ``None``."""
+        if changed is None:
+            self._proven.add((unit, training))
+            return
+        self._changes[unit] += 1
+        if self._changes[unit] >= _CHANCES:
+            self._keep(unit, f"changes {changed} when it runs")
+
+    def surprised(self, unit: int, changed: str, again: str) -> None:
+        """Warn that a recomputed unit has changed something that it did not change before.
+
+        Args:
+            changed: what it has changed.
+            again: the effect of the recomputation on that.
+        """
+        log.warning(
+            "overspill: unit %s has changed %s when it ran, as it did not before; backward "
+            "computes it once more, and %s; pass activations='host' if it must not",
+            self._found[unit].name, changed, again,
+        )  # fmt: skip
+        self._proven = {each for each in self._proven if each[0] != unit}
+
+    def stepped(self) -> None:
+        """Apply the findings of the step that has ended."""
+        self._steady = set(self._proven)
+
+    def _measure(self, unit: int, leaves: Sequence[Any]) -> bool:
+        """Measure a unit's inputs, and return whether they are so small that it can be kept."""
+        known = self.input_bytes[unit]
+        nbytes = sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad)
+        if self.watching:
+            self.input_bytes[unit] = max(known, nbytes)
+        elif known and nbytes > known * _GROWN:
+            self.grown = max(self.grown, nbytes / known)
+        return 0 < nbytes <= known * self.keeps_below
+
+    def watch(self) -> None:
+        """Watch and measure all units again, for another load."""
+        self.watching, self.input_bytes = True, [0] * len(self.input_bytes)
+
+    def grow(self) -> None:
+        """Scale ``input_bytes`` to the larger inputs seen since."""
+        self.input_bytes = [int(nbytes * self.grown) for nbytes in self.input_bytes]
+        self.grown = 1.0
+
+    def compute(self, unit: int, function: partial[Any]) -> None:
+        """Run ``function``, which computes a unit's forward again."""
+        self.computed[unit] += 1
+        self._again.units.append(unit)
+        try:
+            function()
+        finally:
+            self._again.units.remove(unit)
+
+
+class _Checkpointed:
+    """A checkpoint around a forward."""
+
+    def __init__(
+        self, recompute: Recompute, unit: int, module: nn.Module, leaves: list[Any], structure: Any
+    ) -> None:
+        inputs: dict[int, torch.Tensor] = {}
+        places: list[tuple[int, int]] = []  # tensors by leaf and input index
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                inputs.setdefault(id(leaf), leaf)
+                places.append((i, list(inputs).index(id(leaf))))
+                leaves[i] = None  # autograd keeps them, and may offload them
+        modes = [(each, each.training) for each in module.modules()]
+        self._inputs = [(t, torch_private.version_of(t)) for t in inputs.values()]
+
+        after: list[_State] = []  # the module's state after the forward
+
+        def again(*inputs: torch.Tensor) -> None:
+            if after and (changed := _changed(_state_of(module), after[0])) is not None:
+                raise OffloadError(
+                    f"{type(module).__name__}: {changed} has changed since its forward, which "
+                    "backward computes again with it; change it after backward, or pass "
+                    "activations='host'"
+                )
+            given = list(leaves)
+            for i, number in places:
+                given[i] = inputs[number]
+            args, kwargs = torch_private.tree_unflatten(given, structure)
+            now = [(each, each.training) for each, _ in modes]
+            drawn_now = [_drawn() for _ in drawn]
+            try:
+                _set_modes(modes)
+                _draw_from(drawn)
+                recompute.compute(unit, partial(module, *args, **kwargs))
+            finally:
+                _set_modes(now)
+                _draw_from(drawn_now)
+
+        self._recompute, self._unit, self._module = recompute, unit, module
+        # Emptied if the forward has drawn nothing: other threads may draw.
+        drawn = [_drawn()]
+        self._before, self._drawn, self._after = _state_of(module), drawn, after
+        self._weights = _weights_of(module)
+        self._checkpoint: Checkpoint = torch_private.checkpoint(again, list(inputs.values()))
+        next(self._checkpoint)
+
+    def end(self, *, completed: bool) -> None:
+        if not completed:
+            self._checkpoint.close()
+            return
+        next(self._checkpoint, None)
+        inputs, self._inputs = self._inputs, []
+        if any(torch_private.version_of(t) != version for t, version in inputs):
+            raise OffloadError(
+                f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
+                "so that backward cannot compute it again; pass activations='host', or recompute "
+                "a larger part of the model with torch.utils.checkpoint"
+            )
+        self._after.append(_state_of(self._module))
+        changed = _changed(self._before, self._after[0])
+        if changed is None:
+            changed = _changed(self._weights, _weights_of(self._module))
+        if changed is not None:
+            self._recompute.surprised(self._unit, changed, "may change that again")
+        if (changed := _changed(self._drawn[0], _drawn())) is None:
+            self._drawn.clear()
+        else:
+            self._recompute.surprised(self._unit, changed, "draws the same again")
+
+
+class _Watched:
+    """A forward that is not recomputed, and is watched for changes to its module."""
+
+    def __init__(
+        self, recompute: Recompute, unit: int, module: nn.Module, leaves: Sequence[Any]
+    ) -> None:
+        self._recompute, self._unit, self._module = recompute, unit, module
+        self._before, self._training = self._now(), module.training
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._inputs = [(t, torch_private.version_of(t)) for t in tensors]
+
+    def _now(self) -> _State:
+        return _state_of(self._module) | _weights_of(self._module) | _drawn()
+
+    def end(self, *, completed: bool) -> None:
+        if completed:
+            changed = _changed(self._before, self._now())
+            if any(torch_private.version_of(t) != version for t, version in self._inputs):
+                changed = "its input"
+            self._recompute.watched(self._unit, changed, training=self._training)
+
+
+_PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"
+# By name: a buffer or an attribute, held so that its identity is not reused, and a value that
+# differs once it has changed.
+_State = dict[str, tuple[object, object]]
+
+
+def _weights_of(module: nn.Module) -> _State:
+    """Return the version of each parameter, to detect changes in place."""
+    with torch_private.without_overrides():  # reading a hidden one would ask its class
+        return {name: (p, torch_private.version_of(p)) for name, p in module.named_parameters()}
+
+
+def _state_of(module: nn.Module) -> _State:
+    """Return the state of a module that its forward may change, except parameters.
+
+    Parameters are left out because optimizer updates change them too.
+    """
+    found: _State = {}
+    for name, buffer in module.named_buffers():
+        found[name] = buffer, torch_private.version_of(buffer)
+    for prefix, each in module.named_modules():
+        for name, value in module_private.own_attributes(each):
+            found[f"{prefix}.{name}" if prefix else name] = value, _inside(value)
+    return found
+
+
+def _drawn() -> _State:
+    """Return the states of random number generators that a checkpoint does not restore."""
+    return {
+        _PYTHON: (None, random.getstate()),
+        _NUMPY: (None, pickle.dumps(np.random.get_state(legacy=False))),
+    }
+
+
+def _draw_from(drawn: Sequence[_State]) -> None:
+    """Restore the states that ``_drawn`` returned, if there are any."""
+    for each in drawn:
+        python: Any = each[_PYTHON][1]
+        numpy: Any = each[_NUMPY][1]
+        random.setstate(python)
+        np.random.set_state(pickle.loads(numpy))
+
+
+def _inside(value: Any, depth: int = 0) -> object:
+    """Return a value that differs once the contents of ``value`` have changed."""
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), torch_private.version_of(value)
+    if isinstance(value, torch.Generator):
+        return bytes(value.get_state().numpy())
+    if isinstance(value, np.random.Generator):
+        return pickle.dumps(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, Iterator):
+        return object()  # unknown, so always different
+    if depth == _DEEP or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
+        return id(value)
+    if isinstance(value, Mapping):
+        return len(value), [(k, _inside(v, depth + 1)) for k, v in islice(value.items(), _LONG)]
+    if isinstance(value, Collection):
+        return len(value), [_inside(each, depth + 1) for each in islice(value, _LONG)]
+    own = getattr(value, "__dict__", None)
+    if own is not None and type(value).__module__.startswith("transformers."):
+        own = {name: each for name, each in own.items() if name not in _OF_HEADS}
+    return id(value), _inside(own, depth + 1)
+
+
+def _changed(before: _State, now: _State) -> str | None:
+    """Return the name of the first entry that has changed."""
+    for name in {**before, **now}:
+        was, found = before.get(name), now.get(name)
+        if was is None or found is None or not _same(was, found):
+            return name
+    return None
+
+
+def _obstacle(leaves: Sequence[Any]) -> str | None:
+    """Return why a forward with these arguments cannot be recomputed, or ``None``."""
+    for leaf in leaves:
+        if isinstance(leaf, nn.Parameter):
+            return "is called with a weight"
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            return (
+                f"is called with an object of class {type(leaf).__name__} that it may change (a "
+                "cache? pass use_cache=False)"
+            )
+    return "runs in compiled code" if torch_private.in_compiled_code() else None
+
+
+def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _same(was: tuple[object, object], found: tuple[object, object]) -> bool:
+    """Return whether an entry is unchanged.
+
+    Another object counts as the same if it is plain and equal, or an equal list of names or
+    integers (``peft`` lists the active adapters in a new list).
+    """
+    if was[0] is found[0]:
+        return was[1] == found[1]
+    if type(was[0]) is not type(found[0]):
+        return False
+    if isinstance(was[0], _VALUES):
+        return was[0] == found[0]
+    return _plain(found[0]) and _kinds(was[1]) == _kinds(found[1]) and was[1] == found[1]
+
+
+def _plain(value: object) -> bool:
+    """Return whether ``value`` is a list or tuple that ``_inside`` describes completely."""
+    short = type(value) in (list, tuple) and len(value) <= _LONG  # type: ignore[arg-type]
+    return short and all(type(each) in _NAMES for each in value)  # type: ignore[attr-defined]
+
+
+def _kinds(inside: Any) -> list[type]:
+    """Return the types of a list's members, as ``_inside`` returned them, because 1 equals True."""
+    return [type(each) for each in inside[1]]
