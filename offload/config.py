@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the command parses sizes without importing torch
 __all__ = ["OffloadConfig", "Size", "parse_size"]
 
 MOST_THREADS = 256
+MOST_MICRO_STEPS = 10_000  # each is simulated
 
 # Options that only concern training.
 _OF_TRAINING = (
@@ -78,6 +79,8 @@ def parse_size(value: int | str, name: str) -> Size:
     if unit not in _FACTORS:
         known = ", ".join(["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"])
         raise ValueError(f"{name}: unknown unit {match[2]!r} in {value!r}; known: {known}, %")
+    if not math.isfinite(number * _FACTORS[unit]):
+        raise ValueError(f"{name} must be a finite number of bytes, got {value!r}")
     return Size(nbytes=int(number * _FACTORS[unit]))
 
 
@@ -234,6 +237,10 @@ class OffloadConfig:
             _choice(name, getattr(self, name), (True, False))
         _at_least("tokens", self.tokens, 0)
         _at_least("accumulate", self.accumulate, 1)
+        if self.accumulate > MOST_MICRO_STEPS:
+            raise ValueError(
+                f"accumulate must be at most {MOST_MICRO_STEPS}, got {self.accumulate}"
+            )
         _at_least("commit_every", self.commit_every, 1)
         if self.prefetch_depth is not None:
             _at_least("prefetch_depth", self.prefetch_depth, 0)
@@ -243,7 +250,9 @@ class OffloadConfig:
                 raise ValueError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
         if self.max_grad_norm is not None:
             limit = self.max_grad_norm
-            if isinstance(limit, (bool, str)) or not 0 < float(limit) < math.inf:
+            if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+                raise TypeError(f"max_grad_norm must be a number, got {limit!r}")
+            if not 0 < float(limit) < math.inf:
                 raise ValueError(f"max_grad_norm must be a positive number, got {limit!r}")
         if self.rates is not None and not isinstance(self.rates, Rates):
             raise TypeError(f"rates must be an overspill.Rates, got {type(self.rates).__name__}")

@@ -46,13 +46,21 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
+
+
 def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the hyper-parameters of every param group.
 
     NumPy numbers, which schedulers may produce, become plain ones.
     """
     return [
-        {k: v.item() if isinstance(v, np.generic) else v for k, v in group.items() if k != "params"}
+        {name: _plain(value) for name, value in group.items() if name != "params"}
         for group in groups
     ]
 

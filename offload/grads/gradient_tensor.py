@@ -76,8 +76,12 @@ class OffloadedGradient(torch.Tensor):
             self.copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as an array."""
-        return self._plain().numpy(force=force)
+        """Return a copy as an array; what is written there is written to the gradient."""
+        _refuse_gone(self)
+        plain = self.access().borrow(self.number)
+        array = plain.numpy(force=force)
+        self.access().lend(self.number, plain)
+        return array
 
     def tolist(self) -> Any:
         """Return the elements as a list."""

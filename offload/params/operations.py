@@ -7,6 +7,7 @@ changed them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,10 +155,56 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return isinstance(leaf, _SIMPLE)  # and no array over the same memory
         if id(leaf) in found:
             return True
-        key = torch_private.storage_key(leaf) if leaf.layout is torch.strided else None
+        key = torch_private.storage_key(leaf) if torch_private.has_memory(leaf) else None
         return all(torch_private.storage_key(p) != key for p in found.values())  # type: ignore[arg-type]
 
     return access.compute(indices, run)
+
+
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+
+
+class _StorageOfCopy:
+    """The storage of a copy of a weight, whose address is that of the weight, or is refused.
+
+    The address of a copy would be taken for the weight's: copies made one after the other may even
+    have the same one.
+    """
+
+    def __init__(self, storage: Any, p: Any) -> None:
+        self._storage, self._p = storage, p
+        untyped = storage.untyped() if isinstance(storage, torch.TypedStorage) else storage
+        self._user = torch_private.bytes_of(untyped)  # so that the copy counts as used
+
+    def data_ptr(self) -> int:
+        """Return the address of the weights; see ``address``."""
+        return address(self._p)
+
+    _data_ptr = data_ptr
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method; its arguments may have been computed while only the method was held."""
+        return method(*args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._storage)
+
+    def __len__(self) -> int:
+        return len(self._storage)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._storage[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._storage[index] = value
+
+    def __repr__(self) -> str:
+        return repr(self._storage)
 
 
 class Operation:
@@ -172,6 +219,7 @@ class Operation:
         return self._on_copies(func, args, kwargs) if result is NotImplemented else result
 
     def _on_copies(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        args_before = args
         args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
         # torch's fused optimizers change parameters without increasing their versions.
@@ -186,7 +234,13 @@ class Operation:
                 mine.access.write(mine.index, copy)
             self._lend(mine, copy, result)
         back = {id(copy): p for p, _, copy, _ in self._copies.values()}
-        return torch_private.tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+        def given(leaf: Any) -> Any:
+            if isinstance(leaf, _STORAGES):
+                return _StorageOfCopy(leaf, args_before[0])
+            return back.get(id(leaf), leaf)
+
+        return torch_private.tree_map(given, result)
 
     def _copy_of(self, value: Any) -> Any:
         if not isinstance(value, PlaceholderParam):
@@ -209,8 +263,11 @@ class Operation:
         """Lend the copy if the result has a view of it, which may be written to later."""
         key = torch_private.storage_key(copy)
         for leaf in torch_private.tree_leaves(result):
+            if isinstance(leaf, _STORAGES):
+                mine.access.lend(mine.index, copy.detach())
+                return
             if not isinstance(leaf, torch.Tensor) or leaf is copy:
                 continue
-            if leaf.layout is torch.strided and torch_private.storage_key(leaf) == key:
+            if torch_private.has_memory(leaf) and torch_private.storage_key(leaf) == key:
                 mine.access.lend(mine.index, copy.detach())
                 return

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import OffloadError
 from ..private import torch_private
+from ..private.reentrancy import callers
 from ..schedule.units import ParamSpec
 from .operations import (
     ABOUT,
@@ -138,6 +139,8 @@ class OffloadedParam(PlaceholderParam, _Fixed):
             return func(known(p).empty(p.dtype), *args[1:], **kwargs)
         if name == "data_ptr":
             return address(args[0])
+        if name in ("detach", "share_memory_"):
+            _refuse_other_uses(name, args[0])
         if sets_grad(func):
             known(args[0]).access.require_gradients_unused()
         if func is torch.autograd.grad:
@@ -152,6 +155,25 @@ class OffloadedParam(PlaceholderParam, _Fixed):
         if getattr(func, "__module__", "") == "torch.nn.init":  # on leaves, outside of any graph
             return torch_private.without_grad(Operation().run)(func, args, kwargs)
         return Operation().run(func, args, kwargs)
+
+
+def _refuse_other_uses(name: str, p: Any) -> None:
+    """Raise if a parameter is shared with other processes, or passed to ``nn.Parameter``.
+
+    ``nn.Parameter`` would take the class of the parameter for a tensor class of the user's.
+    """
+    mine = known(p)
+    if name == "share_memory_":
+        raise OffloadError(
+            f"parameter {mine.access.name(mine.index)!r} cannot be shared with other processes, "
+            "because its weights move; share copies (overspill.named_weights(model)), or call "
+            "overspill.unwrap(model) first"
+        )
+    if any(frame.f_code is nn.Parameter.__new__.__code__ for frame in callers()[:5]):
+        raise OffloadError(
+            f"nn.Parameter(p) of the wrapped parameter {mine.access.name(mine.index)!r} is not "
+            "supported; pass p.data or p.detach() instead of p"
+        )
 
 
 def _reduced(p: Any, plainly: Callable[[Any], Any], protocol: Any) -> Any:

@@ -161,7 +161,10 @@ def in_compiled_code() -> bool:
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of plain memory: not sparse, nested or a zero tensor."""
+    """Return whether a tensor is a view of plain memory: not sparse, nested, a zero tensor, or one
+    that ``torch.vmap`` or ``torch.func`` computes with."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return False
     return t.layout is torch.strided and not t.is_nested and not t._is_zerotensor()
 
 

@@ -132,7 +132,7 @@ class UnmanagedState:
         """Copy the values into the model.
 
         A buffer of another shape is replaced, because some modules size their buffers when they
-        first run.
+        first run. So is an expanded one, which nothing can be copied into.
         """
         modules = _modules(self._model)
         for name, value in self._stored.items():
@@ -142,10 +142,17 @@ class UnmanagedState:
             if there is None:
                 like = next(self._model.buffers(), next(self._model.parameters(), value))
                 setattr(module, own, value.to(like.device))
-            elif there.shape != value.shape:
+            elif there.shape != value.shape or _overlaps_itself(there):
                 setattr(module, own, value.to(there.device, there.dtype))
             else:
                 there.detach().copy_(value)
+
+
+def _overlaps_itself(t: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after ``expand``."""
+    return t.layout is torch.strided and any(
+        n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)
+    )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

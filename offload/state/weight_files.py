@@ -90,10 +90,18 @@ class WeightFiles:
         if (path / INDEX).is_file():
             try:
                 names = json.loads((path / INDEX).read_text())["weight_map"].values()
-            except (ValueError, KeyError, AttributeError) as error:
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"weights: {path / INDEX} is not a valid index: {error}"
                 ) from error
+            outside = [
+                str(name) for name in names
+                if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts
+            ]  # fmt: skip
+            if outside:
+                raise ValueError(
+                    f"weights: {path / INDEX} names files outside of its folder: {outside[0]!r}"
+                )
             files = [path / name for name in dict.fromkeys(names)]
             missing = [file.name for file in files if not file.is_file()]
             if missing:

@@ -210,7 +210,7 @@ AFTER
 DIES = """
 import torch
 model(torch.randn(2, 96)).sum().backward()  # a forward that trains: now there is a commit
-optimizer._engine.machinery.executor.protocol.wait(overspill.schedule.messages.Until.DURABLE)
+optimizer._engine.runtime.executor.protocol.wait(overspill.schedule.messages.Until.DURABLE)
 os._exit(9)
 """
 

@@ -155,3 +155,29 @@ def test_a_learning_rate_that_a_scheduler_had_changed_is_expected(
     with overspill.resume(again, tmp_path, adamw(again), device=CPU)[0] as optimizer:
         assert optimizer.param_groups[0]["lr"] < adamw(again).defaults["lr"]
     assert "hyper-parameters" not in caplog.text
+
+
+@pytest.mark.parametrize("back", ["resume", "rollback"])
+def test_a_buffer_that_is_expanded_is_restored(back: str, tmp_path: Path) -> None:
+    """Nothing can be copied into one whose elements share memory."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        model.register_buffer("scale", torch.ones(1, 5).expand(9, 5))
+        return model
+
+    model = built()
+    inner = torch.optim.AdamW(model.parameters())
+    with overspill.wrap(model, inner, device=CPU, nvme=tmp_path) as optimizer:
+        model.scale = torch.full((1, 5), 3.0).expand(9, 5)
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        optimizer.commit()
+        if back == "rollback":
+            model.scale = torch.zeros(1, 5).expand(9, 5)
+            optimizer.rollback()
+            assert (model.scale == 3).all() and model.scale.shape == (9, 5)
+    again = built()
+    with overspill.resume(again, tmp_path, device=CPU)[0]:
+        assert (again.scale == 3).all() and again.scale.shape == (9, 5)

@@ -51,7 +51,7 @@ def run(width, depth, steps, **more):
     held = sum(optimizer.memory[t].held_bytes for t in ("device", "host"))
     full = sum(p.numel() for p in model.parameters()) * 12
     rss = process.memory_info().rss - before
-    spans = engine_of(model).machinery.trace.spans(start_ns, end_ns)
+    spans = engine_of(model).runtime.trace.spans(start_ns, end_ns)
     result = {"rss": rss, "held": held, "full": full,
               "moved": {lane: (end[lane] - start[lane]) / steps for lane in start},
               "traced": {lane: sum(s.nbytes for s in spans if s.lane == lane) / steps

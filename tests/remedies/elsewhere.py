@@ -4,6 +4,12 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/params/parameters.py", "share copies (overspill.named_weights(model)), or call"): (
+        "tests/parity/test_uses_of_parameters.py::test_shared_memory_is_refused"
+    ),
+    ("offload/params/parameters.py", "supported; pass p.data or p.detach() instead of p"): (
+        "tests/parity/test_uses_of_parameters.py::test_a_parameter_of_a_parameter_is_refused"
+    ),
     (
         "offload/cli/inspect.py",
         "repair mends one store; name the folder of the rank that is damaged",

@@ -31,7 +31,7 @@ class Shadow:
             elif isinstance(each, Read) and each.item in self._now:
                 seen = self._kept.get((each.item, each.role), 0)
                 assert seen == self._now[each.item], f"{each} reads what is not the newest"
-        if self._machine.cuts.pending and self._cut is None:
+        if self._machine.snapshots.pending and self._cut is None:
             self._cut = dict(self._now)
         for each in instructions:
             if isinstance(each, Commit):

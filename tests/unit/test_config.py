@@ -37,6 +37,7 @@ def test_sizes(text: int | str, size: Size) -> None:
         ("", "cannot read"),
         ("120%", "up to 100%"),
         ("nan", "cannot read"),
+        (f"1{'0' * 400}GiB", "finite number of bytes"),
     ],
 )
 def test_bad_sizes(bad: int | str, words: str) -> None:
@@ -67,6 +68,9 @@ def test_shares_and_auto_resolve() -> None:
         ({"accumulate": 1.5}, ValueError, "accumulate"),
         ({"prefetch_depth": -1}, ValueError, "prefetch_depth"),
         ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": [1.0]}, TypeError, "max_grad_norm must be a number"),
+        ({"max_grad_norm": 1j}, TypeError, "max_grad_norm must be a number"),
+        ({"accumulate": 10**6}, ValueError, "accumulate must be at most 10000"),
         ({"max_grad_norm": 1.0, "update": "backward"}, ValueError, "global norm"),
         ({"device": "cpu", "device_memory": "1GiB"}, ValueError, "one memory tier"),
         ({"units": "block"}, TypeError, "list of names"),

@@ -259,3 +259,19 @@ def test_what_has_no_room_in_the_plan_is_said_and_trains(
         overspill.wrap(*model_of(), **options, tokens=4096, activations="host")
     with pytest.raises(ValueError, match="tokens must be a whole number"):
         overspill.wrap(*model_of(), **options, tokens=-1)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("[]", "is not a valid index"),
+        ('{"weight_map": []}', "is not a valid index"),
+        ('{"weight_map": {"weight": "../other.safetensors"}}', "outside of its folder"),
+        ('{"weight_map": {"weight": "/etc/hosts"}}', "outside of its folder"),
+    ],
+)
+def test_an_index_that_makes_no_sense(index: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=words):
+        overspill.wrap(model, torch.optim.SGD(model.parameters()), device="cpu", weights=tmp_path)
