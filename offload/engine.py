@@ -83,7 +83,7 @@ class Engine(Closeable):
         accelerator, writer = runtime.accelerator, runtime.store.writer
         # Each part gets the parts that it uses when it is made, so lower ones come first.
         units = OnloadedUnits(
-            parts, executor, accelerator, resources.held_slots, resources.stubs, ledger.changing
+            parts, executor, accelerator, resources.slot_refs, resources.stubs, ledger.changing
         )
         runtime.when_still(units.close)
         backward = Backward(units, runtime.trace)

@@ -191,9 +191,8 @@ class Loop:
         self._direct.finish()
         self._group_check.check()
         self._onloaded_units.check_shown(self._resident_guard.hidden)
-        self._weights.write_copies()
+        self.write_copies()
         self._weights.refuse_joined()
-        self._state.write_copies()
         if self._commits is not None:
             self._commits.require_whole()
         self._trace.compute_pause()

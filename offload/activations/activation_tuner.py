@@ -15,7 +15,7 @@ from ..params.backward import Backward
 from ..planning.choose import recomputing
 from ..planning.costs import Costs, Profile
 from ..planning.save_timing import Burst, UnitForward, bursts_of
-from .activations import make_stash
+from .activations import make_saved_offloader
 from .recompute import Recompute
 
 log = logging.getLogger("overspill")
@@ -52,7 +52,7 @@ class ActivationTuner:
         self._steps = 0  # steps under the current choice
         # Per micro-step: seconds of compute, and by unit the number of recomputed forwards.
         self._took: tuple[float, dict[int, float]] = 0.0, {}
-        self.saved_offloader = make_stash(runtime.executor, accelerator, model, backward)
+        self.saved_offloader = make_saved_offloader(runtime.executor, accelerator, model, backward)
         self.recompute = Recompute(
             runtime.parts, runtime.layout.saved.recompute, accelerator.device,
             watching=policy == "auto" and self.saved_offloader is not None,

@@ -415,7 +415,7 @@ class SavedTensorOffloader:
             yield saved.memory
 
 
-def make_stash(
+def make_saved_offloader(
     executor: Executor, accelerator: Accelerator, model: nn.Module, backward: Backward
 ) -> SavedTensorOffloader | None:
     """Return the offloader that follows a model's backwards, or ``None`` if nothing may leave."""

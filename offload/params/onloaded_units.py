@@ -77,7 +77,7 @@ class OnloadedUnits:
         for unit in self.parts.units:
             if self.fixed[unit.index]:
                 # While hidden they keep their weights, because graphs may have saved them.
-                onloaded = self.current[unit.index] = self._residence(unit.index)
+                onloaded = self.current[unit.index] = self._onloaded_unit(unit.index)
                 self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
                 self._hidden[unit.index] = tuple(onloaded.views)
             else:
@@ -124,7 +124,7 @@ class OnloadedUnits:
         self.current = [None] * len(self.current)
         return watches
 
-    def _residence(self, unit: int) -> OnloadedUnit:
+    def _onloaded_unit(self, unit: int) -> OnloadedUnit:
         storage = torch_private.storage_over(self.executor.arenas.bytes_of(self.place(unit)))
         return OnloadedUnit(unit, storage, make_views(self.parts.units[unit], storage))
 
@@ -320,7 +320,7 @@ class OnloadedUnits:
             place = self.place(unit)
             self.executor.compute.wait_for(place, "copy_in")
             self.accelerator.used(self.executor.arenas.bytes_of(place))
-        onloaded = self._residence(unit)
+        onloaded = self._onloaded_unit(unit)
         onloaded.streams.add(self.accelerator.stream())
         onloaded.waited.update(onloaded.streams)
         self.current[unit] = onloaded

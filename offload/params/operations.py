@@ -219,7 +219,6 @@ class Operation:
         return self._on_copies(func, args, kwargs) if result is NotImplemented else result
 
     def _on_copies(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        args_before = args
         args, kwargs = torch_private.tree_map(self._copy_of, (tuple(args), dict(kwargs)))
         result = func(*args, **kwargs)
         # torch's fused optimizers change parameters without increasing their versions.
@@ -236,8 +235,8 @@ class Operation:
         back = {id(copy): p for p, _, copy, _ in self._copies.values()}
 
         def given(leaf: Any) -> Any:
-            if isinstance(leaf, _STORAGES):
-                return _StorageOfCopy(leaf, args_before[0])
+            if isinstance(leaf, _STORAGES):  # of the only argument
+                return _StorageOfCopy(leaf, next(iter(back.values())))
             return back.get(id(leaf), leaf)
 
         return torch_private.tree_map(given, result)

@@ -26,7 +26,7 @@ class EngineResources:
     contents: Contents
     stubs: Stubs
     trainer: Trainer
-    held_slots: SlotRefTracker
+    slot_refs: SlotRefTracker
 
     @classmethod
     def open(
@@ -42,14 +42,14 @@ class EngineResources:
         Raises:
             BudgetError: a tier has too little room.
         """
-        trainer, held_slots = Trainer(), SlotRefTracker()
+        trainer, slot_refs = Trainer(), SlotRefTracker()
 
         def before_asking() -> Iterator[Freed]:
             trainer.require()
-            return held_slots.freed()
+            return slot_refs.freed()
 
         stubs = Stubs(blueprint.parts.units, accelerator.device)
         trace = Trace(ranges=ProfilerRanges(), instant=accelerator.instant)
         runtime = Runtime(blueprint, accelerator, trace, before_asking, owner, found)
         contents = Contents(runtime.layout, runtime.memory.arenas, runtime.direct)
-        return cls(runtime, contents, stubs, trainer, held_slots)
+        return cls(runtime, contents, stubs, trainer, slot_refs)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError, format_bytes
-from ..private import module_private
+from ..private import module_private, torch_private
 from .hub_names import tensors_of
 
 log = logging.getLogger("overspill")
@@ -142,17 +142,10 @@ class UnmanagedState:
             if there is None:
                 like = next(self._model.buffers(), next(self._model.parameters(), value))
                 setattr(module, own, value.to(like.device))
-            elif there.shape != value.shape or _overlaps_itself(there):
+            elif there.shape != value.shape or torch_private.overlaps_itself(there):
                 setattr(module, own, value.to(there.device, there.dtype))
             else:
                 there.detach().copy_(value)
-
-
-def _overlaps_itself(t: torch.Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after ``expand``."""
-    return t.layout is torch.strided and any(
-        n > 1 and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True)
-    )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -48,7 +48,7 @@ def wrapped(folder: Path, room: str = "10MiB", **options: Any) -> tuple[nn.Seque
     return model, overspill.wrap(model, adamw(model), nvme=folder, **options)
 
 
-def stash_of(optimizer: Any) -> Any:
+def offloader_of(optimizer: Any) -> Any:
     return optimizer._engine._loop._tuner.saved_offloader
 
 
@@ -78,7 +78,7 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
         for seed, rows in enumerate(ROWS):
             losses.append(step(model, optimizer, seed, rows))
             if policy == "auto":
-                rests.append(stash_of(optimizer).resting.rest is not None)
+                rests.append(offloader_of(optimizer).resting.rest is not None)
                 assert optimizer.memory[ROOM].peak_bytes <= 10 << 20
                 if rows == 16 and not any(r > 16 for r in ROWS[:seed]):
                     assert moved(optimizer) == 0
@@ -95,19 +95,19 @@ def test_more_than_there_is_room_for_leaves_all_the_same(tmp_path: Path) -> None
 def test_the_budget_holds_beside_what_a_rest_has_taken(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     for seed, rows in enumerate([150, 150, 150, 1500, 150, 1500, 1500]):
-        assert (stash_of(optimizer).resting.aside_bytes > 1 << 20) == (seed in (1, 2, 3, 5))
+        assert (offloader_of(optimizer).resting.aside_bytes > 1 << 20) == (seed in (1, 2, 3, 5))
         step(model, optimizer, seed, rows)
         assert optimizer.memory[ROOM].peak_bytes <= 10 << 20
     assert moved(optimizer) > 0
     levels = [level.saved_bytes for level in optimizer._engine.trace.levels()]
-    assert max(levels) <= stash_of(optimizer).room_bytes, "of compute, beside what has left"
+    assert max(levels) <= offloader_of(optimizer).room_bytes, "of compute, beside what has left"
     optimizer.close()
 
 
 def test_what_a_kept_graph_holds_is_not_forgotten(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path, update="step")
     step(model, optimizer, 0, 16)
-    saved_offloader = stash_of(optimizer)
+    saved_offloader = offloader_of(optimizer)
     assert saved_offloader.resting.rest is not None
     loss = model(normal(1, 16, WIDTH)).square().mean()
     loss.backward(retain_graph=True)
@@ -126,7 +126,7 @@ def test_what_a_kept_graph_holds_is_not_forgotten(tmp_path: Path) -> None:
 def test_what_was_changed_in_place_raises_as_ever(tmp_path: Path) -> None:
     model, optimizer = wrapped(tmp_path)
     step(model, optimizer, 0, 16)
-    assert stash_of(optimizer).resting.rest is not None
+    assert offloader_of(optimizer).resting.rest is not None
     inner = []
     handle = model[1].up.register_forward_hook(lambda m, a, out: inner.append(out))
     loss = model(normal(1, 16, WIDTH)).square().mean()
@@ -145,12 +145,12 @@ def test_memory_tells_of_it_and_ends_with_the_graph(tmp_path: Path) -> None:
     for seed in range(4):
         step(model, optimizer, seed, 16)
         levels.append(max(level.saved_bytes for level in optimizer._engine.trace.levels()))
-    assert stash_of(optimizer).resting.rest is not None and levels[0] > 0
+    assert offloader_of(optimizer).resting.rest is not None and levels[0] > 0
     last = optimizer._engine.trace.steps[-1]
     late = [x.saved_bytes for x in optimizer._engine.trace.levels() if x.at_ns > last.started_ns]
     assert max(late) == levels[0]
     loss = model(normal(9, 16, WIDTH)).square().mean()
-    rest = weakref.ref(stash_of(optimizer).resting.rest)
+    rest = weakref.ref(offloader_of(optimizer).resting.rest)
     del loss
     gc.collect()
     step(model, optimizer, 10, 16)
@@ -163,7 +163,7 @@ def test_what_was_asked_to_leave_never_rests(tmp_path: Path, policy: str) -> Non
     model, optimizer = wrapped(tmp_path, activations=policy)
     for seed in range(3):
         step(model, optimizer, seed, 16)
-        assert stash_of(optimizer).resting.rest is None
+        assert offloader_of(optimizer).resting.rest is None
     optimizer.close()
 
 
@@ -174,7 +174,7 @@ def test_memory_tells_what_a_larger_batch_takes_in_a_rest(tmp_path: Path) -> Non
         model, optimizer = wrapped(folder)
         for seed, each in enumerate(rows):
             step(model, optimizer, seed, each)
-        assert stash_of(optimizer).resting.rest is not None, "the next one is"
+        assert offloader_of(optimizer).resting.rest is not None, "the next one is"
         levels = max(level.saved_bytes for level in optimizer._engine.trace.levels())
         optimizer.close()
         return int(levels)
