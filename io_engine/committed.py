@@ -60,7 +60,7 @@ class FoundStore:
         if not self.generations:
             raise IoError(
                 f"{where}: the store here was never committed, so there is nothing to resume; "
-                "wrap the model to begin anew",
+                "wrap the model to start a new run",
                 path=where,
             )
         return self.generations[-1]

@@ -292,7 +292,7 @@ def make_plan(
         optimizer, config, every_update = NoOptimizer(), config.for_inference(), False
     accelerator = make_accelerator(config.device, config.rates)
     try:
-        config, _ = calibrated(model, optimizer, config, accelerator, anew=measure)
+        config, _ = calibrated(model, optimizer, config, accelerator, remeasure=measure)
         made = make_blueprint(
             model, optimizer, config, accelerator, machine, example, prefer, every_update
         ).plan
@@ -346,7 +346,7 @@ def _by_update(
 
 def calibrated(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig,
-    accelerator: Accelerator, *, anew: bool = False,
+    accelerator: Accelerator, *, remeasure: bool = False,
 ) -> tuple[OffloadConfig, Calibration | None]:  # fmt: skip
     """Return the options with rates: the user's, else those of this machine, measured once.
 
@@ -367,7 +367,7 @@ def calibrated(
     dtype = max(sizes, key=lambda each: sizes[each], default=torch.float32)
     rules = rules_for(optimizer)
     update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None
-    kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), anew=anew)
+    kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), remeasure=remeasure)
     rates = kept.for_task(Task(update, dtype))
     if rates.disk_read_bytes_s is None and config.weights is not None:
         rates = replace(rates, disk_read_bytes_s=measure_file(config.weights))

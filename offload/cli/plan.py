@@ -40,7 +40,7 @@ Tokens = Annotated[
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence.")]
 Batch = Annotated[int | None, typer.Option(min=1, help="Sequences of one micro-batch.")]
 Anew = Annotated[
-    bool, typer.Option("--measure", help="Measure this machine anew; takes a few seconds.")
+    bool, typer.Option("--measure", help="Measure this machine again; takes a few seconds.")
 ]
 EveryUnit = Annotated[
     bool, typer.Option("--every-unit", help="Also list every unit and where it lives.")

@@ -76,7 +76,7 @@ def locked_memory() -> Finding:
         return Finding("locked memory", found, State.GOOD, enough, figures=figures)
     return Finding(
         "locked memory", found, State.SLOW,
-        "io_uring pins pages anew for each transfer beyond that, for a little processor time",
+        "io_uring pins pages again for each transfer beyond that, for a little processor time",
         "ulimit -l unlimited, or a line `* - memlock unlimited` in /etc/security/limits.conf",
         figures,
     )  # fmt: skip

@@ -152,9 +152,8 @@ def repair_store(paths: Paths) -> str:
         last = store.generations[-1]
         if not store.layout.checksum and store.damage:
             raise OffloadError(
-                f"{'; '.join(store.damage)}; the store was made with checksum=False, so nobody can "
-                "tell whether the data of an earlier commit have been written over; nothing was "
-                "changed"
+                f"{'; '.join(store.damage)}; the store was made with checksum=False, so it is not "
+                "known whether the data of an earlier commit were overwritten; nothing was changed"
             )
         with StoreReader(store, last) as reader:
             problem = next((p for _, p in reader.verify() if p is not None), None)

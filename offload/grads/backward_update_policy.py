@@ -179,8 +179,8 @@ class BackwardUpdatePolicy:
         def check() -> None:
             if not final and self._update == "backward" and self._config.accumulate == 1:
                 raise OffloadError(
-                    "update='backward' keeps no gradients between micro-steps unless it is told "
-                    "to; pass accumulate=N, at least 2, to wrap"
+                    "update='backward' keeps no gradients between micro-steps unless accumulate= "
+                    "is given; pass accumulate=N, at least 2, to wrap"
                 )
 
         return Declared(check, self.all_final(final))

@@ -195,8 +195,8 @@ class HeldGradients:
         self._collector.executor.protocol.await_gradients()
         if self._backward_updates.consumed([n for n in numbers if n not in self._ledger.squares]):
             raise OffloadError(
-                "update='backward' has applied these gradients, and nobody had asked for norms in "
-                "the first step; they are taken from now on: ask after the next backward()"
+                "update='backward' has applied these gradients before their norms were requested "
+                "for the first time; norms are computed from now on: ask after the next backward()"
             )
         found: list[float] = []
         for number in numbers:

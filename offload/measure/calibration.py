@@ -75,7 +75,7 @@ class Calibration:
     def doubted(self, reason: str) -> None:
         """Mark the rates as wrong, so that the next run measures again, and log the reason."""
         log.warning(
-            "overspill: the rates kept in %s no longer hold: %s; the next run measures them anew",
+            "overspill: the rates kept in %s no longer hold: %s; the next run measures them again",
             self.path, reason,
         )  # fmt: skip
         self.doubt = reason
@@ -102,7 +102,7 @@ def calibrate(
     device: str | torch.device,
     task: Task | None = None,
     *,
-    anew: bool = False,
+    remeasure: bool = False,
 ) -> Calibration:
     """Return stored rates of these file systems and this device; measure and store missing ones.
 
@@ -112,16 +112,16 @@ def calibrate(
 
     Args:
         task: the run's use of the processors; ``None`` measures no rates of it.
-        anew: measure stored rates again.
+        remeasure: measure stored rates again.
 
     Raises:
         IoError: a directory is missing or cannot be written.
     """
     about = _about(directories, device)
     path = _path(about)
-    found = None if anew else _kept(path, about)
+    found = None if remeasure else _kept(path, about)
     if found is not None and found.doubt is not None:
-        log.info("overspill: measuring this machine anew, since %s", found.doubt)
+        log.info("overspill: measuring this machine remeasure, since %s", found.doubt)
         found = None
     changed = found is None
     if found is None:

@@ -93,7 +93,7 @@ def described_sources(
         if state_of(paths[number]).mtime_ns != kept["files"][number]["mtime_ns"]:
             raise OffloadError(
                 f"{paths[number]} was written to since the store was made, and the last commit was "
-                "before all weights in it were first read, so nobody can tell whether they are the "
-                "same; put the file back with its time (cp -p), or wrap anew"
+                "before all weights in it were first read, so it is not known whether they are the "
+                "same; restore the file with its time (cp -p), or wrap the model again"
             )
     return Sources(tuple(paths), ranges)

@@ -108,8 +108,8 @@ def begin_adapters(model: nn.Module, *, trains: bool) -> None:
     unknown = sorted({each.name for each in empty if begins[id(each)] is None})
     if unknown or not drawn or not all(isinstance(each, nn.Embedding) for each in prompts):
         raise OffloadError(
-            f"adapters {', '.join(unknown or configs)} are on meta, and nobody knows how they "
-            "begin without the base's weights; load the base before get_peft_model"
+            f"adapters {', '.join(unknown or configs)} are on meta, and their initial values are "
+            "not known without the base's weights; load the base before get_peft_model"
         )
     if not trains and (empty or prompts):
         raise OffloadError(
@@ -128,8 +128,8 @@ def begin_adapters(model: nn.Module, *, trains: bool) -> None:
         module.reset_parameters()
     if empty or prompts:
         log.info(
-            "overspill: adapters %s were on meta, and begin anew; to go on with trained ones, load "
-            "them after wrap (peft.set_peft_model_state_dict)", ", ".join(configs),
+            "overspill: adapters %s were on meta, and get new values; to go on with trained ones, "
+            "load them after wrap (peft.set_peft_model_state_dict)", ", ".join(configs),
         )  # fmt: skip
 
 

@@ -83,19 +83,19 @@ def _by_name(
             f"train; delete them (del state_dict['state'][{numbers[first]}] for {first!r}) to load "
             "the rest"
         )
-    given, anew, found = {}, [], []
+    given, fresh, found = {}, [], []
     for group, own in zip(groups, names, strict=True):
         for p, name in zip(group["params"], own, strict=True):
             if name in numbers and numbers[name] in state:
                 given[id(p)] = state[numbers[name]]
             elif state:
-                anew.append(name)
+                fresh.append(name)
         known = next((group_of[name] for name in own if name in group_of), None)
         found.append(dict(group if known is None else loaded_groups[known]))
-    if anew:
+    if fresh:
         log.warning(
             "overspill: the loaded state has no entries for %s; their optimizer state starts empty",
-            _listed(anew),
+            _listed(fresh),
         )
     return given, found
 

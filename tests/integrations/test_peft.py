@@ -208,7 +208,7 @@ def test_adapters_that_begin_as_nobody_knows_are_refused(kind: str, tmp_path: Pa
     with overspill.empty_init():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     model = peft.get_peft_model(model, UNKNOWN[kind]())
-    with pytest.raises(overspill.OffloadError, match="nobody knows how they begin"):
+    with pytest.raises(overspill.OffloadError, match="their initial values are not known"):
         overspill.wrap(
             model, adamw(torch.optim.AdamW, model), weights=tmp_path, device=SIM,
             rates=overspill.Rates(),

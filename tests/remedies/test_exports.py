@@ -262,7 +262,7 @@ def test_a_store_in_use(tmp_path: Path) -> None:
 
 
 @tries("io_engine/ownership.py", "; choose another directory, or")
-@tries("io_engine/committed.py", "resume; wrap the model to begin anew")
+@tries("io_engine/committed.py", "resume; wrap the model to start a new run")
 def test_stores_of_others(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
@@ -283,7 +283,9 @@ def test_stores_of_others(tmp_path: Path) -> None:
         os._exit(0)
     """)
     model = net()
-    with says("was never committed, so there is nothing to resume; wrap the model to begin anew"):
+    with says(
+        "was never committed, so there is nothing to resume; wrap the model to start a new run"
+    ):
         overspill.resume(model, begun, adamw(model), device=CPU)
     with wrapped(model, nvme=begun) as optimizer:
         step(model, optimizer)

@@ -259,7 +259,7 @@ def test_a_store_that_is_in_the_way(way: str, tmp_path: Path) -> None:
 
 @tries(
     "io_engine/committed.py", "give the directory that a run with nvme= and durable=True",
-    "wrap the model to begin anew", "put it back from a copy, or start from an export",
+    "wrap the model to start a new run", "put it back from a copy, or start from an export",
 )  # fmt: skip
 @tries("io_engine/manifest.py", "restore this one file from a copy, or start from an export")
 def test_what_is_no_whole_store(tmp_path: Path) -> None:

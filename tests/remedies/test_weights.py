@@ -167,7 +167,7 @@ def test_disks_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @tries("offload/planning/sources.py",
        "bytes; put it back, or say with weights= (--weights) which folder has",
-       "same; put the file back with its time (cp -p), or wrap")  # fmt: skip
+       "same; restore the file with its time (cp -p), or wrap")  # fmt: skip
 def test_files_that_a_store_reads(tmp_path: Path) -> None:
     store, away = tmp_path / "store", tmp_path / "away"
     store.mkdir()
@@ -195,7 +195,7 @@ def test_files_that_a_store_reads(tmp_path: Path) -> None:
         optimizer.commit()  # before anything was read
     os.utime(file, ns=(1, 1))
     again = half_frozen(1)
-    with says("put the file back with its time (cp -p), or wrap anew"):
+    with says("restore the file with its time (cp -p), or wrap the model again"):
         overspill.resume(again, other, adamw(again), device=CPU)
     shutil.copy2(away / file.name, file)
     overspill.resume(again, other, adamw(again), device=CPU)[0].close()
@@ -241,7 +241,7 @@ def test_an_engine_that_is_open(caplog: pytest.LogCaptureFixture) -> None:
 @about_cpu
 @tries("offload/state/adapters.py", "weights; load the base before get_peft_model",
        "values: load the base before the adapter, or give no weights= and let",
-       "meta, and begin anew; to go on with trained ones, load them after")  # fmt: skip
+       "meta, and get new values; to go on with trained ones, load them after")  # fmt: skip
 def test_adapters_on_meta(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     peft = pytest.importorskip("peft")
     hf = pytest.importorskip("transformers")

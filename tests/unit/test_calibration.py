@@ -132,7 +132,7 @@ def test_the_rate_of_updates_on_the_device_is_kept(asked: list[str], tmp_path: P
 def test_on_request_all_is_measured_anew(asked: list[str], tmp_path: Path) -> None:
     task = Task(ADAMW, torch.bfloat16)
     assert calibrate([tmp_path], "cpu", task).for_task(task).update_params_s == 1
-    assert calibrate([tmp_path], "cpu", task, anew=True).for_task(task).update_params_s == 3
+    assert calibrate([tmp_path], "cpu", task, remeasure=True).for_task(task).update_params_s == 3
     assert calibrate([tmp_path], "cpu", task).for_task(task).update_params_s == 3
 
 
