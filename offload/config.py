@@ -265,7 +265,7 @@ class OffloadConfig:
         if self.update == "backward" and self.max_grad_norm is not None:
             raise ValueError(
                 "update='backward' applies gradients before the global norm is known, so it "
-                "cannot clip exactly; use update='step' or drop max_grad_norm"
+                "cannot clip exactly; use update='next_forward' or drop max_grad_norm"
             )
         if self.device == "cpu" and self.device_memory != "auto":
             raise ValueError(

@@ -136,7 +136,7 @@ class Loop:
         """Prepare for a module that is about to run and reads weights of the unit."""
         self._trainer.claim()
         self._direct.finish()
-        self._weights.reconcile(self._onloaded_units.groups[unit])
+        self._weights.write_copies(self._onloaded_units.groups[unit])
         self._state.write_back()
         if torch.is_grad_enabled() and not in_backward():
             self._executor.health.require_commits()

@@ -10,7 +10,7 @@ import pickle
 import random
 import threading
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from types import ModuleType
@@ -233,7 +233,7 @@ class _Checkpointed:
                 places.append((i, list(inputs).index(id(leaf))))
                 leaves[i] = None  # autograd keeps them, and may offload them
         modes = [(each, each.training) for each in module.modules()]
-        self._inputs = [(t, torch_private.version_of(t)) for t in inputs.values()]
+        self._inputs = _versions(inputs.values())
 
         after: list[_State] = []  # the module's state after the forward
 
@@ -267,12 +267,12 @@ class _Checkpointed:
         next(self._checkpoint)
 
     def end(self, *, completed: bool) -> None:
+        inputs, self._inputs = self._inputs, []  # this lives as long as the graph
         if not completed:
             self._checkpoint.close()
             return
         next(self._checkpoint, None)
-        inputs, self._inputs = self._inputs, []
-        if any(torch_private.version_of(t) != version for t, version in inputs):
+        if _written(inputs):
             raise OffloadError(
                 f"unit {self._recompute.name(self._unit)} changes its input in place when it runs, "
                 "so that backward cannot compute it again; pass activations='host', or recompute "
@@ -298,8 +298,7 @@ class _Watched:
     ) -> None:
         self._recompute, self._unit, self._module = recompute, unit, module
         self._before, self._training = self._now(), module.training
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._inputs = [(t, torch_private.version_of(t)) for t in tensors]
+        self._inputs = _versions(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def _now(self) -> _State:
         return _state_of(self._module) | _weights_of(self._module) | _drawn()
@@ -307,9 +306,18 @@ class _Watched:
     def end(self, *, completed: bool) -> None:
         if completed:
             changed = _changed(self._before, self._now())
-            if any(torch_private.version_of(t) != version for t, version in self._inputs):
+            if _written(self._inputs):
                 changed = "its input"
             self._recompute.watched(self._unit, changed, training=self._training)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(t, torch_private.version_of(t)) for t in tensors]
+
+
+def _written(before: Sequence[tuple[torch.Tensor, int]]) -> bool:
+    """Return whether one of the tensors was changed in place since ``_versions``."""
+    return any(torch_private.version_of(t) != version for t, version in before)
 
 
 _PYTHON, _NUMPY = "Python's random numbers", "NumPy's random numbers"

@@ -76,11 +76,12 @@ class OffloadedGradient(torch.Tensor):
             self.copy_(value)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a copy as an array; what is written there is written to the gradient."""
+        """Return an array over a copy; on the CPU, writes to it change the gradient."""
         _refuse_gone(self)
         plain = self.access().borrow(self.number)
         array = plain.numpy(force=force)
-        self.access().lend(self.number, plain)
+        if plain.device.type == "cpu":  # else the array is another copy, as in PyTorch
+            self.access().lend(self.number, plain)
         return array
 
     def tolist(self) -> Any:

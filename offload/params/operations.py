@@ -7,7 +7,6 @@ changed them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -164,47 +163,28 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 
 
-class _StorageOfCopy:
-    """The storage of a copy of a weight, whose address is that of the weight, or is refused.
+class _StorageOfCopy(torch.UntypedStorage):
+    """A storage over the memory of a copy of a weight; its address is the weight's, or is refused.
 
-    The address of a copy would be taken for the weight's: copies made one after the other may even
-    have the same one.
+    The address of the copy would be taken for the weight's: copies that are made one after the
+    other may even have the same one.
     """
 
-    def __init__(self, storage: Any, p: Any) -> None:
-        self._storage, self._p = storage, p
-        untyped = storage.untyped() if isinstance(storage, torch.TypedStorage) else storage
-        self._user = torch_private.bytes_of(untyped)  # so that the copy counts as used
+    _p: Any
 
     def data_ptr(self) -> int:
         """Return the address of the weights; see ``address``."""
         return address(self._p)
 
-    _data_ptr = data_ptr
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        return partial(self._call, found) if callable(found) else found
-
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method; its arguments may have been computed while only the method was held."""
-        return method(*args, **kwargs)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._storage)
-
-    def __len__(self) -> int:
-        return len(self._storage)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._storage[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._storage[index] = value
-
-    def __repr__(self) -> str:
-        return repr(self._storage)
+def _storage_of(copy: torch.Tensor, p: Any, like: Any) -> Any:
+    """Return a storage of the class of ``like`` over a copy, which counts as used meanwhile."""
+    memory = torch_private.bytes_of(copy.untyped_storage())
+    made: Any = torch_private.storage_over(memory, keep=True)
+    made.__class__, made._p = _StorageOfCopy, p
+    if isinstance(like, torch.UntypedStorage):
+        return made
+    return torch.TypedStorage(wrap_storage=made, dtype=copy.dtype, _internal=True)
 
 
 class Operation:
@@ -235,8 +215,9 @@ class Operation:
         back = {id(copy): p for p, _, copy, _ in self._copies.values()}
 
         def given(leaf: Any) -> Any:
-            if isinstance(leaf, _STORAGES):  # of the only argument
-                return _StorageOfCopy(leaf, next(iter(back.values())))
+            if isinstance(leaf, _STORAGES):  # of the only tensor among the arguments
+                ((p, _, copy, _),) = self._copies.values()
+                return _storage_of(copy.detach(), p, leaf)
             return back.get(id(leaf), leaf)
 
         return torch_private.tree_map(given, result)

@@ -48,7 +48,7 @@ def _others_amid() -> bool:
         while frame is not None:
             frames.append(frame)
             frame = frame.f_back  # type: ignore[assignment]
-        closes = any(f.f_globals.get("__name__") == _LIFETIME for f in frames)
+        closes = any(f.f_globals.get("__name__") == _CLOSEABLE for f in frames)
         if is_engine(frames) and not closes:
             return True
     return False
@@ -88,7 +88,7 @@ def is_engine(frames: Iterable[FrameType]) -> bool:
 
 
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
-_LIFETIME = f"{_PACKAGE}.closeable"
+_CLOSEABLE = f"{_PACKAGE}.closeable"
 _AMID = tuple(
     f"{_PACKAGE}.{name}."
     for name in (

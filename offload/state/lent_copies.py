@@ -42,7 +42,7 @@ K = TypeVar("K", bound=Hashable)
 # is small, a second copy is kept to compare with.  For state dicts, a checksum of each copy is
 # kept.  It is compared when the copy is dropped, when its parameter is read, and when the model is
 # used next.  After that it is discarded (``stop_comparing``): otherwise each forward would compute
-# the checksums of every dict that a user keeps.
+# the checksums of every dict that a user keeps.  On a device, comparing waits for the device.
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,11 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if data.device.type == "cpu":
         return torch.tensor(crc32(data.numpy()), device="cpu")
     whole = data.numel() // _COLUMNS * _COLUMNS
-    return torch.cat([data[:whole].view(-1, _COLUMNS).sum(0), data[whole:].long()])
+    rows = data[:whole].view(-1, _COLUMNS)  # squares find what cancels in a sum
+    return torch.cat([rows.sum(0), (rows * rows).sum(0), data[whole:].long()])
 
 
-_COLUMNS = 1021  # prime, unlike row lengths: so moved elements are found
+_COLUMNS = 1021  # prime, so that elements that are moved usually come to another column
 
 
 class LentCopy(Generic[K]):
@@ -92,7 +93,8 @@ class LentCopy(Generic[K]):
         """Treat the present contents as equal to the engine's state at ``version``."""
         assert self.tensor is not None
         self.version, self._count = version, torch_private.version_of(self.tensor)
-        self.stop_comparing()
+        if self._sum is not None:
+            self._sum = torch_private.without_grad(_checksum)(self.tensor)
         if self._watched is not None:
             self._watched.accept()
 
@@ -180,10 +182,11 @@ class LentCopies(Generic[K]):
                 self._copies.pop(number, None)
         return found
 
-    def stop_comparing(self) -> None:
-        """Stop comparing bits: see Note [Copies in state dicts]."""
+    def stop_comparing(self, of: Callable[[K], bool] = lambda key: True) -> None:
+        """Stop comparing bits of copies of these keys: see Note [Copies in state dicts]."""
         for copy in self:
-            copy.stop_comparing()
+            if of(copy.key):
+                copy.stop_comparing()
 
     def drop(self, key: K) -> None:
         """Stop tracking the copies of the state known by ``key``."""

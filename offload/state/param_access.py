@@ -185,10 +185,11 @@ class ParamAccess:
     def _now(self, index: int) -> int:
         return self._ledger.versions[self._parts.unit_of[index]]
 
-    def write_copies(self) -> None:
-        """Call ``reconcile`` and compare the bits of all copies, because the model runs next."""
-        self.reconcile(compare=range(len(self._parts.units)))
-        self._in_dicts.stop_comparing()
+    def write_copies(self, units: Container[int] | None = None) -> None:
+        """Call ``reconcile`` and compare the bits of copies, because the model, or units, run."""
+        compared = range(len(self._parts.units)) if units is None else units
+        self.reconcile(units, compare=compared)
+        self._in_dicts.stop_comparing(lambda index: self._parts.unit_of[index] in compared)
 
     def reconcile(
         self, units: Container[int] | None = None, *, compare: Container[int] = ()
@@ -206,7 +207,7 @@ class ParamAccess:
         """
         self.write_changed()
         if self._in_dicts:
-            self._write_dicts(compare if units is None else units)
+            self._write_dicts(compare)
         if not self._loans:
             return
         asked = {index: loan for index, loan in self._loans.items()

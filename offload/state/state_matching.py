@@ -110,8 +110,12 @@ def _renamed(
     """
     before = {name for group in theirs for name in group}
     now = {name for group in mine for name in group}
-    former = {_unmarked(name): name for name in before - now}
-    return {name: former[_unmarked(name)] for name in now - before if _unmarked(name) in former}
+    former = {_unmarked(name): name for group in theirs for name in group if name not in now}
+    return {
+        name: former[_unmarked(name)]
+        for group in mine for name in group
+        if name not in before and _unmarked(name) in former
+    }  # fmt: skip
 
 
 def _unmarked(name: str) -> str:

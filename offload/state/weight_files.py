@@ -89,15 +89,14 @@ class WeightFiles:
             raise ValueError(f"weights: {path} does not exist")
         if (path / INDEX).is_file():
             try:
-                names = json.loads((path / INDEX).read_text())["weight_map"].values()
+                names = list(json.loads((path / INDEX).read_text())["weight_map"].values())
+                if not all(isinstance(name, str) for name in names):
+                    raise TypeError("names of files must be strings")
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(
                     f"weights: {path / INDEX} is not a valid index: {error}"
                 ) from error
-            outside = [
-                str(name) for name in names
-                if Path(str(name)).is_absolute() or ".." in Path(str(name)).parts
-            ]  # fmt: skip
+            outside = [n for n in names if Path(n).is_absolute() or ".." in Path(n).parts]
             if outside:
                 raise ValueError(
                     f"weights: {path / INDEX} names files outside of its folder: {outside[0]!r}"

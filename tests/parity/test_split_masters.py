@@ -89,7 +89,7 @@ def _master(optimizer: Any, index: int) -> torch.Tensor:
 def test_a_late_first_change_of_the_only_copy_is_said(
     place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the low halves of masters cannot follow, which would not be seen otherwise."""
+    """Warn if a module first changes a bf16 weight in a later forward, and no old copy exists."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).to(DEVICE, torch.bfloat16)
     inner = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -105,6 +105,7 @@ def test_a_late_first_change_of_the_only_copy_is_said(
             optimizer.zero_grad()
     said = [r.getMessage() for r in caplog.records if "1.weight" in r.getMessage()]
     assert torch.equal(changed[1::2], before[1::2])
-    assert torch.equal(changed[::2], weight[::2]) != bool(said)
+    only_copy = place != "streamed" and DEVICE.type == "cpu"
+    assert bool(said) == only_copy and torch.equal(changed[::2], weight[::2]) == (not only_copy)
     assert all("off by up to one bf16 rounding step" in text for text in said)
     assert len(said) <= 1

@@ -166,6 +166,20 @@ def _model_dict_kept_through_data(model: nn.Module, optimizer: Any) -> None:
         assert torch.equal(model.state_dict()[name], value)
 
 
+def _model_dict_changed_twice(model: nn.Module, optimizer: Any) -> None:
+    kept = model.state_dict()
+    for factor in (0.5, 0.25):
+        kept["1.weight"].data.mul_(factor)
+        model.state_dict()
+
+
+def _optimizer_dict_changed_twice(model: nn.Module, optimizer: Any) -> None:
+    kept = optimizer.state_dict()
+    for factor in (0.5, 0.25):
+        kept["state"][2]["exp_avg"].data.mul_(factor)
+        optimizer.state_dict()
+
+
 def _model_dict_dropped(model: nn.Module, optimizer: Any) -> None:
     kept = model.state_dict()
     for value in kept.values():
@@ -186,7 +200,8 @@ EDITS = [
     _through_numpy, _update, _or, _restart_count, _whole, _clear_one, _delete, _pop, _clear_all,
     _replace, _loop, _optimizer_dict, _optimizer_dict_kept, _model_dict, _model_dict_kept,
     _optimizer_dict_through_numpy, _optimizer_dict_through_data, _model_dict_through_data,
-    _model_dict_kept_through_data, _model_dict_dropped, _moments_twice,
+    _model_dict_kept_through_data, _model_dict_changed_twice, _optimizer_dict_changed_twice,
+    _model_dict_dropped, _moments_twice,
 ]  # fmt: skip
 
 
@@ -369,3 +384,17 @@ def test_state_dicts_are_not_kept_alive(tmp_path: Path) -> None:
         del weights
         model(normal(1, 4, 32))
         assert copies() == before
+
+
+def test_parts_that_are_called_alone_use_what_was_changed(tmp_path: Path) -> None:
+    """And what was looked at before a part ran is not looked at each time that it runs."""
+    plain, model = build(), build()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with overspill.wrap(model, inner, nvme=tmp_path, **TIGHT) as optimizer:
+        weights = model.state_dict()
+        for each in (weights, plain.state_dict()):
+            each["1.weight"].data.mul_(0.5)
+        x = normal(0, 4, 32)
+        assert torch.equal(model[1](x), plain[1](x))
+        copies = {copy.key: copy for copy in optimizer._engine._weights._in_dicts}
+        assert [copy._sum is None for copy in copies.values()] == [n in (2, 3) for n in copies]

@@ -67,13 +67,31 @@ def test_what_is_written_to_a_storage_is_written_to_the_weight(pair: Any, kind: 
     same(pair)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_storage_is_one_to_other_code_too(pair: Any) -> None:
+    found = []
+    for model, _ in pair:
+        p = model[1].weight
+        tensor = torch.empty(0, device=DEVICE).set_(p.untyped_storage())
+        kept = torch.empty_like(p.detach())
+        kept.untyped_storage().copy_(p.untyped_storage())
+        typed = p.storage()
+        found.append((tensor.view(32, 32).clone(), kept, typed[5], len(typed), typed.nbytes()))
+        tensor.mul_(2)  # this is the weight
+    for ours, plains in zip(*found, strict=True):
+        assert ours == plains if not isinstance(ours, torch.Tensor) else torch.equal(ours, plains)
+    same(pair)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_the_address_of_a_storage_is_refused_like_that_of_a_parameter(pair: Any) -> None:
     (model, _), _ = pair
     storage = model[1].weight.untyped_storage()
     assert storage.nbytes() == 32 * 32 * 4 and isinstance(storage, torch.UntypedStorage)
     assert len(storage) == storage.nbytes() and storage[0] == storage.tolist()[0]
-    with says("has no address between its uses"):
-        storage.data_ptr()
+    for asked in (storage, model[1].weight.storage(), model[1].weight.storage().untyped()):
+        with says("has no address between its uses"):
+            asked.data_ptr()
     assert model[1].weight.data.untyped_storage().data_ptr()
 
 

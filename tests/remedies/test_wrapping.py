@@ -215,7 +215,8 @@ def test_moments_that_differ() -> None:
 OPTIONS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("as a size; write '10GiB', '80%' or 'auto'", {"host_memory": "much"},
      [{"host_memory": "1GiB"}, {"host_memory": "5%"}, {"host_memory": "auto"}]),
-    ("use update='step' or drop max_grad_norm", {"update": "backward", "max_grad_norm": 1.0},
+    ("use update='next_forward' or drop max_grad_norm",
+     {"update": "backward", "max_grad_norm": 1.0},
      [{"update": "step", "max_grad_norm": 1.0}, {"update": "backward"}]),
     ("pass nvme= (a directory) and leave durable=True, or leave them out", {"commit_every": 2},
      [{"commit_every": 2, "nvme": "here"}, {}]),
@@ -239,7 +240,7 @@ OPTIONS: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 
 @about_cpu
 @tries(CONFIG, "as a size; write '10GiB', '80%' or 'auto'",
-       "use update='step' or drop max_grad_norm",
+       "use update='next_forward' or drop max_grad_norm",
        "commit_every and extra belong to a durable store; pass nvme=",
        "on_nonfinite='rollback' goes back to the last commit; pass nvme=",
        "use on_nonfinite='rollback', or another update",

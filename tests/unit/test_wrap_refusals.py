@@ -266,6 +266,7 @@ def test_what_has_no_room_in_the_plan_is_said_and_trains(
     [
         ("[]", "is not a valid index"),
         ('{"weight_map": []}', "is not a valid index"),
+        ('{"weight_map": {"weight": 1}}', "is not a valid index"),
         ('{"weight_map": {"weight": "../other.safetensors"}}', "outside of its folder"),
         ('{"weight_map": {"weight": "/etc/hosts"}}', "outside of its folder"),
     ],
