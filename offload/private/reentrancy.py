@@ -77,7 +77,7 @@ def refuse_reentry() -> None:
     """
     if is_engine(callers()[1:]):
         raise OffloadError(
-            "a signal handler, or a callback, used the optimizer while the engine was at work; "
+            "the optimizer was used in a signal handler or callback that interrupted the engine; "
             "set a flag there, and look at it between steps"
         )
 

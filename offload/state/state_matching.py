@@ -70,8 +70,8 @@ def _by_name(
     renamed = _renamed(theirs, names)
     if renamed:
         log.warning(
-            "overspill: the loaded state of %s is used for %s, because the parameter was renamed",
-            _listed(list(renamed.values())), _listed(list(renamed)),
+            "overspill: the loaded state is used for parameters that were renamed: %s",
+            _listed([f"{before} -> {now}" for now, before in renamed.items()]),
         )  # fmt: skip
         numbers |= {now: numbers[before] for now, before in renamed.items() if before in numbers}
         wanted |= set(renamed.values())

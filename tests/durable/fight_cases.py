@@ -34,7 +34,7 @@ STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 20
 # Seconds of processor time after which a process is killed, on average: by the clock, none would
 # come to a commit on a busy machine.  Some die young, and some live long enough for a few steps.
 LIVES_S = (0.5, 2.0, 8.0)
-HUNG_S = 120  # nobody waits for so long, even on a busy machine, and computes nothing
+HUNG_S = 120  # a process that computes nothing for this long is hung
 Weights = dict[str, torch.Tensor]
 BEFORE = (  # what may be said as long as there is no commit that anybody may want
     "no store here", "never committed", "store file", "is missing", "made a new store here",

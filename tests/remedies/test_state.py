@@ -133,7 +133,7 @@ def test_a_parameter_that_was_replaced(way: str) -> None:
 def test_a_parameter_that_is_renamed_keeps_its_state(
     change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As pruning and parametrizations do it, which is refused between steps without the advice."""
+    """Pruning and parametrizing rename parameters; between unwrap and wrap the state is kept."""
 
     def renames(model: nn.Module) -> None:
         if change in ("prune", "both"):
@@ -161,7 +161,7 @@ def test_a_parameter_that_is_renamed_keeps_its_state(
     renames(model)
     with wrapped(model, everything(model)) as optimizer:
         optimizer.load_state_dict(state)
-        assert "because the parameter was renamed" in caplog.text
+        assert "is used for parameters that were renamed" in caplog.text
         for number in range(2, 4):
             step(plain, its, number)
             step(model, optimizer, number)
