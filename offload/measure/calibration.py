@@ -121,7 +121,7 @@ def calibrate(
     path = _path(about)
     found = None if remeasure else _kept(path, about)
     if found is not None and found.doubt is not None:
-        log.info("overspill: measuring this machine remeasure, since %s", found.doubt)
+        log.info("overspill: measuring this machine again, since %s", found.doubt)
         found = None
     changed = found is None
     if found is None:

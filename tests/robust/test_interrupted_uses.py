@@ -49,7 +49,7 @@ def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
     [
         (OnloadedUnits, "_to_views"),
         (EditWatch, "look_while_shown"),
-        (OnloadedUnits, "_residence"),
+        (OnloadedUnits, "_onloaded_unit"),
         (OnloadedUnits, "_hide"),
     ],
 )

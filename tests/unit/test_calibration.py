@@ -144,7 +144,7 @@ def test_what_is_in_doubt_is_measured_anew_by_the_next_run(
     assert "no longer hold: lane read moves 0.1 GB/s; the next run" in caplog.text
     with caplog.at_level(logging.INFO, "overspill"):
         assert calibrate([tmp_path], "cpu").rates == Rates(dram_bytes_s=2.0)
-    assert "measuring this machine anew, since lane read" in caplog.text
+    assert "measuring this machine again, since lane read" in caplog.text
     assert calibrate([tmp_path], "cpu").rates == Rates(dram_bytes_s=2.0)
 
 
