@@ -107,13 +107,14 @@ def warn_of_kept_options(
     found = []
     for number, (group, kept) in enumerate(zip(given, stored, strict=True)):
         scheduled = {"betas", "momentum"} if "base_momentum" in kept else set()
-        if "initial_lr" in kept and _plain(group.get("lr")) == _plain(kept["initial_lr"]):
+        cyclic = "max_lr" in kept or "base_momentum" in kept
+        if cyclic or ("initial_lr" in kept and _text(group.get("lr")) == _text(kept["initial_lr"])):
             scheduled.add("lr")
         differing = [
-            f"{name}={_plain(kept[name])} (passed: {_plain(group[name])})"
+            f"{name}={_text(kept[name])} (passed: {_text(group[name])})"
             for name in group
             if name in kept and name not in _NO_OPTIONS | scheduled
-            and _plain(group[name]) != _plain(kept[name])
+            and _text(group[name]) != _text(kept[name])
         ]  # fmt: skip
         if differing:
             found.append(f"group {number}: {', '.join(differing)}")
@@ -121,14 +122,18 @@ def warn_of_kept_options(
         more = f"; and {len(found) - 3} more groups" if len(found) > 3 else ""
         log.warning(
             "overspill: resume uses the hyper-parameters of the commit, not those of the optimizer "
-            "that was passed: %s%s. To change one, set it in optimizer.param_groups after resume",
+            "that was passed: %s%s. If your loop or a scheduler does not set them, and you want to "
+            "change one, set it in optimizer.param_groups after resume",
             "; ".join(found[:3]), more,
         )  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
+def _text(value: Any) -> str:
+    """Return the same text for equal values, also for a tensor, a list, or a number of NumPy."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return tuple(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, value))})"
+    return repr(float(value) if type(value) is int else value)
 
 
 def largest(description: Mapping[str, Any]) -> int | None:

@@ -84,6 +84,27 @@ class OffloadedGradient(torch.Tensor):
             self.access().lend(self.number, plain)
         return array
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return a storage over a copy; writes to it change the gradient."""
+        _refuse_gone(self)
+        plain = self.access().borrow(self.number)
+        self.access().lend(self.number, plain)
+        memory = torch_private.bytes_of(plain.untyped_storage())
+        return torch_private.storage_over(memory, keep=True)  # so that the copy counts as used
+
+    def storage(self) -> torch.TypedStorage:  # type: ignore[override]
+        """Return a typed storage over a copy; writes to it change the gradient."""
+        return torch.TypedStorage(
+            wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True
+        )
+
+    def data_ptr(self) -> int:
+        """Raise ``OffloadError``, because the gradient may be in any memory."""
+        raise OffloadError(
+            "p.grad has no address, because the engine keeps it; take p.grad.clone(), or "
+            "p.grad.untyped_storage() for a copy whose changes count"
+        )
+
     def tolist(self) -> Any:
         """Return the elements as a list."""
         return self._plain().tolist()

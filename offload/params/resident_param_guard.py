@@ -53,6 +53,8 @@ class ResidentParamGuard:
     def changed(self, unit: int, params: Container[int]) -> None:
         """Invalidate graphs that saved old weights of a unit, some of which were replaced."""
         self._ledger.versions[unit] += 1
+        for _, spec in self._onloaded_units.parts.units[unit].params:
+            self._ledger.edits[spec.index] += spec.index in params
         self._onloaded_units.outdate(unit, params)
 
     def refuse_edit(self, unit: int) -> None:

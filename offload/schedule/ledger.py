@@ -39,6 +39,8 @@ class Ledger:
     Attributes:
         steps: by parameter, steps taken so far.
         versions: by unit, how often its weights have changed.
+        updates: by unit, how often the optimizer has updated it.
+        edits: by parameter, how often its weight has changed otherwise.
         squares: by parameter, the sum of squares of its gradient as it arrived.
         scales: by parameter, the factor applied to its gradient since.
         measures: whether ``squares`` are computed as gradients arrive.
@@ -59,6 +61,8 @@ class Ledger:
         """``on_trial``: compute norms in the first step, in case the caller asks for them."""
         self.steps = [0] * parameters
         self.versions = [0] * units
+        self.updates = [0] * units
+        self.edits = [0] * parameters
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()
@@ -117,6 +121,7 @@ class Ledger:
 
     def _announce(self, unit: int, parameters: Collection[int], scale: float) -> None:
         self.versions[unit] += 1
+        self.updates[unit] += 1
         self._present[unit] = {
             i: (self.steps[i] + 1, scale * self.scales.get(i, 1.0)) for i in parameters
         }

@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 # Here the parameter may be a placeholder, so ``ParamAccess`` makes one copy of the weight, which
 # all such tensors share, and tracks it in a ``_Loan``.  ``reconcile`` brings copy and weight
 # together before either is used.  If the bits of the copy have changed, they are written to the
-# weight.  If the unit has a newer version, the copy is overwritten.  If both have happened, one
+# weight.  If the weight has a newer version, the copy is overwritten.  If both have happened, one
 # change would be lost, and that is an error.  Bits are compared because ``.data`` shares no version
 # counter with the parameter.  ``reconcile`` drops a copy whose storage no other tensor uses.
 
@@ -192,6 +192,13 @@ class LentCopies(Generic[K]):
         """Stop tracking the copies of the state known by ``key``."""
         for number, copy in list(self._copies.items()):
             if copy.key == key:
+                self._copies.pop(number, None)
+
+    def drop_over(self, tensor: torch.Tensor) -> None:
+        """Stop tracking copies over the memory of a tensor."""
+        key = torch_private.storage_key(tensor)
+        for number, copy in list(self._copies.items()):
+            if copy.tensor is not None and torch_private.storage_key(copy.tensor) == key:
                 self._copies.pop(number, None)
 
     def forget(self) -> None:

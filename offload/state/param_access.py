@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from ..schedule.units import ParamSpec
 from ..step.forward_stack import ForwardStack
 from .contents import BEFORE, Contents, Values
 from .edits import Edits
-from .lent_copies import LentCopies
+from .lent_copies import LentCopies, LentCopy
 
 T = TypeVar("T")
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 class _Loan:
     """The engine's own copy of a weight, which all tensors over the parameter share.
 
-    ``version`` is the unit's version when the copy last equalled the weight.  See Note [Lent
-    copies].
+    ``version`` is the weight's version when the copy last equalled it.  See Note [Tensors over
+    parameters] in ``lent_copies.py``.
     """
 
     watched: torch_private.Watched
-    version: int
+    version: tuple[int, int]
 
     @property
     def copy(self) -> torch.Tensor:
@@ -182,8 +182,9 @@ class ParamAccess:
 
     # -- loans ----------------------------------------------------------------------------------
 
-    def _now(self, index: int) -> int:
-        return self._ledger.versions[self._parts.unit_of[index]]
+    def _now(self, index: int) -> tuple[int, int]:
+        """Return the version of a weight, which differs once the weight has changed."""
+        return self._ledger.updates[self._parts.unit_of[index]], self._ledger.edits[index]
 
     def write_copies(self, units: Container[int] | None = None) -> None:
         """Call ``reconcile`` and compare the bits of copies, because the model, or units, run."""
@@ -281,10 +282,41 @@ class ParamAccess:
                 "last update of the weights, and the change is lost; take model.state_dict() again "
                 "after a step, and change that, or the parameter itself"
             )
-        if changed:
-            self._write({copy.key: copy.tensor for copy in changed if copy.tensor is not None})
+        self._refuse_two(changed)
+        for unit in sorted({self._parts.unit_of[copy.key] for copy in changed}):
+            # An interrupt leaves units that are not written yet to the next call.
+            mine = [copy for copy in changed if self._parts.unit_of[copy.key] == unit]
+            self._write({copy.key: copy.tensor for copy in mine if copy.tensor is not None})
+            for copy in mine:
+                copy.accept(self._now(copy.key))
+
+    def _refuse_two(self, changed: Sequence[LentCopy[int]]) -> None:
+        """Raise if a weight was changed in two copies, and forget these changes.
+
+        Raises:
+            OffloadError: two copies were changed to different values.
+        """
+        kept: dict[int, torch.Tensor] = {
+            copy.key: self._loans[copy.key].copy for copy in changed
+            if copy.key in self._loans and self._loans[copy.key].watched.changed
+        }  # fmt: skip
+        twice = set[int]()
         for copy in changed:
-            copy.accept(self._now(copy.key))
+            assert copy.tensor is not None, "it was changed"
+            other = kept.setdefault(copy.key, copy.tensor)
+            if other is not copy.tensor and not torch.equal(other, copy.tensor):
+                twice.add(copy.key)
+        for copy in changed:
+            if copy.key in twice:
+                copy.accept(self._now(copy.key))
+        for index in twice & self._loans.keys():
+            self._renew(index, self._loans[index])
+        if twice:
+            raise OffloadError(
+                f"{self.name(min(twice))!r} was changed in place in two copies, of state dicts or "
+                "of tensors over the parameter, which are the same tensor in PyTorch; both changes "
+                "are lost. Change one of them, and then read the parameter again"
+            )
 
     def look_outside(self, look: Callable[[], None]) -> None:
         """Register ``look``, which writes weight changes that the engine cannot detect itself."""
@@ -357,7 +389,7 @@ class ParamAccess:
         Raises:
             OffloadError: a unit among them runs, or this step's backward has updated it already.
         """
-        self.reconcile()
+        self.reconcile(compare={self._parts.unit_of[index] for index in values})
         others = {i: value for i, value in values.items() if not self._is_lent(i, value)}
         if others:  # ``reconcile`` has written the lent ones
             self._write(others)
@@ -368,7 +400,7 @@ class ParamAccess:
         Raises:
             OffloadError: the model runs, or this step's backward has updated a unit already.
         """
-        self.reconcile()
+        self.reconcile(compare={self._parts.unit_of[index] for index in values})
         fixed = self._executor.layout.unchangeable
         for index, read in values.items():
             if self._parts.unit_of[index] in fixed:
@@ -393,6 +425,7 @@ class ParamAccess:
         Tensors over the previous data keep their values and are no longer connected to the weight.
         """
         self._begin(self._parts.unit_of[index])
+        self._in_dicts.drop_over(value)  # it is the weight from now on
         loan = self._loans.pop(index, None)
         try:
             self._write({index: value})

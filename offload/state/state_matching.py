@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 log = logging.getLogger("overspill")
@@ -67,7 +69,14 @@ def _by_name(
     }
     group_of = {name: number for number, group in enumerate(theirs) for name in group}
     wanted = {name for group in names for name in group}
-    renamed = _renamed(theirs, names)
+    shapes = {
+        name: p.shape for group, own in zip(groups, names, strict=True)
+        for p, name in zip(group["params"], own, strict=True)
+    }  # fmt: skip
+    renamed = {
+        now: before for now, before in _renamed(theirs, names).items()
+        if numbers[before] in state and _fits(state[numbers[before]], shapes[now])
+    }  # fmt: skip
     if renamed:
         log.warning(
             "overspill: the loaded state is used for parameters that were renamed: %s",
@@ -110,12 +119,20 @@ def _renamed(
     """
     before = {name for group in theirs for name in group}
     now = {name for group in mine for name in group}
-    former = {_unmarked(name): name for group in theirs for name in group if name not in now}
+    gone = [name for group in theirs for name in group if name not in now]
+    added = [name for group in mine for name in group if name not in before]
+    former = {_unmarked(name): name for name in gone}
+    counts = Counter(map(_unmarked, [*gone, *added]))
     return {
         name: former[_unmarked(name)]
-        for group in mine for name in group
-        if name not in before and _unmarked(name) in former
+        for name in added if _unmarked(name) in former and counts[_unmarked(name)] == 2
     }  # fmt: skip
+
+
+def _fits(values: Mapping[str, Any], shape: torch.Size) -> bool:
+    """Return whether values of state in memory have the shape of the parameter."""
+    tensors = values.values() if isinstance(values, dict) else ()
+    return all(t.shape == shape for t in tensors if isinstance(t, torch.Tensor) and t.dim())
 
 
 def _unmarked(name: str) -> str:

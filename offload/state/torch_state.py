@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -51,7 +51,8 @@ class OptimizerState:
         self._weights, self._resident_guard, self._edits = weights, resident_guard, edits
         self.averages, self._quiesce = averages, quiesce
         self._ledger = runtime.ledger
-        self._edited = [0] * len(self._parts.units)  # number of edits of each unit's state
+        self._edited = Counter[tuple[int, str]]()  # edits of each tensor of state
+        self._loaded = 0  # how often all state was loaded
         self._held: LentCopies[tuple[int, str]] = LentCopies()
         self._in_dicts: LentCopies[tuple[int, str]] = LentCopies()
         self._index = {id(p): i for i, p in enumerate(self._parts.parameters)}
@@ -91,12 +92,15 @@ class OptimizerState:
     def lend(self, index: int) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's state; the previous ones if they are still referenced."""
         self.write_back({index})
-        version = self._version(index)
-        held = {copy.key: copy.tensor for copy in self._held if copy.version == version}
+        held = {
+            copy.key: copy.tensor for copy in self._held
+            if copy.version == self._version(*copy.key)
+        }  # fmt: skip
         found = self._read(index)
         for name, value in found.items():
             tensor = held.get((index, name))
             if tensor is None:
+                version = self._version(index, name)
                 self._held.add((index, name), value, version, by_bits=True)
             else:
                 found[name] = tensor
@@ -107,16 +111,21 @@ class OptimizerState:
 
         As in PyTorch, these are the given tensors themselves if they are fp32, else copies.
         """
-        version = self._version(index)
         for name, value in values.items():
             self._held.drop((index, name))
             if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                version = self._version(index, name)
                 self._held.add((index, name), value, version, by_bits=True)
         return self.lend(index)
 
-    def _version(self, index: int) -> tuple[int, int, int]:
-        unit = self._parts.unit_of[index]
-        return self._ledger.versions[unit], self._ledger.returns, self._edited[unit]
+    def _version(self, index: int, name: str) -> tuple[int, ...]:
+        """Return a value that differs once the engine's own tensor of state has changed.
+
+        Edits of a weight change its master, and no other state.
+        """
+        unit, ledger = self._parts.unit_of[index], self._ledger
+        edits = self._edited[index, name] + (ledger.edits[index] if name == "master" else 0)
+        return ledger.updates[unit], ledger.returns, self._loaded, edits
 
     def write_copies(self) -> None:
         """Call ``write_back`` and compare the bits of all copies, because the model runs next."""
@@ -135,23 +144,25 @@ class OptimizerState:
         if not (self._held or self._in_dicts):
             return
         changed = [*self._in_dicts.changed(lambda key: key[0] in compare), *self._held.changed()]
-        late = [copy for copy in changed if copy.version != self._version(copy.key[0])]
+        late = [copy for copy in changed if copy.version != self._version(*copy.key)]
         if late:
             for copy in late:
-                copy.accept(self._version(copy.key[0]))
+                copy.accept(self._version(*copy.key))
             index, name = late[0].key
             raise OffloadError(
                 f"{name!r} of the state of {self._parts.names[index]!r} was changed in place in a "
                 "copy from before the last step, and the change is lost; take optimizer.state[p] "
                 "or optimizer.state_dict() again after a step, and change that"
             )
-        values: dict[int, dict[str, Any]] = {}
-        for copy in changed:
-            values.setdefault(copy.key[0], {})[copy.key[1]] = copy.tensor
-        if values:
+        for unit in sorted({self._parts.unit_of[copy.key[0]] for copy in changed}):
+            # An interrupt leaves units that are not written yet to the next call.
+            mine = [copy for copy in changed if self._parts.unit_of[copy.key[0]] == unit]
+            values: dict[int, dict[str, Any]] = {}
+            for copy in mine:
+                values.setdefault(copy.key[0], {})[copy.key[1]] = copy.tensor
             self.write(values)
-        for copy in changed:
-            copy.accept(self._version(copy.key[0]))
+            for copy in mine:
+                copy.accept(self._version(*copy.key))
 
     def forget_changes(self) -> None:
         """Discard changes in copies, because the state is about to be restored from a commit."""
@@ -165,7 +176,7 @@ class OptimizerState:
             if copy.alone or copy.tensor is None:
                 continue
             index, name = copy.key
-            if copy.version != (version := self._version(index)):
+            if copy.version != (version := self._version(index, name)):
                 overwrite(copy.tensor, self._read(index)[name])
                 copy.accept(version)
 
@@ -243,8 +254,8 @@ class OptimizerState:
                     spoil(unit)
                 if len(edited) > 1:
                     self._resident_guard.changed(unit, edited)
-                self._edited[unit] += 1
             for index, given in values.items():
+                self._edited.update((index, name) for name in given)
                 if "step" in given:
                     self._steps[index] = int(torch.as_tensor(given["step"]).item())
 
@@ -274,8 +285,10 @@ class OptimizerState:
         for number, values in made["state"].items():
             index = self._index[id(numbered[number])]
             made["state"][number] = found = OrderedDict(values)
-            version = self._version(index)
-            lent = [self._in_dicts.add((index, n), v, version) for n, v in found.items()]
+            lent = [
+                self._in_dicts.add((index, name), value, self._version(index, name))
+                for name, value in found.items()
+            ]
             self._in_dicts.add_all(found, lent)
         made[NAMES] = self._names()
         return made
@@ -353,8 +366,8 @@ class OptimizerState:
         with self._edits.of(parts) as spoil:
             self.averages.forget()
             self._in_dicts.forget()
+            self._loaded += 1
             for unit in trained:
-                self._edited[unit.index] += 1
                 values = self._values(given, self._first_averages(unit, given))
                 if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)

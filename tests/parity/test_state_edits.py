@@ -195,7 +195,56 @@ def _moments_twice(model: nn.Module, optimizer: Any) -> None:
     again["exp_avg"].add_(0.01)  # the same tensor
 
 
+def _neuron_reset(model: nn.Module, optimizer: Any) -> None:
+    """The state first, then the weight, which it belongs to."""
+    weight = _weight(model)
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[weight][name][3].zero_()
+    weight.data[3] *= 0.5
+
+
+def _neuron_reset_with_kept_tensors(model: nn.Module, optimizer: Any) -> None:
+    """Both are at hand before either is changed."""
+    weight, moments = _weight(model), optimizer.state[_weight(model)]
+    data = weight.data
+    data[3] *= 0.5
+    moments["exp_avg"][3].zero_()
+    data[4] *= 0.5
+    moments["exp_avg_sq"][3].zero_()
+
+
+def _neuron_reset_in_dicts(model: nn.Module, optimizer: Any) -> None:
+    weights, moments = model.state_dict(), optimizer.state_dict()["state"][2]
+    weights["1.weight"][3] *= 0.5
+    moments["exp_avg"][3].zero_()
+    moments["exp_avg_sq"][3].zero_()
+
+
+def _loaded_after_a_change_to_it(model: nn.Module, optimizer: Any) -> None:
+    kept = model.state_dict()
+    kept["1.weight"].data.mul_(0.5)
+    model.load_state_dict(kept)
+
+
+def _loaded_in_part(model: nn.Module, optimizer: Any) -> None:
+    _weight(model).data.mul_(0.5)
+    zeros = torch.zeros(32, device=DEVICE)
+    model.load_state_dict({"1.bias": zeros}, strict=False)
+    kept = model.state_dict()
+    kept["2.weight"].data.mul_(0.5)
+    model[2].load_state_dict({"bias": zeros}, strict=False)  # type: ignore[index,operator,union-attr]
+
+
+def _a_value_of_the_dict_becomes_the_data(model: nn.Module, optimizer: Any) -> None:
+    kept = model.state_dict()
+    for name, p in model.named_parameters():
+        kept[name].mul_(0.5)
+        p.data = kept[name]
+
+
 EDITS = [
+    _neuron_reset, _neuron_reset_with_kept_tensors, _neuron_reset_in_dicts,
+    _loaded_after_a_change_to_it, _loaded_in_part, _a_value_of_the_dict_becomes_the_data,
     _zero_one, _scale_all, _foreach, _assign, _assign_and_change, _slice, _through_data,
     _through_numpy, _update, _or, _restart_count, _whole, _clear_one, _delete, _pop, _clear_all,
     _replace, _loop, _optimizer_dict, _optimizer_dict_kept, _model_dict, _model_dict_kept,
@@ -306,6 +355,32 @@ def test_a_change_that_comes_too_late_is_refused_once(tmp_path: Path) -> None:
         model.state_dict()["1.bias"].zero_()
         assert not model[1].bias.any()
         assert not optimizer.state[model[0].weight]["exp_avg"].any()
+
+
+def test_changes_in_two_copies_are_refused(tmp_path: Path) -> None:
+    """In PyTorch both are the same tensor; here one of the changes would be lost."""
+    model = build()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with overspill.wrap(model, inner, nvme=tmp_path, **TIGHT) as optimizer:
+        step(model, optimizer, 0)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        data, weights, others = _weight(model).data, model.state_dict(), model.state_dict()
+        data.add_(1)
+        weights["1.weight"].mul_(0.5)
+        weights["0.bias"].fill_(2)  # the same in both is one change
+        others["0.bias"].fill_(2)
+        with pytest.raises(
+            overspill.OffloadError, match=r"'1\.weight' was changed in place in two"
+        ):
+            model(normal(1, 4, 32))
+        model[0].bias.sum()
+        expected["0.bias"].fill_(2)
+        assert all(torch.equal(model.state_dict()[n], value) for n, value in expected.items())
+        assert torch.equal(data, expected["1.weight"])
+        data.add_(1)  # what the message says to do
+        expected["1.weight"].add_(1)
+        assert torch.equal(_weight(model).detach(), expected["1.weight"])
+        step(model, optimizer, 1)
 
 
 def test_state_that_makes_no_sense_is_refused(tmp_path: Path) -> None:

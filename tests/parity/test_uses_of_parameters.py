@@ -108,6 +108,35 @@ def test_what_is_written_to_an_array_over_a_gradient_is_its_value(pair: Any, kin
     same(pair)
 
 
+@pytest.mark.parametrize("kind", ["typed", "untyped", "set"])
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_what_is_written_to_the_storage_of_a_gradient_is_its_value(pair: Any, kind: str) -> None:
+    def between(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            if kind == "typed":
+                p.grad.storage()[3] = 9.0
+            elif kind == "untyped":
+                p.grad.untyped_storage()[3] = 66
+            else:
+                torch.empty(0, device=DEVICE).set_(p.grad.untyped_storage()).fill_(2)
+
+    step(pair, 1, between)
+    same(pair)
+
+
+def test_a_gradient_has_no_address(pair: Any) -> None:
+    (model, _), _ = pair
+    model(normal(1, 4, 32)).sum().backward()
+    grad = model[1].weight.grad
+    assert grad is not None
+    with says("p.grad has no address"):
+        grad.data_ptr()
+    assert grad.clone().data_ptr()
+    grad.untyped_storage().fill_(0)
+    assert not grad.any()
+
+
 @pytest.mark.parametrize("kind", ["parameter", "model"])
 def test_shared_memory_is_refused(pair: Any, kind: str) -> None:
     (model, _), _ = pair

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/grads/gradient_tensor.py", "take p.grad.clone(), or p.grad.untyped_storage()"): (
+        "tests/parity/test_uses_of_parameters.py::test_a_gradient_has_no_address"
+    ),
+    ("offload/state/param_access.py", "Change one of them, and then read the parameter again"): (
+        "tests/parity/test_state_edits.py::test_changes_in_two_copies_are_refused"
+    ),
     ("offload/params/parameters.py", "share copies (overspill.named_weights(model)), or call"): (
         "tests/parity/test_uses_of_parameters.py::test_shared_memory_is_refused"
     ),

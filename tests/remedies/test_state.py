@@ -168,6 +168,41 @@ def test_a_parameter_that_is_renamed_keeps_its_state(
         same(model, plain)
 
 
+@pytest.mark.parametrize("case", ["another shape", "two of one name"])
+def test_state_is_not_that_of_another_parameter_by_its_name(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    class Parts(nn.Module):
+        def __init__(self, **sizes: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            for name, size in sizes.items():
+                self.register_parameter(name, nn.Parameter(torch.randn(size)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([p.square().sum() for p in self.parameters()]).sum() * x.sum()
+
+    first, then = Parts(shared=4, weight=4), Parts(shared=4, weight_orig=6)
+    if case == "two of one name":
+        first, then = Parts(shared=4, weight=4, weight_orig=4), Parts(shared=4, weight=4)
+        parametrize.register_parametrization(then, "weight", nn.Identity())
+    optimizer = wrapped(first)
+    first(torch.ones(1)).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    overspill.unwrap(first)
+    with wrapped(then, everything(then)) as optimizer:
+        with says("delete them"):
+            optimizer.load_state_dict(state)
+        for number in range(1, len(state["state"])):
+            del state["state"][number]
+        optimizer.load_state_dict(state)
+        assert len(optimizer.state[then.shared]) == 3
+        assert not optimizer.state[list(then.parameters())[-1]]
+        assert "renamed" not in caplog.text
+
+
 @tries("offload/state/state_matching.py", "delete them (del state_dict['state'][{}] for {})",
        "build the optimizer with the same groups, or remove param_names")  # fmt: skip
 def test_state_of_other_parameters() -> None:
