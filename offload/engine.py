@@ -312,6 +312,11 @@ class Engine(Closeable):
         """Return optimizer state; see ``OffloadedOptimizer.state_dict``."""
         return self.state.to_torch()
 
+    def call_optimizer(self, method: str) -> None:
+        """Call ``train`` or ``eval`` of the user's optimizer for all parameters."""
+        self.quiesce()
+        self.state.call(method)
+
     def streamed_state(self, make: Make) -> dict[str, Any]:
         """Return ``state_dict`` with what ``make`` returns for each tensor; see ``streamed``."""
         return self.state.streamed(make)

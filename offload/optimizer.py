@@ -47,6 +47,9 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         for after in optimizer_private.step_hooks(inner, before=False):
             self.register_step_post_hook(after)
         optimizer_private.move_state_hooks(inner, self)
+        for method in ("train", "eval"):  # of schedule-free optimizers; trainers look for them
+            if callable(getattr(inner, method, None)):
+                self.__dict__[method] = partial(engine.call_optimizer, method)
         self._engine = engine
 
     def __setattr__(self, name: str, value: Any) -> None:

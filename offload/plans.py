@@ -25,6 +25,8 @@ from .optim import Master, Rule
 from .optim.bench import case_of
 from .optim.formats import granule_of
 from .optim.registry import rules_for
+from .optim.rule import is_whole
+from .optim.streamed import StreamedRule
 from .optim.untrained import NoOptimizer
 from .planning.activations import left_bytes, shortfall
 from .planning.blueprint import Blueprint
@@ -61,8 +63,11 @@ def _fields_of(
 ) -> Callable[[Chunk], tuple[StateField, ...]]:
     def fields(chunk: Chunk) -> tuple[StateField, ...]:
         assert chunk.group is not None
-        master = _master_of(chunk.dtype, config)
-        return rules[chunk.group].state_fields(chunk.dtype, master, config.moments)
+        master, rule = _master_of(chunk.dtype, config), rules[chunk.group]
+        if is_whole(rule):
+            (spec,) = chunk.params
+            return rule.state_fields(chunk.dtype, master, config.moments, spec.shape)
+        return rule.state_fields(chunk.dtype, master, config.moments)
 
     return fields
 
@@ -97,9 +102,13 @@ def make_blueprint(
     check_packed(model, accelerator)
     check_moments(optimizer, config)
     groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    records = [r.state_fields(torch.float32, None, config.moments) for r in rules]
+    whole = {number for number, rule in enumerate(rules) if is_whole(rule)}
+    records = [r.state_fields(torch.float32, None, config.moments)
+               for number, r in enumerate(rules) if number not in whole]  # fmt: skip
     granule = max(map(granule_of, records), default=1)
-    parts = partition(model, groups, names=config.units, dtype=config.weight_dtype, granule=granule)
+    parts = partition(
+        model, groups, names=config.units, dtype=config.weight_dtype, granule=granule, whole=whole
+    )
     if config.frozen is not None:
         kept = adapter_parameters(model) | _named(model, config.resident or ())
         parts = with_pages(model, parts, config.frozen, kept)
@@ -115,7 +124,7 @@ def make_blueprint(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
-        in_place=frozenset(sources.ranges),
+        in_place=frozenset(sources.ranges), update_bytes=_update_bytes(parts, whole),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -131,7 +140,7 @@ def make_blueprint(
         needs = replace(needs, saved_bytes=tuple(sizes))
 
     def choose(needs: Needs) -> PlannedLayout:
-        room = replace(budgets, host=max(0, budgets.host - _reader_bytes(budgets, needs.in_place)))
+        room = replace(budgets, host=max(0, budgets.host - _beside(budgets, needs)))
         depth, rates = config.prefetch_depth, config.rates
         return choose_layout(parts, room, needs, depth, rates, load, prefer)
 
@@ -140,11 +149,13 @@ def make_blueprint(
         # The file reader does not fit: try copying the weights instead.
         copied = choose(replace(needs, in_place=frozenset()))
         most = _missing(chosen)
-        most[Tier.HOST] += max(0, _reader_bytes(budgets, needs.in_place) - budgets.host)
+        most[Tier.HOST] += max(0, _beside(budgets, needs) - budgets.host)
         if all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items()):
             chosen = copied
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
+    if any(isinstance(rule, StreamedRule) for rule in rules):
+        plan = replace(plan, detail=replace(plan.detail, optimizer=rules[0].name))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
 
 
@@ -194,12 +205,10 @@ def _missing(planned: PlannedLayout) -> Counter[Tier]:
 
 def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) -> dict[str, str]:
     """Return budgets that would fit, by option; see ``PlanDetail.fitting``."""
-    budgets = replace(given, host=max(given.host, _reader_bytes(given, needs.in_place)))
+    budgets = replace(given, host=max(given.host, _beside(given, needs)))
     for _ in range(FITTING_TRIES):
-        reader = _reader_bytes(
-            budgets, needs.in_place
-        )  # it uses more threads if there is more host memory
-        room = replace(budgets, host=max(0, budgets.host - reader))
+        beside = _beside(budgets, needs)  # a reader has more threads if there is more host memory
+        room = replace(budgets, host=max(0, budgets.host - beside))
         layout, _, missing = make_layout(parts, room, needs)
         if not missing and needs.saved_bytes is not None:
             short = shortfall(
@@ -213,9 +222,23 @@ def _fitting(needs: Needs, parts: Partition, given: Budgets, logits_bytes: int) 
     return {}
 
 
-def _reader_bytes(budgets: Budgets, in_place: frozenset[int]) -> int:
-    """Return the host memory of the reader of weight files, if there is one."""
-    return held_bytes(threads_for(budgets.host)) if in_place else 0
+def _beside(budgets: Budgets, needs: Needs) -> int:
+    """Return the host memory of the reader of weight files, if there is one, and of updates."""
+    reader = held_bytes(threads_for(budgets.host)) if needs.in_place else 0
+    return reader + needs.update_bytes
+
+
+def _update_bytes(parts: Partition, whole: Container[int]) -> int:
+    """Return the host memory for updating the largest parameter that is updated as a whole.
+
+    That is a copy of its gradient and one temporary tensor, in fp32, and its master if the weight
+    is in another dtype.
+    """
+    sizes = [
+        c.numel * 4 * (2 if c.dtype == torch.float32 else 3)
+        for unit in parts.units for c in unit.chunks if c.group is not None and c.group in whole
+    ]  # fmt: skip
+    return max(sizes, default=0)
 
 
 def _plan_of(
@@ -239,7 +262,8 @@ def _plan_of(
         )  # fmt: skip
     held = {
         Tier.DEVICE: layout.regions.device_bytes,
-        Tier.HOST: layout.regions.host_bytes + _reader_bytes(budgets, layout.in_place),
+        Tier.HOST: layout.regions.host_bytes
+        + _beside(budgets, replace(needs, in_place=layout.in_place)),
         Tier.NVME: chosen.disk_bytes,
     }
     detail = PlanDetail(

@@ -7,6 +7,7 @@ loss.  ``"fp32"`` stores the master whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -49,6 +50,18 @@ class Field:
     def elements(self, numel: int) -> int:
         """Stored elements for ``numel`` parameters."""
         return -(-numel // self.block)
+
+
+@dataclass(frozen=True)
+class WholeField(Field):
+    """One value of a parameter as a whole, in a shape of its own: see ``Rule.whole``."""
+
+    block: int = 0
+    shape: tuple[int, ...] = ()
+
+    def elements(self, numel: int) -> int:
+        """Stored elements, whatever the parameter has."""
+        return math.prod(self.shape)
 
 
 class Stored(Protocol):

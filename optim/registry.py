@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from .averaged import AveragedRule, averaged
+from .averaged import DECAY, AveragedRule, averaged
 from .elementwise import check_elementwise
 from .formats import UNSIGNED_MOMENTS
-from .rule import Rule
+from .rule import Rule, is_whole
+from .streamed import StreamedRule, UnsuitableError, name_of, trial
 from .untrained import NoOptimizer
 
 Group = Mapping[str, Any]
@@ -88,6 +90,8 @@ def _defaults(kind: type[torch.optim.Optimizer]) -> Group | None:
 
 
 def _check(kind: type[torch.optim.Optimizer], make: Maker, group: Group) -> None:
+    if is_whole(make(group)):
+        return
     name = f"{kind.__module__}.{kind.__qualname__}"
     check_elementwise(name, partial(make, group), group)
 
@@ -110,22 +114,53 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     """The rule of each param group, by the options that the group has now.
 
     Raises:
-        TypeError: there is no rule for the optimizer's class (subclasses may step differently, so
-            they do not count as their base), or it uses ``capturable`` or ``differentiable``.
+        TypeError: the optimizer's class has no rule (subclasses may step differently, so they do
+            not count as their base) and its step cannot be run on one parameter at a time; or it
+            uses ``capturable`` or ``differentiable``.
         ValueError: a rule of others is not elementwise.
     """
     if isinstance(optimizer, NoOptimizer):
         return ()
-    maker = MAKERS.get(type(optimizer))
-    if maker is None:
-        raise TypeError(
-            f"no update rule for {type(optimizer).__module__}.{type(optimizer).__qualname__}; "
-            f"accepted are {_names()}; overspill.optim.register adds others"
-        )
-    if not _is_own(maker):
-        for group in optimizer.param_groups:
-            _check(type(optimizer), maker, group)
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
+    maker = MAKERS.get(type(optimizer))
+    if maker is None:
+        return _streamed(optimizer)
+    if not _is_own(maker):
+        for group in optimizer.param_groups:
+            _check(type(optimizer), maker, group)
     return tuple(averaged(maker(group), group) for group in optimizer.param_groups)
+
+
+# By optimizer, its rules and the options that they were tried with.
+_TRIED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[str, tuple[StreamedRule, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _streamed(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
+    """Return the rules of an optimizer that is stepped one parameter at a time.
+
+    Raises:
+        TypeError: it cannot be.
+    """
+    if any(DECAY in group for group in optimizer.param_groups):
+        raise TypeError(
+            f"overspill.ema is not possible with {name_of(optimizer)}, which has no rule of its "
+            f"own here; it is with {_names()}"
+        )
+    dims = [sorted({p.dim() for p in group["params"]}) for group in optimizer.param_groups]
+    plain = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    options = repr((plain, dims))
+    known = _TRIED.get(optimizer)
+    if known is None or known[0] != options:
+        try:
+            known = options, trial(optimizer)
+        except UnsuitableError as error:
+            raise TypeError(
+                f"{name_of(optimizer)} cannot be used: {error}. Use an optimizer that updates each "
+                f"parameter from its own gradient and state, such as {_names()}"
+            ) from error
+        _TRIED[optimizer] = known
+    return known[1]

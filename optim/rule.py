@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -87,6 +87,27 @@ class Rule(Protocol):
             Whether every value written is finite.
         """
         ...
+
+
+class WholeRule(Rule, Protocol):
+    """A rule that updates whole parameters, in their shape, and none of them in parts.
+
+    ``grad``, ``weight`` and state as large as the weight have the parameter's shape in ``update``.
+    """
+
+    whole: bool
+
+    def state_fields(
+        self, weight_dtype: torch.dtype, master: Master, moments: Moments,
+        shape: tuple[int, ...] = (),
+    ) -> tuple[Field, ...]:  # fmt: skip
+        """The state of a parameter of this shape; see ``Rule.state_fields``."""
+        ...
+
+
+def is_whole(rule: Rule) -> TypeGuard[WholeRule]:
+    """Return whether a rule updates whole parameters."""
+    return bool(getattr(rule, "whole", False))
 
 
 class ElementwiseRule:

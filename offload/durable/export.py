@@ -133,8 +133,16 @@ def write_export(
 def _bytes_of(weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None) -> int:
     """Return the bytes of weights and the optimizer's state."""
     states = (tree or {"state": {}})["state"].values()
-    moments: int = sum(value.nbytes for state in states for value in state.values())
-    return sum(tensor.nbytes for tensor in weights) + moments
+    return sum(tensor.nbytes for tensor in weights) + sum(map(_nbytes_in, states))
+
+
+def _nbytes_in(tree: Any) -> int:
+    """Return the bytes of all tensors in dicts, lists and tuples."""
+    if isinstance(tree, Mapping):
+        return sum(map(_nbytes_in, tree.values()))
+    if isinstance(tree, (list, tuple)):
+        return sum(map(_nbytes_in, tree))
+    return int(getattr(tree, "nbytes", 0))
 
 
 def _require_free_name(out: Path) -> None:

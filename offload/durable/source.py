@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,16 +11,19 @@ from typing import Any
 
 import torch
 
+from ..errors import OffloadError
 from ..io_engine.committed import FoundStore
 from ..io_engine.manifest import Generation
 from ..io_engine.reading import StoreReader
 from ..optim.formats import join_halves
 from ..optim.reference import read_moment
+from ..optim.state_record import HEADER, Slot, length_in, structure
+from ..optim.streamed import RECORD
 from ..state.module_states import named_tensors
 from .in_place import InPlaceReader
 from .meta import decode_facts
 from .packed import unpacked
-from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory
+from .tensors import PART_BYTES, Bytes, Part, StreamedTensor, bytes_of, in_memory, lazy
 
 MASTERS = ("master", "master_lo")
 BLOCK = 256  # parts are aligned to blocks of compact moments
@@ -106,9 +110,16 @@ class StoreSource:
                     steps = self.facts["steps"][p["index"]]
                     if steps:
                         moments = self._moments(unit_number, chunk_number, p)
-                        step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
-                        state[number_of[p["name"]]] = {"step": step, **moments}
+                        if not self.is_streamed(unit_number, chunk_number):
+                            count = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+                            moments = {"step": count, **moments}
+                        state[number_of[p["name"]]] = moments
         return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def is_streamed(self, unit: int, chunk: int) -> bool:
+        """Return whether the state of a chunk is that of an optimizer with its own step."""
+        subgroups = [s for s in self.units[unit]["subgroups"] if s["chunk"] == chunk]
+        return any(f["name"] == RECORD for s in subgroups for f in s["fields"])
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -155,12 +166,14 @@ class StoreSource:
 
         return begin
 
-    def _moments(self, unit: int, number: int, p: Node) -> dict[str, StreamedTensor]:
+    def _moments(self, unit: int, number: int, p: Node) -> dict[str, Any]:
         chunk = self.units[unit]["chunks"][number]
         subgroups = [s for s in self.units[unit]["subgroups"] if s["chunk"] == number]
         cuts = [s["start"] for s in subgroups]
         fields = {f["name"]: f for s in subgroups for f in s["fields"] if f["block"] == 1}
-        found = {}
+        found: dict[str, Any] = {}
+        if self.is_streamed(unit, number):
+            found |= self._own_state(subgroups[0])
         for name in fields:
             if name not in MASTERS:
                 found[name] = self._tensor(p, torch.float32, self._field(subgroups, name), cuts)
@@ -174,6 +187,35 @@ class StoreSource:
 
             found["master"] = self._tensor(p, torch.float32, exact, cuts)
         return found
+
+    def _own_state(self, subgroup: Node) -> dict[str, Any]:
+        """Return the state that a streamed optimizer keeps of a parameter.
+
+        Raises:
+            OffloadError: it has objects, which only a program with that optimizer can read.
+        """
+        (field,) = [f for f in subgroup["fields"] if f["name"] == RECORD]
+        first, key = field["offset"], f"state/{subgroup['index']}"
+
+        def tensor_at(slot: Slot) -> StreamedTensor:
+            span = first + slot.offset, first + slot.offset + slot.nbytes
+
+            def value() -> torch.Tensor:
+                flat = torch.from_numpy(self.reader.begin(key, *span)()).view(slot.dtype)
+                return flat.as_strided(slot.shape, slot.stride)
+
+            return lazy(key, slot.dtype, slot.shape, value)
+
+        try:
+            length = length_in(bytes(self.reader.begin(key, first, first + HEADER)()))
+            start = first + HEADER
+            text = bytes(self.reader.begin(key, start, start + length)()) if length else b""
+            return structure(text, tensor_at) if length else {}
+        except pickle.UnpicklingError as error:
+            raise OffloadError(
+                f"{error}, which an export cannot read; resume the store with its optimizer, and "
+                "torch.save(optimizer.state_dict(), path)"
+            ) from error
 
     def _field(self, subgroups: list[Node], name: str) -> Begin:
         def begin(start: int, stop: int) -> Callable[[], torch.Tensor]:

@@ -7,7 +7,7 @@ therefore updated in runs of neighbours that have a gradient and the same step c
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,8 @@ from ..optim import Rule, StepScalars
 from ..optim.averaged import check_kept, is_reentrant
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
+from ..optim.rule import is_whole
+from ..optim.streamed import RECORD, StreamedRule
 from ..planning.plan import host_grad_dtype
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -133,6 +135,19 @@ class Updater:
                     return key
         return None
 
+    def advanced(self, active: Container[int | None]) -> dict[int, dict[str, Any]]:
+        """Return, by param group, the values that the optimizer itself sets in it in this step.
+
+        Args:
+            active: the groups of which a parameter has a gradient.
+        """
+        assert self._snapshot is not None
+        return {
+            number: rule.advance(self._snapshot[number], active=number in active)
+            for number, rule in enumerate(self.rules)
+            if isinstance(rule, StreamedRule)
+        }
+
     # -- work -----------------------------------------------------------------------------------
 
     def work_on(self, task: Clear | Accumulate | Update) -> bool:
@@ -228,8 +243,37 @@ class Updater:
             for f in subgroup.fields
         }
         assert chunk.group is not None
-        finite = True
-        for run in self._runs(task.unit, chunk, subgroup):
+        if is_whole(self.rules[chunk.group]):
+            finite = self._update_whole(chunk, self.ledger.turns(task.unit), grads, weights, state)
+        else:
+            finite = self._update_runs(task.unit, chunk, subgroup, grads, weights, state)
+        if not finite:
+            self.ledger.nonfinite.append(task.unit)
+        return finite
+
+    def _update_whole(
+        self, chunk: Chunk, turns: Mapping[int, tuple[int, float]], grads: torch.Tensor,
+        weights: torch.Tensor, state: Mapping[str, torch.Tensor],
+    ) -> bool:  # fmt: skip
+        (spec,), group = chunk.params, chunk.group
+        assert group is not None
+        if spec.index not in turns or not spec.numel:
+            return True
+        with self._calls[group]:
+            return self.rules[group].update(
+                spec.shaped(grads), spec.shaped(weights),
+                {name: value if name == RECORD else spec.shaped(value)
+                 for name, value in state.items()},
+                self._scalars_for(group, *turns[spec.index]),
+            )  # fmt: skip
+
+    def _update_runs(
+        self, unit: int, chunk: Chunk, subgroup: Subgroup, grads: torch.Tensor,
+        weights: torch.Tensor, state: Mapping[str, torch.Tensor],
+    ) -> bool:  # fmt: skip
+        finite, group = True, chunk.group
+        assert group is not None
+        for run in self._runs(unit, chunk, subgroup):
             inside = run.start - subgroup.start, run.stop - subgroup.start
             whole = run.stop - run.start == subgroup.count
             tensors = (grads, weights, state) if whole else (
@@ -237,11 +281,9 @@ class Updater:
                 weights[slice(*inside)],
                 {f.name: state[f.name][f.span(*inside)] for f in subgroup.fields},
             )  # fmt: skip
-            with self._calls[chunk.group]:
-                scalars = self._scalars_for(chunk.group, run.step, run.scale)
-                finite &= self.rules[chunk.group].update(*tensors, scalars, run.position)
-        if not finite:
-            self.ledger.nonfinite.append(task.unit)
+            with self._calls[group]:
+                scalars = self._scalars_for(group, run.step, run.scale)
+                finite &= self.rules[group].update(*tensors, scalars, run.position)
         return finite
 
     def _runs(self, unit: int, chunk: Chunk, subgroup: Subgroup) -> list[Run]:

@@ -1,8 +1,9 @@
 """The partition of a model into units and chunks: names, shapes and offsets, but no data.
 
 A unit is moved as a whole.  A chunk has the parameters of a unit with one dtype and one param
-group, flattened.  Every parameter is aligned to 64 bytes (other offsets change matmul results in
-the last bit), and every chunk to 4096 bytes (direct I/O).
+group, flattened; or one parameter, if its optimizer updates it as a whole.  Every parameter is
+aligned to 64 bytes (other offsets change matmul results in the last bit), and every chunk to 4096
+bytes (direct I/O).
 """
 
 from __future__ import annotations
@@ -104,18 +105,21 @@ def _layout(
     groups: Mapping[nn.Parameter, int],
     dtype: torch.dtype | None,
     granule: int,
+    whole: Container[int],
 ) -> tuple[tuple[Chunk, ...], int, int]:
     """Return the chunks of a unit, trained ones first, and the bytes of its weight and gradient
     slots."""
-    keyed: dict[tuple[torch.dtype, int | None], _Members] = {}
+    keyed: dict[tuple[torch.dtype, int | None, int], _Members] = {}
     for index, name, p in own:
         group = groups.get(p) if p.requires_grad else None
         kind = p.dtype.to_real() if p.is_complex() else dtype or p.dtype
-        keyed.setdefault((kind, group), []).append((index, name, p))
+        apart = index if group is not None and group in whole else -1
+        keyed.setdefault((kind, group, apart), []).append((index, name, p))
     chunks: list[Chunk] = []
     byte_offset = grad_offset = 0
-    for (kind, group), members in sorted(
-        keyed.items(), key=lambda item: (item[0][1] is None, item[0][1] or 0, str(item[0][0]))
+    for (kind, group, _), members in sorted(
+        keyed.items(),
+        key=lambda item: (item[0][1] is None, item[0][1] or 0, str(item[0][0]), item[0][2]),
     ):
         specs: list[ParamSpec] = []
         offset = 0
@@ -162,6 +166,7 @@ def partition(
     names: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     granule: int = 1,
+    whole: Container[int] = (),
 ) -> Partition:
     """Divide ``model`` into units and lay out their slots.
 
@@ -175,6 +180,7 @@ def partition(
         dtype: of all floating-point weights except complex ones; ``None``: each keeps its own.
         granule: alignment of parameters in elements (a power of two), because the optimizer's state
             cannot be divided elsewhere.
+        whole: param groups whose parameters each form a chunk, because they are updated as a whole.
     """
     owner: dict[nn.Parameter, int] = {}
     parameters: list[nn.Parameter] = []
@@ -189,7 +195,7 @@ def partition(
         if trained and frozen:
             number = len(units)
             owner.update((p, number) for _, _, p in frozen)
-            chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule)
+            chunks, weight_bytes, _ = _layout(frozen, groups, dtype, granule, whole)
             units.append(
                 Unit(number, f"{item.name} {FROZEN}", chunks, (), item.direct_only, weight_bytes,
                      0, runs=False)
@@ -199,7 +205,7 @@ def partition(
         number, own = len(units), trained or frozen
         owner.update((p, number) for _, _, p in own)
         comes_with.update((owner[p], None) for p in shared if owner[p] != number)
-        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule)
+        chunks, weight_bytes, grad_bytes = _layout(own, groups, dtype, granule, whole)
         flows = flows or bool(trained)
         flops, kept = forward_flops(item), activation_bytes(item, dtype)
         back = backward_flops(item, all_trained, flows=flows)

@@ -117,6 +117,7 @@ class Needs:
     prefer: Preference = Preference()
     numel: int | None = None  # elements of a state record; ``None``: chosen to fit the budgets
     pinned: frozenset[int] = frozenset()  # units whose weights stay in compute's memory
+    update_bytes: int = 0  # host memory of the update itself, of parameters updated as a whole
     activations: str = "keep"
     saved_bytes: tuple[int, ...] | None = None  # by unit, what autograd keeps, if known
     recomputable: frozenset[int] = frozenset()  # units whose forward may be recomputed
@@ -162,6 +163,8 @@ class PlanDetail:
         profile: compute and activations by unit, if an example step was given.
         fitting: budgets that would fit, by option, as ``{"host_memory": "628KiB"}``; empty if the
             plan fits, or if none were found.
+        optimizer: whose step updates one parameter at a time; ``None`` if overspill has a rule for
+            the optimizer.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -181,6 +184,7 @@ class PlanDetail:
     budgets: Budgets | None = field(default=None, repr=False)
     fitting: Mapping[str, str] = field(default_factory=dict, repr=False)
     rates: Rates | None = field(default=None, repr=False)
+    optimizer: str | None = None
     pageable_bytes: int = 0
 
     @property
@@ -253,6 +257,8 @@ class Plan:
         if self.detail.pageable_bytes:
             pageable = format_bytes(self.detail.pageable_bytes)
             held += f"; {pageable} of host memory cannot be page-locked, so copies are slower"
+        if self.detail.optimizer is not None:
+            held += f"; {self.detail.optimizer} steps one parameter at a time"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

@@ -26,7 +26,10 @@ class StateField(Protocol):
 
     @property
     def block(self) -> int:
-        """The number of parameter elements that share one stored element."""
+        """The number of parameter elements that share one stored element.
+
+        0 for a value of the parameter as a whole.
+        """
         ...
 
     def elements(self, numel: int) -> int:
@@ -47,13 +50,18 @@ def _record(fields: Sequence[StateField], count: int) -> tuple[tuple[FieldPlace,
     return tuple(places), align(max(offset, 1), PAGE)  # a rule without state has one page
 
 
+def is_whole(fields: Sequence[StateField]) -> bool:
+    """Return whether state belongs to a parameter as a whole, so that its record is not cut."""
+    return any(field.block == 0 for field in fields)
+
+
 def cut_subgroups(
     units: Sequence[Unit], fields_of: FieldsOf, numel: int
 ) -> tuple[tuple[Subgroup, ...], ...]:
     """Return the subgroups of every unit, with at most ``numel`` elements each.
 
     Subgroups are numbered over the whole model.  ``numel`` must be a multiple of every field's
-    block.
+    block.  Chunks whose state belongs to a parameter as a whole are not cut.
     """
     index = 0
     result: list[tuple[Subgroup, ...]] = []
@@ -63,13 +71,14 @@ def cut_subgroups(
             if chunk.group is None:
                 continue
             fields = fields_of(chunk)
+            most = chunk.numel if is_whole(fields) else numel
             records = {
                 count: _record(fields, count)
-                for count in {min(numel, chunk.numel), chunk.numel % numel}
+                for count in {min(most, chunk.numel), chunk.numel % most}
                 if count
             }
-            for start in range(0, chunk.numel, numel):
-                count = min(numel, chunk.numel - start)
+            for start in range(0, chunk.numel, most):
+                count = min(most, chunk.numel - start)
                 places, nbytes = records[count]
                 mine.append(Subgroup(index, unit.index, number, start, count, places, nbytes))
                 index += 1
@@ -83,8 +92,9 @@ def bytes_per_element(units: Sequence[Unit], fields_of: FieldsOf) -> float:
     for unit in units:
         for chunk in unit.chunks:
             if chunk.group is not None:
-                _, nbytes = _record(fields_of(chunk), 2**16)
-                worst = max(worst, nbytes / 2**16)
+                fields = fields_of(chunk)
+                count = chunk.numel if is_whole(fields) else 2**16
+                worst = max(worst, _record(fields, count)[1] / count)
     return worst
 
 

@@ -19,6 +19,9 @@ from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
+from ..optim.registry import rules_for
+from ..optim.rule import is_whole
+from ..optim.streamed import name_of
 from ..params.conversions import Conversions
 from ..plans import calibrated
 from ..state.module_states import warn_not_committed
@@ -120,6 +123,12 @@ class Sharding:
             ValueError: ranks were given different options, or optimizers.
             OffloadError: a rank has nothing to commit.
         """
+        if any(map(is_whole, rules_for(optimizer))):
+            raise TypeError(
+                f"{name_of(optimizer)} needs whole parameters, and under FSDP2 and DDP each rank "
+                "updates parts of them; use an optimizer that updates element by element, such as "
+                "torch.optim.AdamW"
+            )
         given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
         given["the optimizer"] = type(optimizer).__qualname__
         given["the number of param groups"] = len(optimizer.param_groups)

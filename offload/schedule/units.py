@@ -159,6 +159,8 @@ class FieldPlace:
 
         ``start`` must be a multiple of ``block``.
         """
+        if not self.block:
+            return slice(0, self.numel)
         return slice(start // self.block, -(-stop // self.block))
 
 

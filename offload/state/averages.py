@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE
 from ..params.onloaded_units import OnloadedUnits
 from ..params.resident_param_guard import ResidentParamGuard
+from ..planning.blueprint import Blueprint
 from ..private.reentrancy import callers
+from ..schedule.units import Unit
 from .contents import Contents, Values
 from .edits import Edits
 from .param_access import ParamAccess
@@ -204,3 +207,24 @@ class Averaged:
     def __del__(self) -> None:
         if self._open:
             self._averages.abandon()
+
+
+def first_averages(
+    blueprint: Blueprint, contents: Contents, unit: Unit,
+    given_of: Callable[[int], Mapping[str, Any]],
+) -> Mapping[int, torch.Tensor]:  # fmt: skip
+    """Return the weights of parameters whose loaded state lacks an average that the rule keeps.
+
+    Their averages start from these weights.
+
+    Args:
+        given_of: returns the loaded state of a parameter.
+    """
+    lack = set()
+    for _, spec in unit.params:
+        given, rule = given_of(spec.index), blueprint.rule_of(spec.index)
+        if rule and AVERAGE in rule.moments and given and given.get(AVERAGE) is None:
+            lack.add(spec.index)
+    if not lack:
+        return {}
+    return {spec.index: value for spec, value in contents.masters(unit.index) if spec.index in lack}

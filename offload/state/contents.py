@@ -17,6 +17,7 @@ from ..optim import Noise
 from ..optim.formats import join_master, round_to_upper, split_master
 from ..optim.norm import sum_of_squares
 from ..optim.reference import load_moment, read_moment
+from ..optim.streamed import RECORD
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
 from ..schedule.messages import Key, Kind
@@ -44,6 +45,8 @@ def flat_like(spec: ParamSpec, value: torch.Tensor, dtype: torch.dtype) -> torch
 
 def is_finite(value: torch.Tensor) -> bool:
     """Return whether every element is finite."""
+    if not value.is_floating_point():
+        return True
     if value.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return math.isfinite(sum_of_squares(value.reshape(-1)))  # one pass, without a temporary
     return bool(value.double().isfinite().all())
@@ -182,6 +185,8 @@ class Contents:
                 continue
             if name == "weight":
                 stored = self._load_weight(chunk, spec, value, weight, names, first=first)
+            elif name == RECORD:
+                stored = {name: value}
             else:
                 stored = {name: flat_like(spec, value, torch.float32)}
             fields.update({k: part for k, part in stored.items() if not first or part.any()})
@@ -249,7 +254,9 @@ class Contents:
             return
         low, stored = part
         moments = [f.name for f in subgroup.fields if f.name not in MASTERS and f.block == 1]
-        for name in stored.keys() & fields.keys():
+        if RECORD in stored and RECORD in fields:
+            stored[RECORD].copy_(fields[RECORD])
+        for name in (stored.keys() & fields.keys()) - {RECORD}:
             start, numel = low - spec.offset, stored[name].numel()
             value = fields[name][start : start + numel]
             if name in MASTERS:
@@ -282,20 +289,26 @@ class Contents:
     def stored(self, unit: int, number: int) -> dict[int, dict[str, torch.Tensor]]:
         """Return what is stored for a trained chunk, by parameter index.
 
-        That is the moments in fp32, and the exact fp32 ``master`` if it is not the weight itself.
+        That is the moments in fp32, and the exact fp32 ``master`` if it is not the weight itself;
+        for a parameter that is updated as a whole by a streamed optimizer, its ``record``.
         """
         chunk = self._layout.units[unit].chunks[number]
         flats = self._gather(unit, number, chunk, masters=False)
         exact = self._exact(unit, number, chunk)
         if exact is not None:
             flats["master"] = exact
-        return {
+        found = {
             spec.index: {
                 name: spec.shaped(flat[spec.offset : spec.offset + spec.numel].clone())
                 for name, flat in flats.items()
             }
             for spec in chunk.params
         }
+        for subgroup in self._layout.subgroups[unit]:
+            if subgroup.chunk == number and any(f.name == RECORD for f in subgroup.fields):
+                place = self._direct.bring(Key(Kind.STATE, subgroup.index))
+                found[chunk.params[0].index][RECORD] = self._record(place, subgroup)[RECORD]
+        return found
 
     def has_master(self, unit: int, number: int) -> bool:
         """Return whether the weights of a chunk have separate masters."""
@@ -366,6 +379,20 @@ class Contents:
                 span = slice(subgroup.start, subgroup.start + subgroup.count)
                 whole[span] = record[name] if masters else read_moment(record, name)
         return gathered
+
+
+def values_by_spec(
+    values: Mapping[int, torch.Tensor], before: Mapping[int, torch.Tensor | None]
+) -> Callable[[ParamSpec], Values | None]:
+    """Return the function that gives ``Contents.load`` these weights, by parameter index."""
+
+    def value_of(spec: ParamSpec) -> Values | None:
+        value, was = values.get(spec.index), before.get(spec.index)
+        if value is None:
+            return None
+        return {"weight": value} if was is None else {"weight": value, BEFORE: was}
+
+    return value_of
 
 
 def _before(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ K = TypeVar("K", bound=Hashable)
 # Note [Tensors over parameters]
 # In PyTorch a tensor made from a parameter (``p.data``, ``p.detach()``, a view) shares its memory.
 # Here the parameter may be a placeholder, so ``ParamAccess`` makes one copy of the weight, which
-# all such tensors share, and tracks it in a ``_Loan``.  ``reconcile`` brings copy and weight
+# all such tensors share, and tracks it in a ``Loan``.  ``reconcile`` brings copy and weight
 # together before either is used.  If the bits of the copy have changed, they are written to the
 # weight.  If the weight has a newer version, the copy is overwritten.  If both have happened, one
 # change would be lost, and that is an error.  Bits are compared because ``.data`` shares no version
@@ -43,6 +44,22 @@ K = TypeVar("K", bound=Hashable)
 # kept.  It is compared when the copy is dropped, when its parameter is read, and when the model is
 # used next.  After that it is discarded (``stop_comparing``): otherwise each forward would compute
 # the checksums of every dict that a user keeps.  On a device, comparing waits for the device.
+
+
+@dataclass(eq=False)
+class Loan:
+    """The engine's own copy of a weight, which all tensors over the parameter share.
+
+    ``version`` is the weight's version when the copy last equalled it.  See Note [Tensors over
+    parameters].
+    """
+
+    watched: torch_private.Watched
+    version: tuple[int, int]
+
+    @property
+    def copy(self) -> torch.Tensor:
+        return self.watched.tensor
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,3 +221,20 @@ class LentCopies(Generic[K]):
     def forget(self) -> None:
         """Stop tracking all copies."""
         self._copies.clear()
+
+
+def changed_otherwise(
+    changed: Iterable[LentCopy[K]], others: Mapping[K, torch.Tensor]
+) -> list[LentCopy[K]]:
+    """Return the copies with another value than another changed copy of the same state.
+
+    Args:
+        others: further changed copies, by key.
+    """
+    first, found = dict(others), []
+    for copy in changed:
+        assert copy.tensor is not None, "it was changed"
+        other = first.setdefault(copy.key, copy.tensor)
+        if other is not copy.tensor and not torch.equal(other, copy.tensor):
+            found.append(copy)
+    return found

@@ -11,6 +11,7 @@ from ..observe.long_work import LongWork
 from ..optim import Rule
 from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
+from ..optim.streamed import RECORD, StreamedRule
 from ..planning.partition import Partition
 from ..schedule.units import ParamSpec, Unit
 from .adapters import begin_adapters
@@ -116,6 +117,10 @@ def values_of_unit(
         if group is None:
             return tensors
         rule = rules[group]
+        if isinstance(rule, StreamedRule):
+            if state := dict(optimizer.state.get(p, {})):
+                tensors[RECORD] = rule.stored(state, spec.shape)
+            return tensors
         for name, value in rule.initial(optimizer.param_groups[group]).items():
             if value != 0.0:
                 tensors[name] = torch.full(spec.shape, value, dtype=torch.float32, device="cpu")

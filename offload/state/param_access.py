@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,27 +18,11 @@ from ..private.trainer import Trainer
 from ..schedule.ledger import Ledger
 from ..schedule.units import ParamSpec
 from ..step.forward_stack import ForwardStack
-from .contents import BEFORE, Contents, Values
+from .contents import Contents, Values, values_by_spec
 from .edits import Edits
-from .lent_copies import LentCopies, LentCopy
+from .lent_copies import LentCopies, LentCopy, Loan, changed_otherwise
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _Loan:
-    """The engine's own copy of a weight, which all tensors over the parameter share.
-
-    ``version`` is the weight's version when the copy last equalled it.  See Note [Tensors over
-    parameters] in ``lent_copies.py``.
-    """
-
-    watched: torch_private.Watched
-    version: tuple[int, int]
-
-    @property
-    def copy(self) -> torch.Tensor:
-        return self.watched.tensor
 
 
 class ParamAccess:
@@ -58,7 +41,7 @@ class ParamAccess:
         self._onloaded_units, self._resident_guard = onloaded_units, resident_guard
         self._contents, self._ledger = contents, ledger
         self._forward_stack, self._trainer, self._edits = forward_stack, trainer, edits
-        self._loans: dict[int, _Loan] = {}
+        self._loans: dict[int, Loan] = {}
         self._in_dicts: LentCopies[int] = LentCopies()  # see Note [Copies in state dicts]
         self._outside: list[Callable[[], None]] = []
         # Called before ``p.grad`` is set.  With update='backward', it raises for gradients already
@@ -160,7 +143,7 @@ class ParamAccess:
         """Track ``copy``, which was borrowed: a tensor over it exists and may be written to."""
         if index not in self._loans:
             watched = torch_private.Watched(copy.detach())
-            self._loans[index] = _Loan(watched, self._now(index))
+            self._loans[index] = Loan(watched, self._now(index))
 
     def copied(self, index: int, found: torch.Tensor) -> torch.Tensor:
         """Return the copy that goes into a state dict, given what torch has put there (``found``).
@@ -296,16 +279,8 @@ class ParamAccess:
         Raises:
             OffloadError: two copies were changed to different values.
         """
-        kept: dict[int, torch.Tensor] = {
-            copy.key: self._loans[copy.key].copy for copy in changed
-            if copy.key in self._loans and self._loans[copy.key].watched.changed
-        }  # fmt: skip
-        twice = set[int]()
-        for copy in changed:
-            assert copy.tensor is not None, "it was changed"
-            other = kept.setdefault(copy.key, copy.tensor)
-            if other is not copy.tensor and not torch.equal(other, copy.tensor):
-                twice.add(copy.key)
+        kept = {index: loan.copy for index, loan in self._loans.items() if loan.watched.changed}
+        twice = {copy.key for copy in changed_otherwise(changed, kept)}
         for copy in changed:
             if copy.key in twice:
                 copy.accept(self._now(copy.key))
@@ -369,11 +344,11 @@ class ParamAccess:
         for index in over:
             del self._loans[index]
 
-    def _renew(self, index: int, loan: _Loan) -> None:
+    def _renew(self, index: int, loan: Loan) -> None:
         overwrite(loan.copy, self._read(index))
         self._same(index, loan)
 
-    def _same(self, index: int, loan: _Loan) -> None:
+    def _same(self, index: int, loan: Loan) -> None:
         loan.watched.accept()
         loan.version = self._now(index)
 
@@ -490,7 +465,7 @@ class ParamAccess:
         given = {index: value.detach() for index, value in values.items()}
         before, end_graphs = before or {}, before is None
         unknown = {index for index, was in before.items() if was is None}
-        self._fill(parts, _given(given, before), end_graphs=end_graphs, unknown=unknown)
+        self._fill(parts, values_by_spec(given, before), end_graphs=end_graphs, unknown=unknown)
         for index, loan in self._loans.items():
             if self._parts.unit_of[index] not in units:
                 continue
@@ -515,15 +490,3 @@ _AMID_READING = tuple(
     f.__code__ for f in (ParamAccess._read, ParamAccess.compute, ParamAccess.address)
 )
 overwrite = torch_private.without_grad(torch.Tensor.copy_)
-
-
-def _given(
-    values: Mapping[int, torch.Tensor], before: Mapping[int, torch.Tensor | None]
-) -> Callable[[ParamSpec], Values | None]:
-    def value_of(spec: ParamSpec) -> Values | None:
-        value, was = values.get(spec.index), before.get(spec.index)
-        if value is None:
-            return None
-        return {"weight": value} if was is None else {"weight": value, BEFORE: was}
-
-    return value_of

@@ -13,14 +13,16 @@ from torch import nn
 from ..errors import OffloadError
 from ..movement.runtime import Runtime
 from ..optim.averaged import AVERAGE, check_kept
+from ..optim.streamed import RECORD, StreamedRule
 from ..params.resident_param_guard import ResidentParamGuard
-from ..schedule.units import ParamSpec, Unit
-from .averages import Averages
+from ..schedule.units import ParamSpec
+from .averages import Averages, first_averages
 from .contents import STATE, Contents
 from .edits import Edits
 from .lent_copies import LentCopies
 from .param_access import ParamAccess, overwrite
 from .state_matching import NAMES, Given, matched
+from .streamed_state import StreamedState, own_state
 
 Groups = Sequence[dict[str, Any]]
 Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
@@ -48,6 +50,7 @@ class OptimizerState:
         self._model, self._groups, self._contents = model, groups, contents
         self._parts, self._steps = runtime.parts, runtime.ledger.steps
         self._blueprint = runtime.blueprint
+        self._streamed = StreamedState(runtime.blueprint, contents)
         self._weights, self._resident_guard, self._edits = weights, resident_guard, edits
         self.averages, self._quiesce = averages, quiesce
         self._ledger = runtime.ledger
@@ -79,38 +82,44 @@ class OptimizerState:
             raise KeyError(p)
         return index
 
-    def _read(self, index: int) -> dict[str, torch.Tensor]:
+    def _read(self, index: int) -> dict[str, Any]:
         self._quiesce()
         found = dict(self._contents.stored(*self._chunk_of(index))[index])
         found.pop("master", None)
-        return {"step": self._step_of(index), **found}
+        if RECORD in found:
+            return self._streamed.read(index, found[RECORD])
+        return {"step": _count(self._steps[index]), **found}
 
     # -- copies that users have -----------------------------------------------------------------
 
-    # See Note [Copies in state dicts].
+    def lend(self, index: int) -> dict[str, Any]:
+        """Return copies of a parameter's state; the previous ones if still referenced.
 
-    def lend(self, index: int) -> dict[str, torch.Tensor]:
-        """Return copies of a parameter's state; the previous ones if they are still referenced."""
+        See Note [Copies in state dicts].
+        """
         self.write_back({index})
         held = {
             copy.key: copy.tensor for copy in self._held
             if copy.version == self._version(*copy.key)
         }  # fmt: skip
         found = self._read(index)
-        for name, value in found.items():
-            tensor = held.get((index, name))
+        own = {id(value): name for name, value in found.items()}
+        for name, value in self._streamed.tracked(index, found).items():
+            tensor = held.get((index, name)) if id(value) in own else None
             if tensor is None:
                 version = self._version(index, name)
                 self._held.add((index, name), value, version, by_bits=True)
             else:
-                found[name] = tensor
+                found[own[id(value)]] = tensor
         return found
 
-    def adopt(self, index: int, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def adopt(self, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the contents of ``state[p]`` after ``values`` were written to it.
 
         As in PyTorch, these are the given tensors themselves if they are fp32, else copies.
         """
+        if self._streamed.has(index):
+            return self.lend(index)
         for name, value in values.items():
             self._held.drop((index, name))
             if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
@@ -124,7 +133,8 @@ class OptimizerState:
         Edits of a weight change its master, and no other state.
         """
         unit, ledger = self._parts.unit_of[index], self._ledger
-        edits = self._edited[index, name] + (ledger.edits[index] if name == "master" else 0)
+        edits = self._edited[index, name] + self._edited[index, RECORD]
+        edits += ledger.edits[index] if name == "master" else 0
         return ledger.updates[unit], ledger.returns, self._loaded, edits
 
     def write_copies(self) -> None:
@@ -160,7 +170,8 @@ class OptimizerState:
             values: dict[int, dict[str, Any]] = {}
             for copy in mine:
                 values.setdefault(copy.key[0], {})[copy.key[1]] = copy.tensor
-            self.write(values)
+            self.write({i: v for i, v in values.items() if not self._streamed.has(i)})
+            self._edit({i: v for i, v in values.items() if self._streamed.has(i)})
             for copy in mine:
                 copy.accept(self._version(*copy.key))
 
@@ -177,7 +188,10 @@ class OptimizerState:
                 continue
             index, name = copy.key
             if copy.version != (version := self._version(index, name)):
-                overwrite(copy.tensor, self._read(index)[name])
+                now = self._streamed.tracked(index, self._read(index)).get(name)
+                if now is None or now.shape != copy.tensor.shape:
+                    continue  # a streamed optimizer has replaced it, as in PyTorch
+                overwrite(copy.tensor, now)
                 copy.accept(version)
 
     def write(self, values: Mapping[int, Mapping[str, Any]], *, whole: bool = False) -> None:
@@ -189,9 +203,17 @@ class OptimizerState:
         Raises:
             ValueError: a name is unknown, or a shape differs; nothing changed.
         """
+        made: dict[int, Mapping[str, Any]] = {}
         for index, given in values.items():
-            self._check(index, given, whole=whole)
-        self._edit(values)
+            if self._streamed.has(index):
+                made[index] = self._streamed.as_record(
+                    index, given if whole else {**self._read(index), **given}
+                )
+                self._edited[index, RECORD] += 1
+            else:
+                self._check(index, given, whole=whole)
+                made[index] = given
+        self._edit(made)
 
     def reset(self, indices: Iterable[int]) -> None:
         """Reset parameters to the state before their first step."""
@@ -199,6 +221,10 @@ class OptimizerState:
         for index in indices:
             rule, group = self._blueprint.rule_of(index), self._parts.groups[index]
             assert rule is not None and group is not None
+            if self._streamed.has(index):
+                given[index] = self._streamed.as_record(index, {})
+                self._edited[index, RECORD] += 1
+                continue
             starts, shape = rule.initial(self._groups[group]), self._parts.parameters[index].shape
             moments = {
                 name: torch.full(shape, starts.get(name, 0.0), dtype=torch.float32, device="cpu")
@@ -238,9 +264,10 @@ class OptimizerState:
                 edited.add(index)
 
         def value_of(spec: ParamSpec) -> Mapping[str, torch.Tensor] | None:
-            given = values.get(spec.index)
-            if given is None:
+            if (given := values.get(spec.index)) is None:
                 return None
+            if self._streamed.has(spec.index) and RECORD not in given:
+                return {RECORD: self._streamed.with_tensors(spec.index, given)}
             return {
                 "weight" if name == "master" else name: torch.as_tensor(value).detach()
                 for name, value in given.items()
@@ -255,7 +282,7 @@ class OptimizerState:
                 if len(edited) > 1:
                     self._resident_guard.changed(unit, edited)
             for index, given in values.items():
-                self._edited.update((index, name) for name in given)
+                self._edited.update((index, name) for name in given if name != RECORD)
                 if "step" in given:
                     self._steps[index] = int(torch.as_tensor(given["step"]).item())
 
@@ -267,8 +294,35 @@ class OptimizerState:
                 return unit, number
         raise AssertionError("every parameter is in a chunk of its unit")
 
-    def _step_of(self, index: int) -> torch.Tensor:
-        return torch.tensor(float(self._steps[index]), dtype=torch.float32, device="cpu")
+    def call(self, method: str) -> None:
+        """Call ``train`` or ``eval`` of a streamed optimizer, which may change weights and state.
+
+        Schedule-free optimizers move the weights between where gradients are taken and the average
+        that is evaluated.
+        """
+        self._weights.reconcile()
+        self.write_back(range(len(self._steps)))
+        rules = zip(self._blueprint.rules, self._groups, strict=True)
+        after = [r.group_after(method, g) for r, g in rules if isinstance(r, StreamedRule)]
+        called = partial(self._streamed.called, method, self._groups)
+        trained = [unit for unit in self._parts.units if unit.trainable]
+        parts = {
+            unit.index: {
+                STATE,
+                *(s.index for _, s in unit.params if self._blueprint.rule_of(s.index)),
+            }
+            for unit in trained
+        }
+        with self._edits.of(parts) as spoil:
+            for unit in trained:
+                if not self._contents.load(unit.index, called(unit), first=False):
+                    spoil(unit.index)
+                self._resident_guard.changed(unit.index, parts[unit.index])
+            self._loaded += 1
+            for group, values in zip(self._groups, after, strict=True):
+                group.update(values)
+        self._weights.renew()
+        self.renew()
 
     # -- all ------------------------------------------------------------------------------------
 
@@ -287,7 +341,7 @@ class OptimizerState:
             made["state"][number] = found = OrderedDict(values)
             lent = [
                 self._in_dicts.add((index, name), value, self._version(index, name))
-                for name, value in found.items()
+                for name, value in self._streamed.tracked(index, found).items()
             ]
             self._in_dicts.add_all(found, lent)
         made[NAMES] = self._names()
@@ -327,7 +381,9 @@ class OptimizerState:
                 names = list(rule.moments)
                 if self._contents.has_master(*self._chunk_of(index)):
                     names.append("master")
-                state[number] = {"step": self._step_of(index)} | {
+                count = {"step": _count(self._steps[index])}
+                own = self._read(index) if isinstance(rule, StreamedRule) else count
+                state[number] = own | {
                     name: make(f"{number}.{name}", tuple(p.shape), partial(read, index, name))
                     for name in names
                 }
@@ -368,7 +424,10 @@ class OptimizerState:
             self._in_dicts.forget()
             self._loaded += 1
             for unit in trained:
-                values = self._values(given, self._first_averages(unit, given))
+                averages = first_averages(
+                    self._blueprint, self._contents, unit, partial(self._given, given)
+                )
+                values = self._values(given, averages)
                 if not self._contents.load(unit.index, values, first=False):
                     spoil(unit.index)
                 if len(parts[unit.index]) > 1:
@@ -386,6 +445,9 @@ class OptimizerState:
             rule, given = self._blueprint.rule_of(index), all_given.get(id(p), {})
             if rule is None:  # not trained, so it has no state
                 continue
+            if isinstance(rule, StreamedRule):
+                self._streamed.as_record(index, own_state(given))
+                continue
             known = {"step", "master", *rule.moments}
             for name in given:
                 if name not in known:
@@ -398,21 +460,6 @@ class OptimizerState:
                     raise ValueError(
                         f"state {name!r} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
                     )
-
-    def _first_averages(self, unit: Unit, all_given: Given) -> Mapping[int, torch.Tensor]:
-        """Return the weights of parameters whose loaded state lacks an average that the rule keeps.
-
-        Their averages start from these weights.
-        """
-        lack = set()
-        for _, spec in unit.params:
-            given, rule = self._given(all_given, spec.index), self._blueprint.rule_of(spec.index)
-            if rule and AVERAGE in rule.moments and given and given.get(AVERAGE) is None:
-                lack.add(spec.index)
-        if not lack:
-            return {}
-        masters = self._contents.masters(unit.index)
-        return {spec.index: value for spec, value in masters if spec.index in lack}
 
     def _values(
         self, all_given: Given, averages: Mapping[int, torch.Tensor]
@@ -429,6 +476,10 @@ class OptimizerState:
                 return None
             starts = rule.initial(self._groups[group])
             master = {} if given.get("master") is None else {"weight": given["master"]}
+            if isinstance(rule, StreamedRule):
+                return master | {
+                    RECORD: self._streamed.as_record(spec.index, own_state(given))[RECORD]
+                }
 
             def first(name: str) -> torch.Tensor:
                 if name == AVERAGE and spec.index in averages:
@@ -443,3 +494,7 @@ class OptimizerState:
             }
 
         return values
+
+
+def _count(steps: int) -> torch.Tensor:
+    return torch.tensor(float(steps), dtype=torch.float32, device="cpu")

@@ -42,7 +42,7 @@ class Stepping:
     def __init__(
         self,
         blueprint: Blueprint,
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[dict[str, Any]],
         ledger: Ledger,
         updater: Updater,
         onloaded_units: OnloadedUnits,
@@ -126,8 +126,13 @@ class Stepping:
         self._resident_guard.end_graphs(later)
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
+        groups = self._onloaded_units.parts.groups
+        active = {groups[index] for present in units.values() for index in present}
+        advanced = self._updater.advanced(active)
         ledger.next = Prepared(units, scale, commit, random)
         self._protocol.step(tuple(units), background=self._background, commit=commit)
+        for number, values in advanced.items():
+            self._groups[number].update(values)
 
     def _refuse_changed_groups(self) -> None:
         changed = self._updater.changed_since_begin(self._groups) if self._ledger.early else None

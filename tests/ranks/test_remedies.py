@@ -52,6 +52,11 @@ def of_sharding(rank: int, size: int, folder: Path) -> None:
     fully_shard(model)
     trains(model, rank)
     model = net()
+    fully_shard(model)
+    with pytest.raises(TypeError, match="use an optimizer that updates element by element"):
+        overspill.wrap(model, torch.optim.NAdam(model.parameters()), **OPTIONS)
+    trains(model, rank)
+    model = net()
     fully_shard(model, ignored_params={model.head.weight})
     refused("call fully_shard on the whole model too, without ignored_params", model)
     model = net()

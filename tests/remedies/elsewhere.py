@@ -4,6 +4,20 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/durable/source.py", "resume the store with its optimizer, and"): (
+        "tests/parity/test_streamed_optimizers.py::test_an_export_of_objects_is_refused"
+    ),
+    ("offload/ranks/sharding.py", "use an optimizer that updates element by element"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("optim/registry.py", "Use an optimizer that updates each"): (
+        "tests/parity/test_streamed_optimizers.py::"
+        "test_what_cannot_be_stepped_alone_is_refused_with_the_reason"
+    ),
+    ("optim/streamed.py", "leave moments out"): (
+        "tests/parity/test_streamed_optimizers.py::"
+        "test_options_that_a_streamed_optimizer_does_not_have_are_refused"
+    ),
     ("offload/grads/gradient_tensor.py", "take p.grad.clone(), or p.grad.untyped_storage()"): (
         "tests/parity/test_uses_of_parameters.py::test_a_gradient_has_no_address"
     ),

@@ -24,6 +24,7 @@ BY_ITSELF = {
     "offload/durable/files.py": "drafts, which its callers publish",
     "offload/durable/tensors.py": "drafts, which its callers publish",
     "offload/durable/meta.py": "to memory",
+    "optim/state_record.py": "to memory",
 }
 # Calls that write to a file, or put one somewhere.
 METHODS = {
