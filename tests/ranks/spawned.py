@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import tempfile
 import time
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import overspill
+from tests.forked import CONTEXT
 
 PATIENCE_S = 60
 ANSWER_S = 240  # for all that ranks have to do
@@ -29,12 +29,6 @@ RATES = overspill.Rates(
     d2h_bytes_s=1e10, dram_bytes_s=1e10,
 )  # fmt: skip
 VOCABULARY, WIDTH = 50, 32
-
-# Ranks are forked from a process that has imported torch once, and has no threads.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([
-    "torch.distributed.fsdp", "torch.distributed.checkpoint", "overspill.ranks.wrapping",
-])  # fmt: skip
 
 
 class Block(nn.Module):
@@ -107,9 +101,9 @@ class Started:
         self._pipes: list[Connection] = []
         self._ranks: list[Any] = []
         for rank in range(size):
-            here, there = _CONTEXT.Pipe()
+            here, there = CONTEXT.Pipe()
             met = f"{self._folder.name}/met"
-            each = _CONTEXT.Process(target=_run, args=(there, rank, size, met, work, args))
+            each = CONTEXT.Process(target=_run, args=(there, rank, size, met, work, args))
             each.start()
             there.close()
             self._pipes.append(here)

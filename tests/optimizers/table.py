@@ -1,0 +1,149 @@
+"""Public optimizers, how each is built, and what is expected of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+NATIVE, STREAMED = "native", "streamed"
+
+
+@dataclass(frozen=True)
+class Public:
+    """An optimizer by its module and class.
+
+    Attributes:
+        expected: ``NATIVE``, ``STREAMED``, or a part of the reason why it is refused.
+        options: of its constructor.
+        groups: param groups of a model; the default has all parameters in one.
+        matrices_only: whether it takes matrices only, so that the rest is frozen.
+    """
+
+    module: str
+    name: str
+    expected: str = STREAMED
+    options: tuple[tuple[str, Any], ...] = ()
+    groups: Callable[[nn.Module], Any] | None = None
+    matrices_only: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.matrices_only:
+            for p in model.parameters():
+                p.requires_grad_(p.dim() == 2)
+        params = [p for p in model.parameters() if p.requires_grad]
+        given = params if self.groups is None else self.groups(model)
+        made: torch.optim.Optimizer = self.kind(given, **dict(self.options))
+        if callable(train := getattr(made, "train", None)):
+            train()
+        return made
+
+    @property
+    def kind(self) -> Any:
+        if self.module == "pytorch_optimizer":
+            return import_module(self.module).load_optimizer(self.name)
+        return getattr(import_module(self.module), self.name)
+
+
+def apart(model: nn.Module, **matrices: Any) -> list[dict[str, Any]]:
+    """Matrices in a group with these options, everything else in another one."""
+    large = [p for p in model.parameters() if p.dim() == 2]
+    small = [p for p in model.parameters() if p.dim() != 2]
+    return [{"params": large, **matrices}, {"params": small}]
+
+
+def _flagged(model: nn.Module, flag: str) -> list[dict[str, Any]]:
+    large, small = apart(model)
+    return [{**large, flag: True}, {**small, flag: False}]
+
+
+COUPLES = "the optimizer couples parameters"
+OVER_ALL = "it estimates its step size over all parameters at once"
+DRAWS = "it draws random numbers from global generators"
+FAILS = "its step fails on small parameters"
+ATTRIBUTES = "its attributes cannot be copied"
+
+# Of pytorch_optimizer, what is not simply streamed.  Those in ``NOT_BUILT`` cannot be built from
+# the parameters of a model at all.
+_EXPECTED = {
+    "adagc": COUPLES, "adai": COUPLES, "adams": COUPLES, "asgd": COUPLES, "avagrad": COUPLES,
+    "madgrad": COUPLES, "ranger21": COUPLES, "stablespam": COUPLES,
+    "dadaptadagrad": OVER_ALL, "dadaptadam": OVER_ALL, "dadaptadan": OVER_ALL,
+    "dadaptlion": OVER_ALL, "dadaptsgd": OVER_ALL, "prodigy": OVER_ALL,
+    "dash": DRAWS, "gravity": DRAWS, "kron": DRAWS,
+    "adahessian": FAILS, "alig": FAILS, "bsam": FAILS, "lbfgs": FAILS, "lorarite": FAILS,
+    "sara": FAILS, "sophiah": FAILS, "spam": FAILS,
+    "magma": ATTRIBUTES, "adam": NATIVE, "adamw": NATIVE, "sgd": NATIVE,  # these are torch's
+}  # fmt: skip
+_OPTIONS: dict[str, Any] = {
+    "bsam": {"num_data": 10}, "ranger21": {"num_iterations": 100},
+}  # fmt: skip
+_MUONS = ("adago", "adamuon", "muon", "muonclip", "normuon")
+NOT_BUILT = {
+    "adalomo": "a model", "adammini": "a model", "lomo": "a model", "demo": "a process group",
+    "distributedmuon": "a process group",
+}  # fmt: skip
+
+
+def of_pytorch_optimizer() -> list[Public]:
+    found = []
+    for name in import_module("pytorch_optimizer").get_supported_optimizers():
+        if name in NOT_BUILT:
+            continue
+        groups = partial(_flagged, flag="use_muon") if name in _MUONS else None
+        options = tuple(_OPTIONS.get(name, {}).items())
+        expected = _EXPECTED.get(name, STREAMED)
+        only = name == "spectralsphere"
+        found.append(Public("pytorch_optimizer", name, expected, options, groups, only))
+    return found
+
+
+def of_torch() -> list[Public]:
+    known = {
+        "Adam": NATIVE, "AdamW": NATIVE, "SGD": NATIVE, "Adagrad": NATIVE,
+        "LBFGS": FAILS, "SparseAdam": FAILS,
+    }  # fmt: skip
+    options: dict[str, Any] = {"SGD": {"momentum": 0.9}}
+    return [
+        Public("torch.optim", name, known.get(name, STREAMED),
+               tuple(options.get(name, {}).items()), None, name == "Muon")
+        for name, kind in sorted(vars(torch.optim).items())
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+    ]  # fmt: skip
+
+
+def low_rank(model: nn.Module) -> list[dict[str, Any]]:
+    return apart(
+        model, rank=4, update_proj_gap=5, scale=0.25, proj_type="std", proj="random",
+        scale_type="channel",
+    )  # fmt: skip
+
+
+OTHERS: Sequence[Public] = (
+    *(Public("schedulefree", name) for name in (
+        "AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree", "AdamWScheduleFreeReference",
+        "AdamWScheduleFreePaper",
+    )),
+    *(Public("schedulefree", f"{name}ScheduleFreeClosure", FAILS)
+      for name in ("AdamW", "RAdam", "SGD")),
+    Public("prodigyopt", "Prodigy", OVER_ALL),
+    Public("lion_pytorch", "Lion", options=(("lr", 1e-3),)),
+    Public("galore_torch", "GaLoreAdamW", groups=low_rank),
+    Public("galore_torch", "GaLoreAdafactor", groups=low_rank),
+    Public("apollo_torch", "APOLLOAdamW", groups=low_rank),
+    Public("transformers.optimization", "Adafactor"),
+)  # fmt: skip
+
+
+def all_of_them() -> list[Public]:
+    return [*of_torch(), *of_pytorch_optimizer(), *OTHERS]
