@@ -33,11 +33,14 @@ def register(
 ) -> None:
     """Let ``wrap`` accept optimizers of a kind: ``make`` gives the rule of a param group.
 
-    A rule must be elementwise: what an element becomes may depend on that element's gradient,
-    weight and state alone, not on its neighbours (no norms, no matrix products).  The engine
-    updates parameters in pieces of up to some 16 million elements, and several small ones at once.
-    This is checked here, with the optimizer's default options where it has them for all, and again
-    at ``wrap`` with the options in use, by updating a small buffer as a whole and in two pieces.
+    An optimizer without a rule runs its own step, if it can: see Note [Streamed optimizers].
+
+    A rule is elementwise, unless it says ``whole = True``: what an element becomes may depend on
+    that element's gradient, weight and state alone, not on its neighbours (no norms, no matrix
+    products).  The engine updates parameters in pieces of up to some 16 million elements, and
+    several small ones at once.  This is checked here, with the optimizer's default options where it
+    has them for all, and again at ``wrap`` with the options in use, by updating a small buffer as a
+    whole and in two pieces.  A whole rule gets each parameter in its shape: see ``WholeRule``.
 
     Args:
         kind: this very class; a subclass may step differently, and is registered for itself.

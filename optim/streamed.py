@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .formats import Field, Master, Moments, WholeField, master_fields
+from .norm import sum_of_squares
 from .reference import read_weight, write_weight
 from .rule import StepScalars
 from .state_record import RecordFormat, RecordFullError, classes_in, tensors_in
@@ -90,6 +91,7 @@ class StreamedRule:
         self._group = self.group_after("train", group)
         self._formats: dict[tuple[int, ...], RecordFormat] = {}
         self.classes: dict[tuple[str, str], type] = {}
+        self._scratch: dict[torch.device, Tensor] = {}
         self.steps_to_settle, self.finds_without_memory = 2, False
 
     # -- state ----------------------------------------------------------------------------------
@@ -224,8 +226,7 @@ class StreamedRule:
         else:
             master = weight
         param = nn.Parameter(master.detach(), requires_grad=False)
-        own = grad.to(torch.float32, copy=True)  # optimizers write to it
-        param.grad = own if scalars.coefficients[0] == 1.0 else own.mul_(scalars.coefficients[0])
+        param.grad = self._scaled(grad, scalars.coefficients[0])
         form, record = self.format_of(tuple(weight.shape)), state[RECORD]
         values, slots = form.read(record, param, self.classes)
         stepped(self._optimizer, scalars.group, param, values)
@@ -241,7 +242,24 @@ class StreamedRule:
             write_weight(param.detach(), weight, masters)
         elif param.data_ptr() != weight.data_ptr():
             weight.copy_(param.detach())
-        return bool(torch.isfinite(weight).all())
+        if weight.device.type != "cpu":
+            return bool(torch.isfinite(weight).all())
+        flat = torch.as_strided(weight, (weight.numel(),), (1,))
+        return math.isfinite(sum_of_squares(flat))  # one pass, without a temporary
+
+    def _scaled(self, grad: Tensor, scale: float) -> Tensor:
+        """Return a gradient in fp32, times a factor.
+
+        It is the gradient itself if that is what it is, as in PyTorch; some optimizers write to it.
+        """
+        if scale == 1.0 and grad.dtype == torch.float32:
+            return grad.detach()
+        kept = self._scratch.get(grad.device)
+        if kept is None or kept.numel() < grad.numel():
+            kept = torch.empty(grad.numel(), dtype=torch.float32, device=grad.device)
+            self._scratch[grad.device] = kept
+        scaled = kept[: grad.numel()].as_strided(grad.shape, grad.stride())
+        return scaled.copy_(grad).mul_(scale)
 
 
 def stepped(

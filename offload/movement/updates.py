@@ -19,7 +19,7 @@ from ..optim.averaged import check_kept, is_reentrant
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
 from ..optim.rule import is_whole
-from ..optim.streamed import RECORD, StreamedRule
+from ..optim.streamed import StreamedRule
 from ..planning.plan import host_grad_dtype
 from ..schedule.arena import Place
 from ..schedule.layout import Layout
@@ -244,7 +244,7 @@ class Updater:
         }
         assert chunk.group is not None
         if is_whole(self.rules[chunk.group]):
-            finite = self._update_whole(chunk, self.ledger.turns(task.unit), grads, weights, state)
+            finite = self._update_whole(task.unit, chunk, subgroup, grads, weights, state)
         else:
             finite = self._update_runs(task.unit, chunk, subgroup, grads, weights, state)
         if not finite:
@@ -252,18 +252,18 @@ class Updater:
         return finite
 
     def _update_whole(
-        self, chunk: Chunk, turns: Mapping[int, tuple[int, float]], grads: torch.Tensor,
+        self, unit: int, chunk: Chunk, subgroup: Subgroup, grads: torch.Tensor,
         weights: torch.Tensor, state: Mapping[str, torch.Tensor],
     ) -> bool:  # fmt: skip
-        (spec,), group = chunk.params, chunk.group
+        (spec,), group, turns = chunk.params, chunk.group, self.ledger.turns(unit)
         assert group is not None
         if spec.index not in turns or not spec.numel:
             return True
         with self._calls[group]:
             return self.rules[group].update(
                 spec.shaped(grads), spec.shaped(weights),
-                {name: value if name == RECORD else spec.shaped(value)
-                 for name, value in state.items()},
+                {f.name: spec.shaped(state[f.name]) if f.block == 1 else state[f.name]
+                 for f in subgroup.fields},
                 self._scalars_for(group, *turns[spec.index]),
             )  # fmt: skip
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,3 +149,44 @@ OTHERS: Sequence[Public] = (
 
 def all_of_them() -> list[Public]:
     return [*of_torch(), *of_pytorch_optimizer(), *OTHERS]
+
+
+SHORT = {
+    COUPLES: "couples parameters, or keeps state in attributes", OVER_ALL: "one step size for all",
+    DRAWS: "draws random numbers", FAILS: "needs a closure, a graph or other parameters",
+    ATTRIBUTES: "wraps another optimizer",
+}  # fmt: skip
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+BEGIN, END = "<!-- tried: made from tests/optimizers/table.py -->\n", "<!-- end -->"
+
+
+def listing() -> str:
+    """The page's tables: what can be used, and what is refused and why."""
+    usable: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for each in all_of_them():
+        package = each.module.partition(".")[0] if each.module != "torch.optim" else each.module
+        if each.expected in (NATIVE, STREAMED):
+            usable.setdefault(package, []).append(each.name)
+        else:
+            refused.setdefault(SHORT[each.expected], []).append(f"{package}.{each.name}")
+    for name, needs in NOT_BUILT.items():
+        refused.setdefault(f"takes {needs}, not parameters", []).append(f"pytorch_optimizer.{name}")
+    lines = ["", "Can be used:", ""]
+    for package, names in usable.items():
+        lines += [f"- **{package}** ({len(names)}): {', '.join(sorted(names))}"]
+    lines += ["", "Refused:", ""]
+    lines += [f"- {why}: {', '.join(names)}" for why, names in refused.items()]
+    wrapped = (
+        textwrap.fill(
+            line, 120, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+        )
+        for line in lines
+    )
+    return "\n".join(wrapped) + "\n\n"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    PAGE.write_text(before + listing() + after, encoding="utf-8")

@@ -19,7 +19,7 @@ from tests.devices import CPU, about_cpu, normal
 from tests.forked import CONTEXT
 from tests.patience import WAIT_S
 
-from .table import NATIVE, NOT_BUILT, STREAMED, Public, all_of_them
+from .table import BEGIN, END, NATIVE, NOT_BUILT, PAGE, STREAMED, Public, all_of_them, listing
 
 STEPS, KILLED_AFTER, WIDTH = 30, 13, 24
 PLACES: dict[str, dict[str, Any]] = {
@@ -129,3 +129,9 @@ def test_at_least_a_hundred_can_be_used() -> None:
     """And those that are not tried take something else than parameters."""
     assert sum(p.expected in (NATIVE, STREAMED) for p in ALL) >= 100
     assert set(NOT_BUILT.values()) == {"a model", "a process group"}
+
+
+def test_the_page_lists_what_was_tried() -> None:
+    """``python -m tests.optimizers.table`` writes the list."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert text[text.index(BEGIN) + len(BEGIN) : text.index(END)] == listing()
