@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import nn
 
-from .arguments import require_model, require_optimizer
+from .arguments import as_one, require_model
 from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.meta import decode_facts
@@ -24,6 +24,7 @@ from .facts.machine import Machine
 from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
+from .joint_steps import in_parts
 from .open_engines import engines_in, open_engines, refuse_folders_in_use
 from .optimizer import OffloadedOptimizer, optimizer_of
 from .paths import as_path, as_paths
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overspill")
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -51,11 +53,10 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {**own, **given["unknown"]}
 
 
-def _require(model: object, optimizer: object) -> None:
-    """Check that the arguments are a module and an optimizer."""
+def _require(model: object, optimizer: object) -> torch.optim.Optimizer | None:
+    """Check the arguments, and return the optimizers as one."""
     require_model(model)
-    if optimizer is not None:
-        require_optimizer(optimizer)
+    return None if optimizer is None else as_one(optimizer)
 
 
 def _wrapped(model: nn.Module) -> Engine:
@@ -114,7 +115,7 @@ def _resumed_of_ranks(
 
 def plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     machine: Machine | None = None,
     measure: bool = False,
@@ -172,10 +173,10 @@ def plan(
         ValueError: an option has an invalid value.
     """
     options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
-    _require(model, optimizer)
+    one = _require(model, optimizer)
     if machine is not None:  # its values apply unless an option is given
         options = {name: value for name, value in options.items() if value is not None}
-    return make_plan(model, optimizer, options, machine=machine, measure=measure, example=example)
+    return make_plan(model, one, options, machine=machine, measure=measure, example=example)
 
 
 @overload
@@ -216,6 +217,12 @@ def wrap(
 
 @overload
 def wrap(
+    model: nn.Module, optimizer: Sequence[torch.optim.Optimizer], **options: Any
+) -> list[OffloadedOptimizer]: ...
+
+
+@overload
+def wrap(
     model: nn.Module,
     optimizer: None = None,
     *,
@@ -242,7 +249,7 @@ def wrap(
 
 def wrap(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     device: str | torch.device | None = None,
     device_memory: int | str = "auto",
@@ -273,11 +280,14 @@ def wrap(
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise",
     verbose: bool = False,
     **unknown: Never,
-) -> OffloadedOptimizer | OffloadedInference:
+) -> OffloadedOptimizer | list[OffloadedOptimizer] | OffloadedInference:
     """Offload a model and its optimizer; the training loop stays unchanged.
 
     Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the same
     param groups.  For the options, see ``OffloadConfig``.
+
+    A list of optimizers, such as Muon for matrices and AdamW for the rest, gives a list.  They take
+    their steps together: once ``step()`` of each was called.
 
     Without an optimizer nothing is trained: weights are streamed for inference, including
     ``generate``, and the returned object has ``plan``, ``stats``, ``memory``, ``trace`` and
@@ -294,24 +304,23 @@ def wrap(
         ValueError: an option has an invalid value, or weights do not match the model.
         OffloadError: the model is already wrapped, or cannot be.
     """
-    options = _options(locals(), "model", "optimizer")
-    _require(model, optimizer)
+    options, one = _options(locals(), "model", "optimizer"), _require(model, optimizer)
     config = OffloadConfig.from_options(options)
-    if optimizer is None:
+    if one is None:
         return wrapped_for_inference(model, config)
     if _spread(model):
         from .ranks.wrapping import wrapped_shards
 
-        return wrapped_shards(model, optimizer, config)
+        return wrapped_shards(model, one, config)
     if config.nvme is not None and (ranks := runs_in(config.nvme)):
         raise in_the_way(config.nvme[0], min(ranks))
-    return wrapped(model, optimizer, config)
+    return in_parts(wrapped(model, one, config), one)
 
 
 def resume(
     model: nn.Module,
     path: Paths,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     device: str | torch.device | None = None,
     device_memory: int | str = "auto",
@@ -361,7 +370,8 @@ def resume(
         options: see ``OffloadConfig``; ``nvme``: where to continue, if not in the store itself.
 
     Returns:
-        The optimizer, and what ``extra`` returned when the commit was sealed.
+        The optimizer, or a list if one was given, and what ``extra`` returned when the commit was
+        sealed.
 
     Raises:
         IoError: there is no store, a part of it is missing, or another process uses it.
@@ -369,14 +379,14 @@ def resume(
         OffloadError: it is the store of another model.
         BudgetError: a budget is too small.
     """
-    options = _options(locals(), "model", "path", "optimizer")
-    _require(model, optimizer)
+    options, one = _options(locals(), "model", "path", "optimizer"), _require(model, optimizer)
     end_unused()  # an unused engine may still own the store
     refuse_folders_in_use(as_paths(path, "path"))
-    if (found := _resumed_of_ranks(model, path, optimizer, options)) is not None:
+    if (found := _resumed_of_ranks(model, path, one, options)) is not None:
         return found
     with own_store(path) as store:
-        return _resumed(store, model, optimizer, options)
+        made, extra = _resumed(store, model, one, options)
+    return in_parts(made, one), extra  # type: ignore[return-value]
 
 
 def _resumed(

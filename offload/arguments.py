@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .engine_handle import EngineHandle
+from .optim.joint import JointOptimizer
 
 
 def require_model(model: object) -> None:
@@ -47,18 +48,30 @@ def require_optimizer(optimizer: object) -> None:
             "wrap returned it, so it is wrapped already; build a new torch optimizer over the "
             "parameters of this model"
         )
-    elif isinstance(optimizer, (list, tuple)):
-        hint = (
-            "one engine takes one optimizer; give its parameters to the param groups of one "
-            "optimizer, each with its own options"
-        )
     elif isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
         hint = "pass scheduler.optimizer"
     elif isinstance(optimizer, type):
         hint = f"create an instance: {optimizer.__name__}(model.parameters(), ...)"
     raise TypeError(
-        f"optimizer must be one torch.optim.Optimizer, got {_kind_of(optimizer)}; {hint}"
+        f"optimizer must be a torch.optim.Optimizer or a list of them, got {_kind_of(optimizer)}; "
+        f"{hint}"
     )
+
+
+def as_one(optimizer: object) -> torch.optim.Optimizer:
+    """Return the optimizer, or one that has the groups of all in a list.
+
+    Raises:
+        TypeError: it is neither, or wrapped already.
+        ValueError: the list is empty, or a parameter is in two optimizers.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in given:
+        require_optimizer(each)
+    if isinstance(optimizer, (list, tuple)):
+        return JointOptimizer(optimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
 
 
 def _kind_of(value: object) -> str:

@@ -11,6 +11,7 @@ from .config import OffloadConfig
 from .engine import engine_of
 from .errors import OffloadError
 from .movement.accelerators.choose import Accelerator
+from .optim.joint import JointOptimizer
 from .optim.optimizer import moments_of
 from .params.param_handle import managed
 from .private import torch_private
@@ -193,6 +194,10 @@ def check_packed(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, config: OffloadConfig) -> None:
+    if isinstance(optimizer, JointOptimizer):
+        for each in optimizer.optimizers:
+            check_moments(each, config)
+        return
     own = moments_of(optimizer)
     if own not in ("fp32", config.moments):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -252,10 +253,7 @@ class Engine(Closeable):
         return self.runtime.trace
 
     def adapted(self) -> tuple[frozenset[int], Costs] | None:
-        """Return the choices made once activations were known.
-
-        They are the units to recompute, and the costs that a step was assumed to have.
-        """
+        """Return the units to recompute, and the costs that a step was assumed to have."""
         return self._loop.adapted()
 
     # -- training -------------------------------------------------------------------------------
@@ -264,6 +262,10 @@ class Engine(Closeable):
         """Update every parameter that has a gradient."""
         self._loop.step()
         self._figures.taken(self.step_count)
+
+    def check_before_training(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call ``check`` before every forward that trains."""
+        self._loop.check_before_training(check)
 
     def forwarded(self, count: int, tokens: int) -> None:
         """Record, for inference, that forward number ``count`` with this many tokens has ended."""

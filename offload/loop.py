@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,10 @@ class Loop:
         self._direct.quiesce()
 
     # -- forward --------------------------------------------------------------------------------
+
+    def check_before_training(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """See ``Engine.check_before_training``."""
+        self._group_check.also(check)
 
     def before_forward(self) -> None:
         """Prepare for a forward of the whole model, outside of any backward."""

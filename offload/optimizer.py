@@ -86,8 +86,11 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._engine.step()
+        self._take_step()
         return loss
+
+    def _take_step(self) -> None:
+        self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero.

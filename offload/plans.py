@@ -36,7 +36,7 @@ from .planning.bounds import (
     step_bound,
     trained_params,
 )
-from .planning.budgets import machine_budgets, resolve_budgets
+from .planning.budgets import machine_budgets, require_directories, resolve_budgets
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
@@ -154,8 +154,8 @@ def make_blueprint(
             chosen = copied
     others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
     plan = _plan_of(chosen, parts, budgets, config, load, others)
-    if any(isinstance(rule, StreamedRule) for rule in rules):
-        plan = replace(plan, detail=replace(plan.detail, optimizer=rules[0].name))
+    if streamed := dict.fromkeys(r.name for r in rules if isinstance(r, StreamedRule)):
+        plan = replace(plan, detail=replace(plan.detail, optimizer=" and ".join(streamed)))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
 
 
@@ -381,6 +381,7 @@ def calibrated(
     if config.rates is not None:
         return config, None
     check_model(model, optimizer, config.weight_dtype)
+    require_directories(config.nvme or ())
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sizes = Counter[torch.dtype]()
     for p in model.parameters():

@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .compact import Noise
 from .formats import WEIGHT_DTYPES, Master, Moments, scale_name
+from .joint import JointOptimizer
 from .reference import load_moment, read_moment, read_weight, write_weight
 from .rule import Rule
 
@@ -248,6 +249,8 @@ def _flat_state(state: TensorDict) -> dict[str, Tensor]:
 
 def torch_state(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, Any]:
     """A parameter's state in torch's format, whether the optimizer is torch's or one of these."""
+    if isinstance(optimizer, JointOptimizer):
+        return torch_state(optimizer.owner[param], param)
     if isinstance(optimizer, FlatOptimizer):
         return optimizer.torch_state(param)
     state: Mapping[str, Any] = optimizer.state.get(param, {})

@@ -12,8 +12,11 @@ import torch
 from .averaged import DECAY, AveragedRule, averaged
 from .elementwise import check_elementwise
 from .formats import UNSIGNED_MOMENTS
+from .joint import JointOptimizer
 from .rule import Rule, is_whole
-from .streamed import StreamedRule, UnsuitableError, name_of, trial
+from .single_step import UnsuitableError, attributes_of, name_of
+from .streamed import StreamedRule
+from .streamed_trial import trial
 from .untrained import NoOptimizer
 
 Group = Mapping[str, Any]
@@ -124,6 +127,8 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
     """
     if isinstance(optimizer, NoOptimizer):
         return ()
+    if isinstance(optimizer, JointOptimizer):
+        return tuple(rule for each in optimizer.optimizers for rule in rules_for(each))
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
             raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
@@ -155,7 +160,7 @@ def _streamed(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
         )
     dims = [sorted({p.dim() for p in group["params"]}) for group in optimizer.param_groups]
     plain = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    options = repr((plain, dims))
+    options = repr((plain, dims, attributes_of(optimizer)))
     known = _TRIED.get(optimizer)
     if known is None or known[0] != options:
         try:

@@ -13,9 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+_DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in vars(torch).values() if isinstance(each, torch.dtype)
+}  # fmt: skip
 ALIGN = 64
 SMALL = 16
 """Tensors of at most so many elements, such as a step count, are part of the pickle."""
@@ -85,6 +90,8 @@ class _Pickler(pickle.Pickler):
             return ("dtype", _name(value))
         if isinstance(value, torch.device):
             return ("device", str(value))
+        if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biufc":
+            return ("numpy", value.dtype.str, value.shape, value.tobytes())
         if isinstance(value, type):
             self._note(value)
         elif type(value).__module__ != "builtins":
@@ -98,10 +105,13 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Restores state; builds no object of a class that is not given."""
+    """Restores state; builds no object of a class that is not given.
+
+    ``device`` is ``None`` for an export, which has no generators.
+    """
 
     def __init__(
-        self, text: bytes, tensor_at: Callable[[Slot], Any], device: torch.device,
+        self, text: bytes, tensor_at: Callable[[Slot], Any], device: torch.device | None,
         param: Tensor | None, classes: Classes,
     ) -> None:  # fmt: skip
         super().__init__(io.BytesIO(text))
@@ -121,23 +131,29 @@ class _Unpickler(pickle.Unpickler):
             return self._param
         if kind == "small":
             name, shape, stride, data, on_cpu = rest
-            value = torch.empty_strided(shape, stride, dtype=getattr(torch, name), device="cpu")
+            value = torch.empty_strided(shape, stride, dtype=_DTYPES[name], device="cpu")
             if data:
                 flat = torch.frombuffer(bytearray(data), dtype=value.dtype)
                 value.copy_(flat.as_strided(shape, stride))
-            return value if on_cpu else value.to(self._device)
+            return value if on_cpu or self._device is None else value.to(self._device)
         if kind == "tensor":
             name, shape, stride, offset = rest
-            slot = Slot(getattr(torch, name), shape, stride, offset)
+            slot = Slot(_DTYPES[name], shape, stride, offset)
             self.slots.append(slot)
             return self._tensor_at(slot)
+        if kind == "numpy":
+            name, shape, data = rest
+            array = np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
+            return array if shape else array[()]
         if kind == "generator":
+            if self._device is None:
+                raise pickle.UnpicklingError("the state holds a torch.Generator")
             device, data = rest
             made = torch.Generator(self._device if device != "cpu" else "cpu")
             made.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return made
         if kind == "dtype":
-            return getattr(torch, rest[0])
+            return _DTYPES[rest[0]]
         if kind == "device":
             return torch.device(rest[0])
         raise pickle.UnpicklingError(f"unknown reference {kind!r}")
@@ -222,7 +238,7 @@ class RecordFormat:
         moved = [
             (t.clone() if t.untyped_storage().data_ptr() == memory else t, slot)
             for t, slot in zip(tensors, places, strict=True)
-            if t.data_ptr() != record.data_ptr() + slot.offset
+            if t.data_ptr() != record.data_ptr() + slot.offset or not _is_as(t, slot)
         ]
         for tensor, slot in moved:
             slot.view(record).copy_(tensor)
@@ -243,7 +259,7 @@ def structure(text: bytes, tensor_at: Callable[[Slot], Any]) -> dict[str, Any]:
     Raises:
         pickle.UnpicklingError: the state has objects other than containers.
     """
-    found = _Unpickler(text, tensor_at, torch.device("cpu"), None, {}).load()
+    found = _Unpickler(text, tensor_at, None, None, {}).load()
     assert isinstance(found, dict)
     return found
 
@@ -274,6 +290,12 @@ def _same_places(tensors: list[Tensor], slots: list[Slot]) -> bool:
         (t.dtype, tuple(t.shape), _dense(t)) == (slot.dtype, slot.shape, slot.stride)
         for t, slot in zip(tensors, slots, strict=True)
     )
+
+
+def _is_as(tensor: Tensor, slot: Slot) -> bool:
+    """Return whether a tensor reads its memory as a slot does."""
+    steps = zip(tensor.stride(), slot.stride, tensor.shape, strict=True)
+    return not (tensor.is_conj() or tensor.is_neg()) and all(a == b or n < 2 for a, b, n in steps)
 
 
 def _laid_out(tensors: list[Tensor], start: int) -> tuple[list[Slot], int]:
@@ -309,6 +331,19 @@ def tensors_in(state: Any) -> list[Tensor]:
 
     Finder(io.BytesIO(), protocol=4).dump(state)
     return found
+
+
+def structure_of(state: Any) -> bytes:
+    """Return bytes that differ if a state has other numbers, or other tensors as objects."""
+    memory = io.BytesIO()
+
+    class Finder(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            kept = isinstance(value, (Tensor, torch.Generator))
+            return str(id(value)) if kept else None
+
+    Finder(memory, protocol=4).dump(state)
+    return memory.getvalue()
 
 
 def classes_in(state: Any) -> dict[tuple[str, str], type]:

@@ -5,17 +5,15 @@ See Note [Streamed optimizers].
 
 from __future__ import annotations
 
-import collections
 import copy
 import math
-import random
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -24,6 +22,7 @@ from .formats import Field, Master, Moments, WholeField, master_fields
 from .norm import sum_of_squares
 from .reference import read_weight, write_weight
 from .rule import StepScalars
+from .single_step import Group, bare, called, name_of, options_of, refresh, same_value, stepped
 from .state_record import RecordFormat, RecordFullError, classes_in, tensors_in
 
 # Note [Streamed optimizers]
@@ -37,38 +36,16 @@ from .state_record import RecordFormat, RecordFullError, classes_in, tensors_in
 # Copies of the group would lose this, so ``advance`` runs one more step, on a parameter of its own
 # of a few elements, and the engine stores what that has changed in the user's group.
 #
-# ``trial`` finds out whether all this gives the same bits as the optimizer itself: it trains some
-# small parameters with gradients of very different sizes in both ways.  It refuses optimizers that
-# couple parameters, keep state outside of ``state`` and ``param_groups``, or draw random numbers
-# from global generators: these would depend on the order of updates, and updates that run in the
-# background would take numbers from the training loop.
+# ``streamed_trial`` finds out whether all this gives the same bits as the optimizer itself: it
+# trains some small parameters with gradients of very different sizes in both ways.  It refuses
+# optimizers that couple parameters, keep state outside of ``state`` and ``param_groups``, or draw
+# random numbers from global generators: these would depend on the order of updates, and updates
+# that run in the background would take numbers from the training loop.
 
 RECORD = "record"
 """The field with all of a parameter's state."""
 
-STEPS = 30
-_SHAPES: dict[int, list[tuple[int, ...]]] = {
-    1: [(5,), (3,)],
-    2: [(6, 4), (4, 6), (5, 5)],
-    3: [(3, 2, 4), (2, 4, 3)],
-    4: [(4, 3, 2, 2), (3, 4, 2, 2)],
-}
 _SMALL = 2**16  # elements; the state of larger parameters is found without memory, if possible
-
-# They estimate something over all parameters, which a short trial may not show.
-COUPLED = ("prodigy", "dadapt", "dadaptation", "adaptd")
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
-)  # fmt: skip
-
-Group = dict[str, Any]
-
-
-class UnsuitableError(Exception):
-    """An optimizer cannot be stepped parameter by parameter; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +56,31 @@ class StreamedScalars(StepScalars):
 
 
 class StreamedRule:
-    """The rule of one param group of an optimizer whose parameters are updated independently."""
+    """The rule of one param group of an optimizer whose parameters are updated independently.
+
+    Attributes:
+        first_state: what the optimizer's constructor puts into the state of a parameter.
+        options: the group's hyper-parameters for trials.
+        dtypes: of tensors in the state of a parameter.
+        classes: of objects in it.
+    """
 
     whole = True
     moments: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
         self.name = name_of(optimizer)
-        self._optimizer = _bare(optimizer)
+        self._source = weakref.ref(optimizer)
+        self._optimizer = bare(optimizer, apart=True)
+        self._named = "param_names" in group
         self.first_state = _first_state(optimizer, group)
-        self._group = self.group_after("train", group)
+        self.options = self.group_after("train", group)
+        lr = self.options.get("lr")
+        if lr is not None and not bool(lr):  # of a warm-up; nothing would be seen
+            self.options["lr"] = self.options.get("initial_lr") or 0.01
         self._formats: dict[tuple[int, ...], RecordFormat] = {}
         self.classes: dict[tuple[str, str], type] = {}
+        self.dtypes: set[torch.dtype] = set()
         self._scratch: dict[torch.device, Tensor] = {}
         self.steps_to_settle, self.finds_without_memory = 2, False
 
@@ -112,9 +102,13 @@ class StreamedRule:
     def format_of(self, shape: tuple[int, ...]) -> RecordFormat:
         """Return the format of the state of a parameter of this shape."""
         if shape not in self._formats:
-            with _Quiet():
+            with Quiet():
                 self._formats[shape] = self._found(shape)
         return self._formats[shape]
+
+    def keep_formats(self, formats: Mapping[tuple[int, ...], RecordFormat]) -> None:
+        """Use formats that were found already, by shape."""
+        self._formats.update(formats)
 
     def _found(self, shape: tuple[int, ...]) -> RecordFormat:
         if 0 in shape:
@@ -128,14 +122,15 @@ class StreamedRule:
 
     def format_on(self, device: str, shape: tuple[int, ...]) -> RecordFormat:
         """Find the state of a parameter by taking steps, on ``"cpu"`` or ``"meta"``."""
-        param, group = nn.Parameter(_drawn(shape, 0, device)), self._group
+        param, group = nn.Parameter(drawn(shape, 0, device)), self.options
         state = copy.deepcopy(self.first_state)
         found = RecordFormat.of({})
         for step in range(1, self.steps_to_settle + 1):
-            param.grad = _drawn(shape, step, device)
+            param.grad = drawn(shape, step, device)
             with _Answers():
-                group = stepped(self._optimizer, group, param, state)
+                group = stepped(self._optimizer, group, param, state, apart=True)
             self.classes |= classes_in(state)
+            self.dtypes |= {t.dtype for t in tensors_in(state)}
             found = found.with_room_for(state)
         return found
 
@@ -170,10 +165,18 @@ class StreamedRule:
 
     # -- steps ----------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Take over attributes that the user has set on the optimizer."""
+        if (source := self._source()) is not None:
+            refresh(self._optimizer, source)
+
     def scalars(
         self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0
     ) -> StreamedScalars:
-        return StreamedScalars(step, (grad_scale,), 0, _options(group))
+        return StreamedScalars(step, (grad_scale,), 0, self._with_names(group))
+
+    def _with_names(self, group: Mapping[str, Any]) -> Group:
+        return {**options_of(group), **({"param_names": []} if self._named else {})}
 
     def advance(self, group: Mapping[str, Any], *, active: bool) -> dict[str, Any]:
         """Return what one step of the optimizer sets in its group.
@@ -181,13 +184,13 @@ class StreamedRule:
         Args:
             active: whether a parameter of the group has a gradient.
         """
-        param = nn.Parameter(_drawn((4, 4), 0, "cpu"))
+        param = nn.Parameter(drawn((4, 4), 0, "cpu"))
         if active:
-            param.grad = _drawn((4, 4), 1, "cpu")
-        before = _options(group)
-        with _Quiet():
-            after = stepped(self._optimizer, before, param, copy.deepcopy(self.first_state))
-        return {k: v for k, v in after.items() if k not in before or not _equal(before[k], v)}
+            param.grad = drawn((4, 4), 1, "cpu")
+        before, state = options_of(group), copy.deepcopy(self.first_state)
+        with Quiet():
+            after = stepped(self._optimizer, self._with_names(group), param, state, apart=True)
+        return {k: v for k, v in after.items() if k not in before or not same_value(before[k], v)}
 
     def called(
         self, method: str, group: Mapping[str, Any], weight: Tensor, record: Tensor
@@ -200,17 +203,18 @@ class StreamedRule:
         Returns:
             The weight and the record after it.
         """
-        param, form = nn.Parameter(weight, requires_grad=False), self.format_of(tuple(weight.shape))
+        param, form = nn.Parameter(weight), self.format_of(tuple(weight.shape))
         state, slots = form.read(record, param, self.classes)
-        with _Quiet():
-            _called(self._optimizer, method, group, param, state)
+        with Quiet(), torch.no_grad():
+            called(self._optimizer, method, self._with_names(group), param, state)
         form.write(record, state, param, slots)
         return param.detach(), record
 
     def group_after(self, method: str, group: Mapping[str, Any]) -> Group:
         """Return a group's hyper-parameters after ``train`` or ``eval``."""
-        with _Quiet():
-            return _called(self._optimizer, method, group, nn.Parameter(torch.zeros(0)), {})
+        with Quiet():
+            none = nn.Parameter(torch.zeros(0))
+            return called(self._optimizer, method, self._with_names(group), none, {})
 
     def update(
         self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
@@ -225,7 +229,7 @@ class StreamedRule:
             master = read_weight(weight, masters)
         else:
             master = weight
-        param = nn.Parameter(master.detach(), requires_grad=False)
+        param = nn.Parameter(master.detach())
         param.grad = self._scaled(grad, scalars.coefficients[0])
         form, record = self.format_of(tuple(weight.shape)), state[RECORD]
         values, slots = form.read(record, param, self.classes)
@@ -236,7 +240,9 @@ class StreamedRule:
             raise RuntimeError(
                 f"the state that {self.name} keeps of a parameter of shape {tuple(weight.shape)} "
                 f"has grown to {error.need} bytes in step {scalars.step}; overspill found "
-                f"{error.have} bytes before training, and cannot move more"
+                f"{error.have} bytes before training, and cannot move more. If an option was "
+                "changed since wrap, resume the last commit with an optimizer that has it, and "
+                "nvme= with another folder"
             ) from None
         if masters or weight.dtype != torch.float32:
             write_weight(param.detach(), weight, masters)
@@ -262,209 +268,26 @@ class StreamedRule:
         return scaled.copy_(grad).mul_(scale)
 
 
-def stepped(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: nn.Parameter,
-    state: dict[str, Any],
-) -> Group:  # fmt: skip
-    """Run an optimizer's own step on one parameter.
-
-    Args:
-        optimizer: gives class and attributes; it is not changed.
-        group: hyper-parameters; it is not changed.
-        param: has a gradient, and is changed.
-        state: of the parameter; it is changed.
-
-    Returns:
-        The hyper-parameters after the step.
-    """
-    own = _bare(optimizer)
-    own.param_groups.append({**_options(group), "params": [param]})
-    if state:
-        own.state[param] = state
-    _step(own)
-    found = own.state.get(param, {})
-    if found is not state:
-        state.clear()
-        state.update(found)
-    return _options(own.param_groups[0])
-
-
-def _called(
-    optimizer: torch.optim.Optimizer, method: str, group: Mapping[str, Any], param: nn.Parameter,
-    state: dict[str, Any],
-) -> Group:  # fmt: skip
-    """Call a method of an optimizer for one parameter, if it has one; return its group after it."""
-    own = _bare(optimizer)
-    own.param_groups.append({**_options(group), "params": [param]})
-    if state:
-        own.state[param] = state
-    if callable(run := getattr(own, method, None)):
-        run()
-    return _options(own.param_groups[0])
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Call an optimizer's step without hooks, which are the wrapped optimizer's."""
-    step: Any = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    with torch.no_grad():
-        step(optimizer)
-
-
-def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and attributes, without parameters, state and hooks."""
-    own = object.__new__(type(optimizer))
-    own.__dict__.update(optimizer.__dict__)
-    own.__dict__.update({name: collections.OrderedDict() for name in _HOOKS})
-    own.param_groups, own.state = [], collections.defaultdict(dict)
-    return own
-
-
-def _options(group: Mapping[str, Any]) -> Group:
-    """Return a copy of a group without its parameters."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in group.items() if name not in ("params", "param_names")
-    }  # fmt: skip
-
-
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an optimizer's constructor puts into the state of a parameter, such as a seed."""
-    state = dict(optimizer.state.get(group["params"][0], {})) if group["params"] else {}
-    trained = any(t.numel() > 1 for t in tensors_in(state)) or "step" in state
+    largest = max(group["params"], key=Tensor.numel, default=None)
+    state = dict(optimizer.state.get(largest, {})) if largest is not None else {}
+    trained = any(t.numel() > 1 for t in tensors_in(state)) or float(state.get("step", 0)) > 0
     return {} if trained else copy.deepcopy(state)
 
 
-def name_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the full name of an optimizer's class."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-# -- the trial ----------------------------------------------------------------------------------
-
-
-def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
-    """Return the rule of every param group, after it was tried on small parameters.
-
-    Raises:
-        UnsuitableError: the optimizer cannot be stepped parameter by parameter.
-    """
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if p.is_complex():
-            raise UnsuitableError("complex parameters are not possible with it")
-    name = name_of(optimizer).lower()
-    if any(word in name for word in COUPLED):
-        raise UnsuitableError("it estimates its step size over all parameters at once")
-    try:
-        rules = tuple(StreamedRule(optimizer, group) for group in optimizer.param_groups)
-    except Exception as error:
-        raise UnsuitableError(
-            f"its attributes cannot be copied ({type(error).__name__}: {error})"
-        ) from error
-    shapes = [_shapes_like(group) for group in optimizer.param_groups]
-    with _Quiet():
-        before = _generators()
-        plain = _plain_run(optimizer, shapes)
-        if not _same_states(_generators(), before):
-            _restore(before)
-            raise UnsuitableError(
-                "it draws random numbers from global generators, so that results would depend on "
-                "the order of updates"
-            )
-        for number, (rule, sizes) in enumerate(zip(rules, shapes, strict=True)):
-            _try(rule, sizes, *plain[number])
-    return rules
-
-
-def _shapes_like(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Return shapes of small parameters that have as many dimensions as those of a group."""
-    dims = sorted({max(p.dim(), 1) for p in group["params"]})
-    return [s for dim in dims for s in _SHAPES.get(dim, [(2,) * dim, (1, *(2,) * (dim - 1))])]
-
-
-def _plain_run(
-    optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[tuple[int, ...]]]
-) -> list[tuple[list[Tensor], Group]]:
-    """Train with the optimizer itself; return the weights and hyper-parameters of every group."""
-    own = _bare(optimizer)
-    for group, sizes in zip(optimizer.param_groups, shapes, strict=True):
-        params = [nn.Parameter(_drawn(shape, i, "cpu")) for i, shape in enumerate(sizes)]
-        own.param_groups.append({**_options(group), "params": params})
-        if first := _first_state(optimizer, group):
-            own.state.update({p: copy.deepcopy(first) for p in params})
-    try:
-        if callable(train := getattr(own, "train", None)):  # of schedule-free optimizers
-            train()
-        for step in range(1, STEPS + 1):
-            for group in own.param_groups:
-                for i, p in enumerate(group["params"]):
-                    p.grad = _gradient(tuple(p.shape), i, step)
-            _step(own)
-    except Exception as error:
-        raise UnsuitableError(
-            f"its step fails on small parameters ({type(error).__name__}: {error})"
-        ) from error
-    return [([p.detach() for p in g["params"]], _options(g)) for g in own.param_groups]
-
-
-def _try(
-    rule: StreamedRule, shapes: Sequence[tuple[int, ...]], weights: list[Tensor], options: Group
-) -> None:
-    """Train the same parameters one by one, and compare."""
-    try:
-        _settle(rule, shapes)
-        mine, group = [_drawn(s, i, "cpu") for i, s in enumerate(shapes)], rule._group
-        records = [rule.stored(copy.deepcopy(rule.first_state), s) for s in shapes]
-        for step in range(1, STEPS + 1):
-            scalars = rule.scalars(group, step)
-            for i, (shape, weight) in enumerate(zip(shapes, mine, strict=True)):
-                rule.update(_gradient(shape, i, step), weight, {RECORD: records[i]}, scalars)
-            group = {**group, **rule.advance(group, active=True)}
-    except Exception as error:
-        raise UnsuitableError(
-            f"its step fails on one parameter alone ({type(error).__name__}: {error})"
-        ) from error
-    same = all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
-    if not same or group.keys() != options.keys():
-        raise UnsuitableError(
-            "a parameter that is stepped alone gets other values: the optimizer couples "
-            "parameters, or keeps state outside of its state and param_groups"
-        )
-    if not all(_equal(group[name], value) for name, value in options.items()):
-        raise UnsuitableError("what it writes to its param groups depends on all parameters")
-
-
-def _settle(rule: StreamedRule, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Find how many steps the state takes to reach its size, and whether ``meta`` shows it."""
-    rule.steps_to_settle = STEPS
-    most = [rule.format_on("cpu", shape) for shape in shapes]
-    for count in range(1, STEPS + 1):
-        rule.steps_to_settle = count
-        if [rule.format_on("cpu", shape) for shape in shapes] == most:
-            break
-    try:
-        rule.finds_without_memory = [rule.format_on("meta", shape) for shape in shapes] == most
-    except Exception:
-        rule.finds_without_memory = False
-    rule._formats = dict(zip(shapes, most, strict=True))
-
-
-def _drawn(shape: tuple[int, ...], seed: int, device: str) -> Tensor:
+def drawn(shape: tuple[int, ...], seed: int, device: str) -> Tensor:
+    """Return numbers of a normal distribution, the same for the same seed; none on ``"meta"``."""
     if device == "meta":
-        return torch.empty(shape, device="meta")
+        return torch.empty(shape, dtype=torch.float32, device="meta")
     draw = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
-def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor:
-    """Return a gradient; those of different parameters differ in size by factors of ten."""
-    return _drawn(shape, 1000 * step + number, "cpu") * 10.0 ** (number % 5 - 2)
-
-
-class _Quiet(ExitStack):
+class Quiet(ExitStack):
     """Ignores warnings of optimizers, and the user's default device, within the block."""
 
-    def __enter__(self) -> _Quiet:
+    def __enter__(self) -> Quiet:
         self.enter_context(warnings.catch_warnings())
         self.enter_context(torch.device("cpu"))
         warnings.simplefilter("ignore")
@@ -486,26 +309,3 @@ _ASKS = {
     Tensor.item: 1.0, Tensor.__bool__: False, Tensor.__float__: 1.0, Tensor.__int__: 1,
     Tensor.__index__: 1,
 }  # fmt: skip
-
-
-def _generators() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _same_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    (python, numpys, torchs), (python_then, numpys_then, torchs_then) = one, other
-    same = (np.array_equal(a, b) for a, b in zip(numpys, numpys_then, strict=True))
-    return python == python_then and torch.equal(torchs, torchs_then) and all(same)
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    python, numpys, torchs = states
-    random.setstate(python)
-    np.random.set_state(numpys)
-    torch.set_rng_state(torchs)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return type(one) is type(other) and bool(one == other)

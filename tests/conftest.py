@@ -48,7 +48,7 @@ def engine_threads() -> list[str]:
 
 # What is trained, lost and found again there is right in every placement; which one is best is
 # asked in tests/sim and tests/unit, and drawn placements are trained by ``Preference``.
-ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations")
+ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations", "optimizers")
 
 
 TABLE, PART = 5, 12  # a test of so many cases is a table: one of so many is tried in CI

@@ -28,6 +28,7 @@ from ..state.edits import spoil
 from ..state.module_states import ModuleStates, states_of
 from ..state.unmanaged import UnmanagedState, renamed_parameters, unmanaged_tensors
 from .meta import (
+    as_before,
     check_readable,
     decode_facts,
     encode_facts,
@@ -421,4 +422,4 @@ def restore_groups(
             if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
                 present.copy_(value)
             else:
-                group[name] = value  # type: ignore[index]
+                group[name] = as_before(value, present)  # type: ignore[index]

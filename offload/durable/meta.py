@@ -6,6 +6,7 @@ read back without running code from them.
 
 from __future__ import annotations
 
+import enum
 import io
 import random
 from collections.abc import Iterable, Mapping
@@ -47,6 +48,8 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):
@@ -57,12 +60,18 @@ def _plain(value: Any) -> Any:
 def kept_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the hyper-parameters of every param group.
 
-    NumPy numbers, which schedulers may produce, become plain ones.
+    NumPy numbers, which schedulers may produce, become plain ones, and members of enumerations
+    their values: see ``as_before``.
     """
     return [
         {name: _plain(value) for name, value in group.items() if name != "params"}
         for group in groups
     ]
+
+
+def as_before(kept: Any, present: Any) -> Any:
+    """Return a kept hyper-parameter; a member of an enumeration if the present one is."""
+    return type(present)(kept) if isinstance(present, enum.Enum) else kept
 
 
 def member_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:

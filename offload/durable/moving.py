@@ -136,7 +136,12 @@ def _record(reader: StoreReader, sources: Sequence[Node], record: Node) -> Bytes
         for f in record["fields"]:
             to, stop = _bytes_of(f, record, span)
             low, high = _bytes_of(fields[f["name"]], source, span)
-            data[to:stop] = reader.read(f"state/{source['index']}", low, high)
+            if high - low > stop - to:
+                raise OffloadError(
+                    f"the state of a parameter takes {high - low} bytes in the store, and "
+                    f"{stop - to} with this optimizer; pass one with the options of the run before"
+                )
+            data[to : to + high - low] = reader.read(f"state/{source['index']}", low, high)
     return data
 
 
@@ -145,6 +150,9 @@ def _bytes_of(field: Field, record: Node, span: tuple[int, int]) -> tuple[int, i
 
     Records are cut at block boundaries, so two records never share a value.
     """
+    if not field["block"]:  # of a parameter as a whole
+        nbytes = field["numel"] * getattr(torch, field["dtype"]).itemsize
+        return field["offset"], field["offset"] + nbytes
     size = getattr(torch, field["dtype"]).itemsize
     low, high = (element - record["start"] for element in span)
     assert low % field["block"] == 0, "a record begins within a block"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -130,6 +131,7 @@ def warn_of_kept_options(
 
 def _text(value: Any) -> str:
     """Return the same text for equal values, also for a tensor, a list, or a number of NumPy."""
+    value = value.value if isinstance(value, enum.Enum) else value
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_text, value))})"

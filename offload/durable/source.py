@@ -20,6 +20,7 @@ from ..optim.reference import read_moment
 from ..optim.state_record import HEADER, Slot, length_in, structure
 from ..optim.streamed import RECORD
 from ..state.module_states import named_tensors
+from ..state.streamed_state import MASTER
 from .in_place import InPlaceReader
 from .meta import decode_facts
 from .packed import unpacked
@@ -185,7 +186,8 @@ class StoreSource:
                 lower = stored(start, stop)
                 return lower if name == "master" else _joined(upper(start, stop), lower)
 
-            found["master"] = self._tensor(p, torch.float32, exact, cuts)
+            key = MASTER if self.is_streamed(unit, number) else "master"
+            found[key] = self._tensor(p, torch.float32, exact, cuts)
         return found
 
     def _own_state(self, subgroup: Node) -> dict[str, Any]:

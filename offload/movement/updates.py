@@ -123,6 +123,8 @@ class Updater:
         """
         for rule, group in zip(self.rules, groups, strict=True):
             check_kept(rule, group)
+            if isinstance(rule, StreamedRule):
+                rule.begin_step()
             rule.scalars(group, 1)
         self._scalars.clear()
         self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]

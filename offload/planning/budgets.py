@@ -206,10 +206,15 @@ def resolve_budgets(
         )
     nvme: int | None = None
     if config.nvme is not None:
-        for folder in config.nvme:
-            if not folder.is_dir():
-                raise ValueError(f"nvme: {folder} is not a directory; create it first")
+        require_directories(config.nvme)
         free = free_disk_bytes(config.nvme, untaken)
         asked = parse_size(config.nvme_memory, "nvme_memory")
         nvme = min(asked.resolve(free, int(free * DISK_MARGIN)), free_disk_bytes(config.nvme))
     return Budgets(there, host.resolve(host_free, int(host_free * HOST_MARGIN)), nvme, compute)
+
+
+def require_directories(folders: Iterable[Path]) -> None:
+    """Raise ``ValueError`` if one of the ``nvme`` folders does not exist."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"nvme: {folder} is not a directory; create it first")

@@ -19,9 +19,10 @@ from ..errors import OffloadError
 from ..facts.rates import Rates
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
+from ..optim.joint import JointOptimizer
 from ..optim.registry import rules_for
 from ..optim.rule import is_whole
-from ..optim.streamed import name_of
+from ..optim.single_step import name_of
 from ..params.conversions import Conversions
 from ..plans import calibrated
 from ..state.module_states import warn_not_committed
@@ -123,6 +124,11 @@ class Sharding:
             ValueError: ranks were given different options, or optimizers.
             OffloadError: a rank has nothing to commit.
         """
+        if isinstance(optimizer, JointOptimizer):
+            raise TypeError(
+                "a list of optimizers is not possible under FSDP2 and DDP; give all parameters to "
+                "the param groups of one optimizer"
+            )
         if any(map(is_whole, rules_for(optimizer))):
             raise TypeError(
                 f"{name_of(optimizer)} needs whole parameters, and under FSDP2 and DDP each rank "

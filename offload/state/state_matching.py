@@ -171,3 +171,27 @@ def _numbers(model: nn.Module, group: Mapping[str, Any], loaded: Mapping[str, An
             )
         found.append(number_of.pop(match))
     return found
+
+
+def check_values(
+    name: str, moments: Sequence[str], shape: torch.Size, given: Mapping[str, Any], *, whole: bool
+) -> None:
+    """Check values that a user sets in the state of a parameter.
+
+    Raises:
+        ValueError: one is unknown or has another shape; or, if ``whole``, one is missing.
+    """
+    names = {"step", "master", *moments}
+    for key, value in given.items():
+        if key not in names:
+            raise ValueError(
+                f"the state of {name!r} has no {key!r}; it has "
+                f"{', '.join(sorted(names - {'master'}))}"
+            )
+        found = tuple(torch.as_tensor(value).shape)
+        expected = () if key == "step" else tuple(shape)
+        if found != expected and not (key == "step" and found == (1,)):
+            raise ValueError(f"{key!r} of the state of {name!r} has shape {expected}, got {found}")
+    missing = sorted(names - {"master"} - given.keys()) if whole else []
+    if missing:
+        raise ValueError(f"the state of {name!r} needs {', '.join(missing)} as well")

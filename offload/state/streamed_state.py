@@ -7,11 +7,22 @@ from typing import Any
 
 import torch
 
-from ..optim.state_record import tensors_in
+from ..optim import Rule
+from ..optim.state_record import structure_of, tensors_in
 from ..optim.streamed import RECORD, StreamedRule
 from ..planning.blueprint import Blueprint
 from ..schedule.units import ParamSpec, Unit
 from .contents import Contents
+
+Version = tuple[int, ...]
+_NESTED = (dict, list, set)
+MASTER = "overspill.master"
+"""The exact weight in a streamed optimizer's state dict; the optimizer may keep a ``master``."""
+
+
+def master_key(rule: Rule | None) -> str:
+    """Return the name of the exact weight in the state dict of a rule's optimizer."""
+    return MASTER if isinstance(rule, StreamedRule) else "master"
 
 
 class StreamedState:
@@ -20,6 +31,7 @@ class StreamedState:
     def __init__(self, blueprint: Blueprint, contents: Contents) -> None:
         self._blueprint, self._contents = blueprint, contents
         self._parts = blueprint.parts
+        self._trees: dict[int, tuple[dict[str, Any], bytes, Version]] = {}
         self._place_of = {  # by parameter, its unit and the number of its chunk there
             chunk.params[0].index: (unit.index, number)
             for unit in blueprint.parts.units for number, chunk in enumerate(unit.chunks)
@@ -51,6 +63,24 @@ class StreamedState:
             return {str(number): t for number, t in enumerate(tensors_in(values))}
         return dict(values)
 
+    def lend(self, index: int, state: dict[str, Any], version: Version) -> None:
+        """Keep a state that a user gets, to find changes of numbers and items in its containers."""
+        if self.has(index) and any(isinstance(v, _NESTED) for v in state.values()):
+            self._trees[index] = state, structure_of(state), version
+
+    def changed_trees(
+        self, version_of: Callable[[int, str], Version]
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Return the states, by parameter, of which the user changed more than tensors."""
+        found = []
+        for index, (state, text, version) in list(self._trees.items()):
+            if version != version_of(index, RECORD):
+                del self._trees[index]  # a step was taken, and this is no longer the state
+            elif structure_of(state) != text:
+                found.append((index, state))
+                del self._trees[index]
+        return found
+
     def with_tensors(self, index: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a parameter's record with other values of some tensors, by ``tracked`` name."""
         record = self._contents.stored(*self._place_of[index])[index][RECORD]
@@ -68,7 +98,7 @@ class StreamedState:
             ValueError: the state does not fit; it is that of another optimizer.
         """
         rule, state = self._rule(index), dict(state)
-        master = state.pop("master", None)
+        master = state.pop(MASTER, None)
         made = {RECORD: rule.stored(state, self._shape(index)), "step": rule.steps_taken(state)}
         return made if master is None else {**made, "master": master}
 
@@ -94,10 +124,13 @@ class StreamedState:
         return value_of
 
 
-def own_state(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a loaded state that a streamed optimizer itself knows, in fp32."""
-    halves = (torch.bfloat16, torch.float16)
+def own_state(given: Mapping[str, Any], rule: StreamedRule) -> dict[str, Any]:
+    """Return the part of a loaded state that a streamed optimizer itself knows.
+
+    State of a run over bf16 or fp16 weights becomes fp32, unless the optimizer keeps that dtype.
+    """
+    halves = {torch.bfloat16, torch.float16} - rule.dtypes
     return {
         name: value.float() if isinstance(value, torch.Tensor) and value.dtype in halves else value
-        for name, value in given.items() if name != "master"
+        for name, value in given.items() if name != MASTER
     }  # fmt: skip

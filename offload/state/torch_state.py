@@ -21,8 +21,8 @@ from .contents import STATE, Contents
 from .edits import Edits
 from .lent_copies import LentCopies
 from .param_access import ParamAccess, overwrite
-from .state_matching import NAMES, Given, matched
-from .streamed_state import StreamedState, own_state
+from .state_matching import NAMES, Given, check_values, matched
+from .streamed_state import StreamedState, master_key, own_state
 
 Groups = Sequence[dict[str, Any]]
 Make = Callable[[str, tuple[int, ...], Callable[[], torch.Tensor]], Any]
@@ -111,6 +111,7 @@ class OptimizerState:
                 self._held.add((index, name), value, version, by_bits=True)
             else:
                 found[own[id(value)]] = tensor
+        self._streamed.lend(index, found, self._version(index, RECORD))
         return found
 
     def adopt(self, index: int, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +152,8 @@ class OptimizerState:
         Raises:
             OffloadError: a copy was changed after a step, or an edit, had changed the state itself.
         """
+        for index, state in self._streamed.changed_trees(self._version):
+            self.write({index: state}, whole=True)
         if not (self._held or self._in_dicts):
             return
         changed = [*self._in_dicts.changed(lambda key: key[0] in compare), *self._held.changed()]
@@ -211,7 +214,9 @@ class OptimizerState:
                 )
                 self._edited[index, RECORD] += 1
             else:
-                self._check(index, given, whole=whole)
+                rule, p = self._blueprint.rule_of(index), self._parts.parameters[index]
+                assert rule is not None
+                check_values(self._parts.names[index], rule.moments, p.shape, given, whole=whole)
                 made[index] = given
         self._edit(made)
 
@@ -232,29 +237,6 @@ class OptimizerState:
             }
             given[index] = {"step": 0, **moments}
         self._edit(given)
-
-    def _check(self, index: int, given: Mapping[str, Any], *, whole: bool) -> None:
-        rule = self._blueprint.rule_of(index)
-        assert rule is not None
-        names, p = {"step", "master", *rule.moments}, self._parts.parameters[index]
-        for name, value in given.items():
-            if name not in names:
-                raise ValueError(
-                    f"the state of {self._parts.names[index]!r} has no {name!r}; it has "
-                    f"{', '.join(sorted(names - {'master'}))}"
-                )
-            shape = tuple(torch.as_tensor(value).shape)
-            expected = () if name == "step" else tuple(p.shape)
-            if shape != expected and not (name == "step" and shape == (1,)):
-                raise ValueError(
-                    f"{name!r} of the state of {self._parts.names[index]!r} has shape {expected}, "
-                    f"got {shape}"
-                )
-        missing = sorted(names - {"master"} - given.keys()) if whole else []
-        if missing:
-            raise ValueError(
-                f"the state of {self._parts.names[index]!r} needs {', '.join(missing)} as well"
-            )
 
     def _edit(self, values: Mapping[int, Mapping[str, Any]]) -> None:
         parts: dict[int, set[int]] = {}
@@ -378,14 +360,14 @@ class OptimizerState:
                 index = self._index.get(id(p))
                 if index is None or not self._steps[index]:
                     continue
-                names = list(rule.moments)
+                names = {name: name for name in rule.moments}
                 if self._contents.has_master(*self._chunk_of(index)):
-                    names.append("master")
+                    names[master_key(rule)] = "master"
                 count = {"step": _count(self._steps[index])}
                 own = self._read(index) if isinstance(rule, StreamedRule) else count
                 state[number] = own | {
-                    name: make(f"{number}.{name}", tuple(p.shape), partial(read, index, name))
-                    for name in names
+                    key: make(f"{number}.{name}", tuple(p.shape), partial(read, index, name))
+                    for key, name in names.items()
                 }
             kept.append({**group, "params": list(range(start, start + len(group["params"])))})
             start += len(group["params"])
@@ -415,7 +397,11 @@ class OptimizerState:
         parts = {
             unit.index: {
                 STATE,
-                *(p.index for _, p in unit.params if "master" in self._given(given, p.index)),
+                *(
+                    p.index
+                    for _, p in unit.params
+                    if master_key(self._blueprint.rule_of(p.index)) in self._given(given, p.index)
+                ),
             }
             for unit in trained
         }
@@ -446,7 +432,7 @@ class OptimizerState:
             if rule is None:  # not trained, so it has no state
                 continue
             if isinstance(rule, StreamedRule):
-                self._streamed.as_record(index, own_state(given))
+                self._streamed.as_record(index, own_state(given, rule))
                 continue
             known = {"step", "master", *rule.moments}
             for name in given:
@@ -475,10 +461,11 @@ class OptimizerState:
             if group is None or rule is None:
                 return None
             starts = rule.initial(self._groups[group])
-            master = {} if given.get("master") is None else {"weight": given["master"]}
+            exact = given.get(master_key(rule))
+            master = {} if exact is None else {"weight": exact}
             if isinstance(rule, StreamedRule):
                 return master | {
-                    RECORD: self._streamed.as_record(spec.index, own_state(given))[RECORD]
+                    RECORD: self._streamed.as_record(spec.index, own_state(given, rule))[RECORD]
                 }
 
             def first(name: str) -> torch.Tensor:

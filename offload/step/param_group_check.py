@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,7 @@ class ParamGroupCheck:
         """
         self._again = _AGAIN.format(elsewhere=_ELSEWHERE if durable else "")
         self._groups = groups
+        self._others: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._members = self._present()
         mine = {number for group in self._members for number in group}
         self._frozen = [
@@ -45,6 +47,10 @@ class ParamGroupCheck:
             for name, p in own_parameters(module).items()
         ]
 
+    def also(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call another check, too, as long as its object lives."""
+        self._others.append(check)
+
     def _present(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._groups]
 
@@ -56,6 +62,9 @@ class ParamGroupCheck:
                 has no state; another one has taken a parameter's place in the model; or the groups
                 have other members.
         """
+        for other in self._others:
+            if (other_check := other()) is not None:
+                other_check()
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise OffloadError(

@@ -72,19 +72,20 @@ COUPLES = "the optimizer couples parameters"
 OVER_ALL = "it estimates its step size over all parameters at once"
 DRAWS = "it draws random numbers from global generators"
 FAILS = "its step fails on small parameters"
-ATTRIBUTES = "its attributes cannot be copied"
+OUTSIDE = "it keeps state outside of its state and param_groups"
+REFERS = "refers to parameters, a model or an optimizer"
 
 # Of pytorch_optimizer, what is not simply streamed.  Those in ``NOT_BUILT`` cannot be built from
 # the parameters of a model at all.
 _EXPECTED = {
     "adagc": COUPLES, "adai": COUPLES, "adams": COUPLES, "asgd": COUPLES, "avagrad": COUPLES,
-    "madgrad": COUPLES, "ranger21": COUPLES, "stablespam": COUPLES,
+    "madgrad": COUPLES, "ranger21": COUPLES, "stablespam": OUTSIDE, "emofact": OUTSIDE,
     "dadaptadagrad": OVER_ALL, "dadaptadam": OVER_ALL, "dadaptadan": OVER_ALL,
     "dadaptlion": OVER_ALL, "dadaptsgd": OVER_ALL, "prodigy": OVER_ALL,
-    "dash": DRAWS, "gravity": DRAWS, "kron": DRAWS,
-    "adahessian": FAILS, "alig": FAILS, "bsam": FAILS, "lbfgs": FAILS, "lorarite": FAILS,
+    "alice": DRAWS, "dash": DRAWS, "gravity": DRAWS, "kron": DRAWS,
+    "adahessian": FAILS, "alig": FAILS, "bsam": FAILS, "lbfgs": REFERS, "lorarite": FAILS,
     "sara": FAILS, "sophiah": FAILS, "spam": FAILS,
-    "magma": ATTRIBUTES, "adam": NATIVE, "adamw": NATIVE, "sgd": NATIVE,  # these are torch's
+    "magma": REFERS, "adam": NATIVE, "adamw": NATIVE, "sgd": NATIVE,  # these are torch's
 }  # fmt: skip
 _OPTIONS: dict[str, Any] = {
     "bsam": {"num_data": 10}, "ranger21": {"num_iterations": 100},
@@ -112,7 +113,7 @@ def of_pytorch_optimizer() -> list[Public]:
 def of_torch() -> list[Public]:
     known = {
         "Adam": NATIVE, "AdamW": NATIVE, "SGD": NATIVE, "Adagrad": NATIVE,
-        "LBFGS": FAILS, "SparseAdam": FAILS,
+        "LBFGS": REFERS, "SparseAdam": FAILS,
     }  # fmt: skip
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}}
     return [
@@ -152,9 +153,9 @@ def all_of_them() -> list[Public]:
 
 
 SHORT = {
-    COUPLES: "couples parameters, or keeps state in attributes", OVER_ALL: "one step size for all",
+    COUPLES: "couples parameters", OVER_ALL: "one step size for all",
     DRAWS: "draws random numbers", FAILS: "needs a closure, a graph or other parameters",
-    ATTRIBUTES: "wraps another optimizer",
+    OUTSIDE: "keeps state in attributes", REFERS: "holds parameters or another optimizer",
 }  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 BEGIN, END = "<!-- tried: made from tests/optimizers/table.py -->\n", "<!-- end -->"

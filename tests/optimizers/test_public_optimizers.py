@@ -56,6 +56,9 @@ def whole_run(public: Public) -> tuple[nn.Module, list[float]]:
     """Train with the optimizer itself; return the model and the norms before clipping."""
     model = build()
     optimizer, norms = public.build(model), []
+    if public.expected == NATIVE:  # rounds otherwise than torch's own: see tests/conformance
+        kind = getattr(overspill.optim, type(optimizer).__name__)
+        optimizer = kind(model.parameters(), **dict(public.options))
     for number in range(STEPS):
         gradients(model, number)
         squares = [float(p.grad.double().square().sum())
@@ -108,10 +111,7 @@ def test_bits_are_those_of_the_optimizer_itself(public: Public, tmp_path: Path) 
         assert KILLED_AFTER - 2 <= optimizer.step_count <= KILLED_AFTER
         train(model, optimizer, STEPS, norms)
         for name, value in plain.state_dict().items():
-            if public.expected == STREAMED:
-                assert torch.equal(model.state_dict()[name], value), name
-            else:  # other rounding than torch's own: tests/parity compares with torch
-                assert torch.allclose(model.state_dict()[name], value, rtol=1e-4, atol=1e-5), name
+            assert torch.equal(model.state_dict()[name], value), name
 
 
 @about_cpu

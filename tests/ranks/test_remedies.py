@@ -55,6 +55,8 @@ def of_sharding(rank: int, size: int, folder: Path) -> None:
     fully_shard(model)
     with pytest.raises(TypeError, match="use an optimizer that updates element by element"):
         overspill.wrap(model, torch.optim.NAdam(model.parameters()), **OPTIONS)
+    with pytest.raises(TypeError, match="give all parameters to the param groups of one"):
+        overspill.wrap(model, [adamw(model)], **OPTIONS)
     trains(model, rank)
     model = net()
     fully_shard(model, ignored_params={model.head.weight})

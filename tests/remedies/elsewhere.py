@@ -4,18 +4,39 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/joint_steps.py", "model.zero_grad() after the last step()"): (
+        "tests/parity/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+    ),
+    ("offload/joint_steps.py", "call step() of each of them after every"): (
+        "tests/parity/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+    ),
+    ("optim/joint.py", "pass None to train nothing"): (
+        "tests/parity/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
+    ),
+    ("optim/joint.py", "leave it to one of them"): (
+        "tests/parity/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
+    ),
     ("offload/durable/source.py", "resume the store with its optimizer, and"): (
-        "tests/parity/test_streamed_optimizers.py::test_an_export_of_objects_is_refused"
+        "tests/optimizers/test_streamed_optimizers.py::test_an_export_of_objects_is_refused"
+    ),
+    ("offload/ranks/sharding.py", "give all parameters to the param groups of one"): (
+        "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("offload/ranks/sharding.py", "use an optimizer that updates element by element"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
     ("optim/registry.py", "Use an optimizer that updates each"): (
-        "tests/parity/test_streamed_optimizers.py::"
+        "tests/optimizers/test_streamed_optimizers.py::"
         "test_what_cannot_be_stepped_alone_is_refused_with_the_reason"
     ),
+    ("offload/durable/moving.py", "pass one with the options of the run before"): (
+        "tests/optimizers/test_odd_optimizers.py::test_state_that_grows_ends_the_run_and_is_resumed"
+    ),
+    ("optim/streamed.py", "resume the last commit with an optimizer that has it, and"): (
+        "tests/optimizers/test_odd_optimizers.py::test_state_that_grows_ends_the_run_and_is_resumed"
+    ),
     ("optim/streamed.py", "leave moments out"): (
-        "tests/parity/test_streamed_optimizers.py::"
+        "tests/optimizers/test_streamed_optimizers.py::"
         "test_options_that_a_streamed_optimizer_does_not_have_are_refused"
     ),
     ("offload/grads/gradient_tensor.py", "take p.grad.clone(), or p.grad.untyped_storage()"): (

@@ -60,15 +60,12 @@ def test_what_is_no_model() -> None:
         trains(model, optimizer)
 
 
-@tries(ARGUMENTS, "put them in a torch.nn.{} and wrap it",
-       "give its parameters to the param groups of one optimizer")  # fmt: skip
+@tries(ARGUMENTS, "put them in a torch.nn.{} and wrap it")
 def test_several_models_and_optimizers() -> None:
     first, second = net(), nn.Linear(4, 4)
     with says("; to wrap several modules, put them in a torch.nn."):
         wrapped((first, second), adamw(first))  # type: ignore[arg-type]
     both = nn.Sequential(first, second)
-    with says("give its parameters to the param groups of one optimizer"):
-        wrapped(both, [adamw(first), adamw(second)])
     one = torch.optim.AdamW(
         [{"params": first.parameters(), "lr": 0.01}, {"params": second.parameters(), "lr": 0.02}]
     )

@@ -15,7 +15,7 @@ LEVELS = [
     {"overspill.api"},
     {"overspill.arguments"},
     {"overspill.ranks"},
-    {"overspill.wrapping"},
+    {"overspill.wrapping", "overspill.joint_steps"},
     {"overspill.optimizer", "overspill.inference"},
     {"overspill.engine_handle"},
     {"overspill.plans"},

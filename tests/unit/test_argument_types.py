@@ -43,9 +43,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "tensor": (lambda: torch.zeros(3), r"got torch\.Tensor"),
 }
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "list": (lambda m: [_adamw(m), _adamw(m)], "got list; one engine takes one optimizer"),
-    "tuple": (lambda m: (_adamw(m),), "got tuple; one engine takes one optimizer"),
-    "empty list": (lambda m: [], "got list"),
+    "list": (lambda m: [_adamw(m), "adamw"], "got str"),
+    "list of lists": (lambda m: [[_adamw(m)]], "got list"),
     "class": (lambda m: torch.optim.AdamW, r"create an instance: AdamW\(model\.parameters"),
     "function": (lambda m: lambda p: torch.optim.AdamW(p), "got function"),
     "name": (lambda m: "adamw", "got str"),
@@ -107,7 +106,9 @@ def test_what_is_no_model_is_refused(kind: str, with_optimizer: bool, call: Any)
 def test_what_is_no_optimizer_is_refused(kind: str, call: Any) -> None:
     make, message = OPTIMIZERS[kind]
     model = _model()
-    with pytest.raises(TypeError, match=r"must be one torch\.optim\.Optimizer") as found:
+    with pytest.raises(
+        TypeError, match=r"must be a torch\.optim\.Optimizer or a list of them"
+    ) as found:
         call(model, make(model), **KEPT)
     assert found.match(message)
     assert found.value.__context__ is None, "nothing went wrong before"

@@ -11,6 +11,7 @@ import torch
 
 import overspill.optim as ours
 from overspill.optim.registry import rules_for
+from overspill.optim.streamed import StreamedRule
 
 CLASSES = [ours.AdamW, ours.Adam, ours.SGD, ours.Adagrad, ours.Lion]
 TORCH_CLASSES = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad]
@@ -236,8 +237,9 @@ def test_rules_for_refuses() -> None:
         pass
 
     for optimizer in (torch.optim.RMSprop(parameters()), Mine(parameters())):
-        with pytest.raises(TypeError, match=r"accepted are .*AdamW.*Lion"):
-            rules_for(optimizer)
+        assert all(isinstance(rule, StreamedRule) for rule in rules_for(optimizer))
+    with pytest.raises(TypeError, match=r"such as .*AdamW.*Lion"):
+        rules_for(torch.optim.LBFGS(parameters()))
     with pytest.raises(TypeError, match="capturable"):
         rules_for(torch.optim.AdamW(parameters(), capturable=True))
 

@@ -103,7 +103,8 @@ def test_a_rule_from_outside_trains_as_its_optimizer(
 
 def test_what_is_not_registered_is_refused_with_what_is() -> None:
     class Other(Sign):
-        pass
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("it cannot step")
 
     optimizer = Other([nn.Parameter(torch.zeros(3))])
     with pytest.raises(TypeError, match=r"torch.optim.\{.*AdamW.*\}.*overspill.optim.\{.*Lion"):

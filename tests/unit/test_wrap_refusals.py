@@ -106,7 +106,7 @@ def test_device_that_is_not_there() -> None:
 def test_unsupported_optimizer() -> None:
     model = TinyLM()
     with pytest.raises(TypeError, match="AdamW"):
-        overspill.wrap(model, torch.optim.RMSprop(model.parameters()), device="cpu")
+        overspill.wrap(model, torch.optim.LBFGS(model.parameters()), device="cpu")
 
 
 def test_foreign_parameters() -> None:

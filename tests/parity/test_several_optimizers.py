@@ -1,0 +1,191 @@
+"""A list of optimizers over one model: each with its own parameters, one step and one commit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from tests.devices import CPU, DEVICE, SIM, about_cpu, normal, plainly
+from tests.remedies.table import says
+
+PLACES: dict[str, dict[str, Any]] = {
+    "roomy": {"device": CPU, "host_memory": "4MiB"},
+    "tight": {"device": CPU, "host_memory": "300KiB"},
+    "device": {"device": SIM, "device_memory": "120KiB", "host_memory": "300KiB"},
+}
+WIDTH = 32
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def pair(model: nn.Module, *, plain: bool = False) -> list[Any]:
+    """Muon for matrices, and AdamW, in two groups, for the rest."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for n, p in model.named_parameters() if p.dim() == 1 and n.endswith("bias")]
+    norms = [p for n, p in model.named_parameters() if p.dim() == 1 and not n.endswith("bias")]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": norms}]
+    if not plain:
+        return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(groups, lr=0.01)]
+    return [
+        plainly(torch.optim.Muon, matrices, lr=0.02),
+        plainly(overspill.optim.AdamW, groups, lr=0.01),
+    ]
+
+
+def schedules(optimizers: list[Any]) -> list[Any]:
+    return [
+        torch.optim.lr_scheduler.StepLR(each, 2, gamma)
+        for each, gamma in zip(optimizers, (0.5, 0.9), strict=True)
+    ]
+
+
+def step(model: nn.Module, optimizers: list[Any], number: int, after: list[Any] = ()) -> None:  # type: ignore[assignment]
+    model(normal(number, 4, WIDTH)).square().mean().backward()
+    for each in optimizers if number % 2 else reversed(optimizers):
+        each.step()
+    for each in after:
+        each.step()
+    for each in optimizers:
+        each.zero_grad()
+
+
+def same(model: nn.Module, plain: nn.Module) -> None:
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
+@about_cpu
+def test_each_updates_its_own_parameters(update: str, place: str, tmp_path: Path) -> None:
+    plain, model = build(), build()
+    its = pair(plain, plain=True)
+    then = schedules(its)
+    made = overspill.wrap(
+        model, pair(model), nvme=tmp_path, update=update, rates=overspill.Rates(), **PLACES[place]
+    )
+    assert len(made) == 2 and [len(o.param_groups) for o in made] == [1, 2]
+    mine = schedules(made)
+    for number in range(6):
+        step(plain, its, number, then)
+        step(model, made, number, mine)
+    same(model, plain)
+    assert [o.step_count for o in made] == [6, 6]
+    assert sorted(made[0].state[model[0][0].weight]) == ["momentum_buffer"]  # type: ignore[index]
+    assert len(made[0].state) == 4 and len(made[1].state) == 12
+    made[0].close()
+
+
+@about_cpu
+@pytest.mark.parametrize("back", ["resume", "rollback", "state dicts"])
+def test_one_commit_has_the_state_of_all(back: str, tmp_path: Path) -> None:
+    plain, model = build(), build()
+    its = pair(plain, plain=True)
+    for number in range(7):
+        step(plain, its, number)
+    options = {"rates": overspill.Rates(), "commit_every": 100, **PLACES["tight"]}
+    (tmp_path / "other").mkdir()
+    made = overspill.wrap(model, pair(model), nvme=tmp_path, **options)
+    for number in range(4):
+        step(model, made, number)
+    if back == "rollback":
+        made[1].commit()
+        step(model, made, 4)
+        made[0].rollback()
+    elif back == "resume":
+        made[0].close()
+        model = build()
+        made, _ = overspill.resume(model, tmp_path, pair(model), **options)  # type: ignore[assignment]
+    else:
+        states = [copy.deepcopy(each.state_dict()) for each in made]
+        for each, theirs in zip(states, pair(build()), strict=True):  # as torch has them
+            theirs.load_state_dict(each)
+        model = overspill.unwrap(model)  # type: ignore[assignment]
+        made = overspill.wrap(model, pair(model), nvme=tmp_path / "other", **options)
+        for each, state in zip(made, states, strict=True):
+            each.load_state_dict(state)
+    for number in range(4, 7):
+        step(model, made, number)
+    same(model, plain)
+    made[0].close()
+
+
+@about_cpu
+def test_one_norm_clips_all(tmp_path: Path) -> None:
+    plain, model = build(), build()
+    its = pair(plain, plain=True)
+    made = overspill.wrap(
+        model, pair(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["tight"]
+    )
+    for number in range(3):
+        for each in (plain, model):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        assert total > 0.01
+        for p in plain.parameters():
+            assert p.grad is not None
+            p.grad.mul_(torch.clamp(0.01 / (total + 1e-6), max=1.0))
+        for optimizers in (its, made):
+            for each in optimizers:
+                each.step()
+                each.zero_grad()  # each after its own step
+        assert all(p.grad is None for p in model.parameters())
+    same(model, plain)
+    made[0].close()
+
+
+def wrapped(model: nn.Module) -> list[overspill.OffloadedOptimizer]:
+    return overspill.wrap(model, pair(model), device=CPU, host_memory="4MiB")
+
+
+@about_cpu
+def test_what_separate_steps_would_change_is_refused() -> None:
+    model = build()
+    muon, adamw = wrapped(model)
+    x = normal(0, 4, WIDTH)
+    model(x).sum().backward()
+    muon.step()
+    with says("step() of torch.optim.adamw.AdamW is missing"):
+        model(x)
+    model.zero_grad()
+    model(x).sum().backward()
+    muon.step()
+    with says("step() of torch.optim.adamw.AdamW is missing"):
+        muon.step()
+    muon.step()
+    with torch.no_grad():
+        model(x)  # an evaluation changes nothing
+    model.zero_grad()
+    with says("call model.zero_grad() after the last step()"):
+        adamw.step()
+    assert muon.step_count == 0
+    step(model, [muon, adamw], 0)
+    assert muon.step_count == 1
+    muon.close()
+
+
+def test_lists_that_make_no_sense_are_refused() -> None:
+    model = build()
+    with says("the list of optimizers is empty", ValueError):
+        overspill.wrap(model, [], device=CPU)
+    both = [torch.optim.AdamW(model.parameters()), torch.optim.SGD(model[0].parameters(), lr=0.1)]
+    with says("is in optimizers 0 and 1 of the list; leave it to one of them", ValueError):
+        overspill.wrap(model, both, device=CPU)
+    both[1] = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    both[0] = torch.optim.AdamW(model[0].parameters())
+    overspill.wrap(model, both, device=CPU, host_memory="4MiB")[0].close()
+    model = build()
+    overspill.wrap(model, None, device=CPU, host_memory="4MiB").close()
+    model = build()
+    with says("got str", TypeError):
+        overspill.wrap(model, [both[0], "adamw"], device=CPU)  # type: ignore[list-item]
