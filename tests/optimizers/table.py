@@ -175,7 +175,10 @@ def listing() -> str:
         refused.setdefault(f"takes {needs}, not parameters", []).append(f"pytorch_optimizer.{name}")
     lines = ["", "Can be used:", ""]
     for package, names in usable.items():
-        lines += [f"- **{package}** ({len(names)}): {', '.join(sorted(names))}"]
+        names.sort()
+        parts = [names[at : at + 40] for at in range(0, len(names), 40)]
+        lines += [f"- **{package}** ({len(names)}): {', '.join(parts[0])}"]
+        lines += [f"- and of **{package}**: {', '.join(part)}" for part in parts[1:]]
     lines += ["", "Refused:", ""]
     lines += [f"- {why}: {', '.join(names)}" for why, names in refused.items()]
     wrapped = (
