@@ -88,6 +88,14 @@ class Health:
         """Let only the calling thread use the engine from now on, so that it can close it."""
         self._closer = threading.get_ident()
 
+    @property
+    def closed_elsewhere(self) -> bool:
+        """Whether another thread closes the engine, and so releases all that compute uses.
+
+        That thread waits only for code of the engine that ran before it began to close.
+        """
+        return self._closer not in (None, threading.get_ident())
+
     def check(self) -> None:
         """Raise the background error, if any: once with its cause, then as a refusal.
 
@@ -104,7 +112,7 @@ class Health:
                 "the engine is closed, and the weights with it; call overspill.unwrap(model) "
                 "before close() to keep them, or build the model again"
             )
-        if self._closer not in (None, threading.get_ident()):
+        if self.closed_elsewhere:
             raise OffloadError("the engine is being closed by another thread, or a signal handler")
         if self.error is not None:
             self.raise_to_asker(self.error)

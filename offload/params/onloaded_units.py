@@ -169,7 +169,7 @@ class OnloadedUnits:
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
         """Make graphs that saved these parameters themselves fail in backward: weights change.
 
-        ``changed``: which ones, by index; ``None``: all trained ones of the unit.
+        ``changed``: by index; ``None``: all trained ones of the unit.
         """
         if not self.fixed[unit]:
             return  # graphs have saved handles only
@@ -191,6 +191,7 @@ class OnloadedUnits:
     def refuse_placeholder(self, t: torch.Tensor) -> None:
         """Raise ``OffloadError`` if autograd is about to save a placeholder or a view of one."""
         if (index := self._stubs.index_of(t)) is not None:
+            self.executor.health.check()  # another thread may have closed the engine
             raise OffloadError(
                 f"parameter {self.parts.names[index]!r} was used while its weights were offloaded, "
                 "by an operation that does not ask for them (compiled code of an extension, say), "
@@ -377,7 +378,7 @@ class OnloadedUnits:
         ``keep``: leave it open, for readers that go on by chunk or parameter, until another unit is
         opened or ``let_go`` is called.
         """
-        if not self.streamed[unit]:
+        if not self.streamed[unit] or self.executor.health.closed_elsewhere:
             return
         self.uses[unit] -= 1
         if visible:
@@ -418,6 +419,8 @@ class OnloadedUnits:
 
     def let_go(self) -> None:
         """Close the unit that is kept open for readers, if any."""
+        if self.executor.health.closed_elsewhere:
+            return
         self._end_ahead()
         unit, self.kept = self.kept, None
         if unit is not None:

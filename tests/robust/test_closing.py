@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import overspill
 from overspill.errors import OffloadError
@@ -83,9 +84,14 @@ def test_another_thread_closes_while_this_one_trains(seed: int, tmp_path: Path) 
     model, optimizer = wrapped(tmp_path, PLACE, update=update)
     delay_s = draw.random() * 0.1
 
+    raised: list[BaseException] = []
+
     def closer() -> None:
         time.sleep(delay_s)
-        optimizer.close()
+        try:
+            optimizer.close()
+        except BaseException as error:
+            raised.append(error)
 
     threads = [threading.Thread(target=closer) for _ in range(1 + 2 * (seed % 2))]
     for thread in threads:
@@ -98,12 +104,65 @@ def test_another_thread_closes_while_this_one_trains(seed: int, tmp_path: Path) 
     for thread in threads:
         thread.join(WAIT_S)
         assert not thread.is_alive()
+    assert not raised
     ended()
     if done:
         with overspill.resume(
             build(), tmp_path, device=CPU, rates=overspill.Rates()
         )[0] as again:  # fmt: skip
             assert again.step_count in (done, done + 1)
+
+
+def test_a_forward_goes_on_while_another_thread_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the hooks of a forward no frame shows that this thread uses the engine."""
+    model, optimizer = wrapped(tmp_path, PLACE)
+    step(model, optimizer)
+    resets, over = threading.Event(), threading.Event()
+    reset, release = OnloadedUnits.reset, OnloadedUnits._release
+    raised: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            optimizer.close()
+        except BaseException as error:
+            raised.append(error)
+
+    closer = threading.Thread(target=close)
+
+    def reset_slowly(self: OnloadedUnits) -> None:
+        if threading.current_thread() is closer:
+            resets.set()
+            time.sleep(0.2)
+        reset(self)
+        if threading.current_thread() is closer:
+            over.set()
+
+    def release_late(self: OnloadedUnits, unit: int) -> None:
+        if resets.is_set() and threading.current_thread() is not closer:
+            over.wait(WAIT_S)
+        release(self, unit)
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = nn.Linear.forward(module, x)
+        closer.start()
+        assert resets.wait(WAIT_S)
+        return y
+
+    monkeypatch.setattr(OnloadedUnits, "reset", reset_slowly)
+    monkeypatch.setattr(OnloadedUnits, "_release", release_late)
+    units: OnloadedUnits = optimizer._engine._onloaded_units
+    moving = [unit for unit, moves in enumerate(units.streamed) if moves]
+    module: Any = units.parts.found[moving[0]].module
+    monkeypatch.setattr(module, "forward", compute)
+    with pytest.raises(OffloadError, match="closed"):
+        step(model, optimizer, 1)
+    closer.join(WAIT_S)
+    assert not closer.is_alive() and not raised
+    ended()
+    with overspill.resume(build(), tmp_path, device=CPU, rates=overspill.Rates())[0] as again:
+        assert again.step_count == 1
 
 
 @pytest.mark.parametrize("raises", [True, False])
