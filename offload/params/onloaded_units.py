@@ -1,7 +1,7 @@
 """Onloading and offloading of units: parameters point into a slot while compute uses them.
 
-At other times a parameter points at its placeholder, which keeps shape, dtype and device and holds
-a single NaN, so a stray read is noticed. Each onload creates a new storage object over the slot:
+Otherwise a parameter points at its placeholder, which keeps shape, dtype and device and holds a
+single NaN, so a stray read is noticed. Each onload creates a new storage object over the slot:
 see Note [References to slots] in ``slot_refs.py``.
 """
 
@@ -428,8 +428,7 @@ class OnloadedUnits:
 
     def _release(self, unit: int) -> None:
         """Tell the machine that compute no longer uses what it was granted."""
-        held = self._held.untold(self.groups[unit])
-        self.executor.engine_port.release(unit, held)
+        self.executor.engine_port.release(unit, held := self._held.untold(self.groups[unit]))
         self._held.told(held)
 
     def _hide(self, unit: int) -> None:

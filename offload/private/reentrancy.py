@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from itertools import takewhile
+from operator import attrgetter
 from types import FrameType
 
 from ..errors import OffloadError
@@ -44,14 +46,27 @@ def _others_amid() -> bool:
     for ident, innermost in _innermost_frames().items():
         if ident == me or "overspill" in names.get(ident, ""):
             continue
-        frames, frame = list[FrameType](), innermost
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back  # type: ignore[assignment]
+        frames = _stack(innermost)
+        if frames is None:
+            return True  # the thread has gone on; look again
         closes = any(f.f_globals.get("__name__") == _CLOSEABLE for f in frames)
         if is_engine(frames) and not closes:
             return True
     return False
+
+
+def _stack(innermost: FrameType) -> list[FrameType] | None:
+    """Return the frames of another thread, or ``None`` if they changed meanwhile.
+
+    Up to Python 3.11, ``f_back`` of a generator's frame that has yielded since may be any object.
+    Built-in functions walk the stack, so that no other thread runs in between.
+    """
+    frames = [innermost]
+    try:
+        frames.extend(takewhile(bool, map(attrgetter("f_back"), frames)))
+    except AttributeError:
+        return None
+    return frames if all(isinstance(each, FrameType) for each in frames) else None
 
 
 def _innermost_frames() -> dict[int, FrameType]:
