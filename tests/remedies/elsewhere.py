@@ -5,16 +5,16 @@ from __future__ import annotations
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/joint_steps.py", "model.zero_grad() after the last step()"): (
-        "tests/parity/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+        "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
     ),
     ("offload/joint_steps.py", "call step() of each of them after every"): (
-        "tests/parity/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+        "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
     ),
     ("optim/joint.py", "pass None to train nothing"): (
-        "tests/parity/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
+        "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
     ),
     ("optim/joint.py", "leave it to one of them"): (
-        "tests/parity/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
+        "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
     ),
     ("offload/durable/source.py", "resume the store with its optimizer, and"): (
         "tests/optimizers/test_streamed_optimizers.py::test_an_export_of_objects_is_refused"

@@ -11,21 +11,10 @@ import torch
 from torch import nn
 
 import overspill
-from tests.devices import CPU, DEVICE, SIM, about_cpu, normal, plainly
+from tests.devices import CPU, about_cpu, normal, plainly
 from tests.remedies.table import says
 
-PLACES: dict[str, dict[str, Any]] = {
-    "roomy": {"device": CPU, "host_memory": "4MiB"},
-    "tight": {"device": CPU, "host_memory": "300KiB"},
-    "device": {"device": SIM, "device_memory": "120KiB", "host_memory": "300KiB"},
-}
-WIDTH = 32
-
-
-def build() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
-    return nn.Sequential(*layers).to(DEVICE)
+from .test_streamed_optimizers import TIGHT, WIDTH, build, same
 
 
 def pair(model: nn.Module, *, plain: bool = False) -> list[Any]:
@@ -59,12 +48,7 @@ def step(model: nn.Module, optimizers: list[Any], number: int, after: list[Any] 
         each.zero_grad()
 
 
-def same(model: nn.Module, plain: nn.Module) -> None:
-    for name, value in plain.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", TIGHT)
 @pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 @about_cpu
 def test_each_updates_its_own_parameters(update: str, place: str, tmp_path: Path) -> None:
@@ -72,7 +56,7 @@ def test_each_updates_its_own_parameters(update: str, place: str, tmp_path: Path
     its = pair(plain, plain=True)
     then = schedules(its)
     made = overspill.wrap(
-        model, pair(model), nvme=tmp_path, update=update, rates=overspill.Rates(), **PLACES[place]
+        model, pair(model), nvme=tmp_path, update=update, rates=overspill.Rates(), **TIGHT[place]
     )
     assert len(made) == 2 and [len(o.param_groups) for o in made] == [1, 2]
     mine = schedules(made)
@@ -93,7 +77,7 @@ def test_one_commit_has_the_state_of_all(back: str, tmp_path: Path) -> None:
     its = pair(plain, plain=True)
     for number in range(7):
         step(plain, its, number)
-    options = {"rates": overspill.Rates(), "commit_every": 100, **PLACES["tight"]}
+    options = {"rates": overspill.Rates(), "commit_every": 100, **TIGHT["tight"]}
     (tmp_path / "other").mkdir()
     made = overspill.wrap(model, pair(model), nvme=tmp_path, **options)
     for number in range(4):
@@ -125,7 +109,7 @@ def test_one_norm_clips_all(tmp_path: Path) -> None:
     plain, model = build(), build()
     its = pair(plain, plain=True)
     made = overspill.wrap(
-        model, pair(model), nvme=tmp_path, rates=overspill.Rates(), **PLACES["tight"]
+        model, pair(model), nvme=tmp_path, rates=overspill.Rates(), **TIGHT["tight"]
     )
     for number in range(3):
         for each in (plain, model):
