@@ -131,7 +131,7 @@ class MeasuredUpdate:
     def __init__(self, case: Case, numel: int, device: torch.device = CPU) -> None:
         self.device = device
         self.rule = MEASURED[case.rule]()
-        group = dict(GROUP, momentum=0.0) if case.rule == "sgd" else GROUP
+        group = GROUP if "momentum_buffer" in self.rule.moments else {**GROUP, "momentum": 0.0}
         fields = self.rule.state_fields(case.weights, case.master, case.moments)
         self.state = {
             f.name: torch.zeros(f.elements(numel), dtype=f.dtype, device=device) for f in fields

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from overspill.cli.app import app
 from overspill.optim import bench, kernels
 from overspill.optim.bench import CASES, Case, MeasuredUpdate, update_costs
+from overspill.optim.registry import MEASURED
 
 ADAMW = {case.moments: case for case in CASES if case.rule == "adamw" and case.master == "split"}
 
@@ -41,6 +42,12 @@ def test_every_case_is_measured_and_threads_are_set_back() -> None:
         costs.of(Case("sgd", torch.float16, None, "fp32"))
     with pytest.raises(ValueError, match="at least 1, not 4096 and 0"):
         update_costs(numel=4096, rounds=0)
+
+
+@pytest.mark.parametrize("rule", MEASURED)
+def test_every_rule_can_be_measured(rule: str) -> None:
+    """``wrap`` measures that of the optimizer it is given."""
+    assert MeasuredUpdate(Case(rule, torch.bfloat16, "split", "fp32"), 512).run() > 0
 
 
 def test_the_start_of_threads_is_no_part_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
