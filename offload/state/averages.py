@@ -60,7 +60,7 @@ class Averages:
         self._swapped: set[int] = set()  # units whose weights are the averages now
         # The unit being exchanged: its new values, and whether these are the averages.
         self._amid: tuple[int, Mapping[int, Values], bool] | None = None
-        self.active = False
+        self._block: object | None = None  # the block that has begun and has not ended
 
     def require_kept(self) -> None:
         """Raise unless averages are kept.
@@ -80,7 +80,7 @@ class Averages:
         Raises:
             OffloadError: they have.
         """
-        if self.active:
+        if self._block is not None:
             raise OffloadError(
                 "the model has its averages instead of its weights: it can be evaluated under "
                 "torch.no_grad(); leave the `with optimizer.averaged()` block for all else"
@@ -112,10 +112,10 @@ class Averages:
 
     # -- in the place of weights ----------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Exchange weights and averages."""
+    def begin(self, block: object) -> None:
+        """Exchange weights and averages, for a ``block``."""
         self._weights.require_writable({unit for unit, _ in self._chunks})
-        self.active = True
+        self._block = block
         try:
             self._exchange(to_averages=True)
         except BaseException:
@@ -124,16 +124,16 @@ class Averages:
 
     def end(self) -> None:
         """Exchange them back, unless the engine is closed or has failed."""
-        if not self.active:
+        if self._block is None:
             return
-        self.abandon()
+        self.abandon(self._block)
         if not (self._runtime.closed or self._runtime.executor.health.failed):
             self._exchange(to_averages=False)
-        self.active, self._onloaded_units.returning = False, None
+        self._block, self._onloaded_units.returning = None, None
 
-    def abandon(self) -> None:
-        """Let the next use of the weights exchange them back, unless that happens before."""
-        if self.active:
+    def abandon(self, block: object) -> None:
+        """Let the next use of the weights exchange them back, unless the ``block`` has ended."""
+        if self._block is block:
             self._onloaded_units.returning = self._end_late
 
     def _end_late(self) -> None:
@@ -182,19 +182,20 @@ class Averaged:
     Not a generator: its ``finally`` could run late, during garbage collection.
     """
 
+    _block: object | None = None  # since before it begins; an exception may interrupt any line
+
     def __init__(self, averages: Averages, require: Callable[[], None], model: nn.Module) -> None:
         """
         Args:
             require: raises if the model cannot be used.
         """
         self._averages, self._require, self._model = averages, require, model
-        self._open = False
 
     def __enter__(self) -> nn.Module:
         self._averages.require_kept()
         self._require()
-        self._averages.begin()
-        self._open = True
+        self._block = object()
+        self._averages.begin(self._block)
         return self._model
 
     def __exit__(
@@ -202,11 +203,10 @@ class Averaged:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         clean_up(self._averages.end, "the end of averaged()", error)
-        self._open = False
 
     def __del__(self) -> None:
-        if self._open:
-            self._averages.abandon()
+        if self._block is not None:
+            self._averages.abandon(self._block)
 
 
 def first_averages(

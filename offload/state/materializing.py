@@ -30,7 +30,12 @@ class Materializing:
     ) -> None:
         self._runtime, self._onloaded_units = runtime, onloaded_units
         self._resident_guard, self._weights = resident_guard, weights
-        self.active = False
+        self._block: object | None = None  # the block that has begun and has not ended
+
+    @property
+    def active(self) -> bool:
+        """Whether the parameters are ordinary ones."""
+        return self._block is not None
 
     def require_ended(self) -> None:
         """Raise if the model is materialized.
@@ -47,11 +52,11 @@ class Materializing:
         if self._onloaded_units.returning is not None:
             self._onloaded_units.returning()
 
-    def begin(self) -> None:
-        """Load all weights into ordinary tensors."""
+    def begin(self, block: object) -> None:
+        """Load all weights into ordinary tensors, for a ``block``."""
         full = self._weights.read_all()
         try:
-            self.active = True
+            self._block = block
             self._onloaded_units.give_away(full)
         except BaseException:
             self._onloaded_units.returning = self._return
@@ -70,11 +75,11 @@ class Materializing:
         """Make all parameters managed again; if an exception interrupts this, the next use does."""
         if not self._runtime.closed:
             self._onloaded_units.take_back(self._weights)
-        self.active, self._onloaded_units.returning = False, None
+        self._block, self._onloaded_units.returning = None, None
 
-    def abandon(self) -> None:
-        """Leave the end of an interrupted block to the next use; edits are dropped."""
-        if self.active and self._onloaded_units.returning is None:
+    def abandon(self, block: object) -> None:
+        """Leave the end of an interrupted ``block`` to the next use; edits are dropped."""
+        if self._block is block and self._onloaded_units.returning is None:
             log.warning("overspill: materialized was interrupted at its end; edits are dropped")
             self._onloaded_units.returning = self._return
 
@@ -98,6 +103,8 @@ class Materialized:
     Not a generator: its ``finally`` could run late, during garbage collection.
     """
 
+    _block: object | None = None  # since before it begins; an exception may interrupt any line
+
     def __init__(
         self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
         *, writeback: bool,
@@ -107,19 +114,18 @@ class Materialized:
             require: raises if the model cannot be used.
         """
         self._materializing, self._require = materializing, require
-        self._model, self._writeback, self._open = model, writeback, False
+        self._model, self._writeback = model, writeback
 
     def __enter__(self) -> nn.Module:
         self._require()
-        self._materializing.begin()
-        self._open = True
+        self._block = object()
+        self._materializing.begin(self._block)
         return self._model
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._open = False
         clean_up(self._end, "the end of materialized()", raised)
 
     def _end(self) -> None:
@@ -128,5 +134,5 @@ class Materialized:
             self._materializing.write_back(found)
 
     def __del__(self) -> None:
-        if self._open:
-            self._materializing.abandon()
+        if self._block is not None:
+            self._materializing.abandon(self._block)

@@ -46,15 +46,15 @@ class Interrupted(BaseException):
 
 
 class Tripwire:
-    """Raises before line number ``at`` of those that this thread runs in the package; counts.
+    """Raises before line number ``at`` of those that this thread runs in ``within``; counts.
 
     Not at the end of a ``with`` block, before its ``__exit__`` is called, and not before the first
     line of a ``finally``: the interpreter looks at signals after calls alone, so that no handler
     can raise there.
     """
 
-    def __init__(self, at: int | None) -> None:
-        self.at, self.lines, self.where = at, 0, "not reached"
+    def __init__(self, at: int | None, within: str = PACKAGE) -> None:
+        self.at, self.within, self.lines, self.where = at, within, 0, "not reached"
         self._last: dict[FrameType, int] = {}
 
     def __enter__(self) -> Tripwire:
@@ -66,7 +66,7 @@ class Tripwire:
         self._last.clear()  # frames hold what they have looked at: graphs, slots
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        inside = frame.f_code.co_filename.startswith(PACKAGE)
+        inside = frame.f_code.co_filename.startswith(self.within)
         return self._line if inside else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:

@@ -123,6 +123,30 @@ def test_what_was_interrupted_is_done_again(
         assert not [t for t in threading.enumerate() if "overspill" in t.name], at
 
 
+def test_a_block_that_is_interrupted_at_any_line_of_its_own_ends(tmp_path: Path) -> None:
+    """``materialized`` and ``averaged``: what comes next finds weights."""
+    of = [(f"{PACKAGE}/state/materializing.py", overspill.materialized)]
+    of += [(f"{PACKAGE}/state/averages.py", lambda _: optimizer.averaged())]
+    model = build()[:2]
+    inner = overspill.ema(torch.optim.SGD(model.parameters(), lr=0.1), 0.5)
+    given = {**TIGHT["device"], "rates": overspill.Rates()}
+    with overspill.wrap(model, inner, nvme=tmp_path, **given) as optimizer:
+        model(normal(0, 4, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = state(model)
+        for within, block in of:
+            at, reached = 0, True
+            while reached:
+                at += 1
+                with Tripwire(at, within) as trip, contextlib.suppress(Interrupted), block(model):
+                    pass
+                reached = trip.where != "not reached"
+                optimizer.commit()
+                assert same(expected, state(model)), trip.where
+            assert at > 20
+
+
 @pytest.mark.parametrize("place", TIGHT)
 def test_a_close_that_is_interrupted_ends_all(place: str, tmp_path: Path) -> None:
     """Its last step is committed, its threads end, its directory is free: by the first call where
