@@ -52,7 +52,7 @@ from .state.importing import Others, open_weights
 from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
 from .state.param_access import ParamAccess
-from .state.torch_state import Make, OptimizerState
+from .state.torch_state import Groups, Make, OptimizerState
 from .state.unmanaged import renamed_parameters, unmanaged_tensors
 from .state.weight_files import match_files, read_float
 from .step.external_forward import ExternalForwardAdapter
@@ -314,10 +314,10 @@ class Engine(Closeable):
         """Return optimizer state; see ``OffloadedOptimizer.state_dict``."""
         return self.state.to_torch()
 
-    def call_optimizer(self, method: str) -> None:
-        """Call ``train`` or ``eval`` of the user's optimizer for all parameters."""
+    def call_optimizer(self, method: str, groups: Groups) -> None:
+        """Call ``train`` or ``eval`` of the user's optimizer that has these param groups."""
         self.quiesce()
-        self.state.call(method)
+        self.state.call(method, groups)
 
     def streamed_state(self, make: Make) -> dict[str, Any]:
         """Return ``state_dict`` with what ``make`` returns for each tensor; see ``streamed``."""

@@ -49,7 +49,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         optimizer_private.move_state_hooks(inner, self)
         for method in ("train", "eval"):  # of schedule-free optimizers; trainers look for them
             if callable(getattr(inner, method, None)):
-                self.__dict__[method] = partial(engine.call_optimizer, method)
+                self.__dict__[method] = partial(engine.call_optimizer, method, self.param_groups)
         self._engine = engine
 
     def __setattr__(self, name: str, value: Any) -> None:

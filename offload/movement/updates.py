@@ -7,7 +7,7 @@ therefore updated in runs of neighbours that have a gradient and the same step c
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +96,9 @@ class Updater:
         """
         self.layout, self.arenas, self.rules, self.ledger = layout, arenas, rules, ledger
         self.grads = GradLayout(layout.units, accumulated)
+        self._group_of = {
+            s.index: chunk.group for u in layout.units for chunk in u.chunks for s in chunk.params
+        }
         self._subgroups = {s.index: s for group in layout.subgroups for s in group}
         self._lock = threading.Lock()
         # The lanes run reentrant rules at the same time. Other rules may keep working state in
@@ -137,18 +140,18 @@ class Updater:
                     return key
         return None
 
-    def advanced(self, active: Container[int | None]) -> dict[int, dict[str, Any]]:
+    def advanced(self, present: Iterable[int]) -> dict[int, dict[str, Any]]:
         """Return, by param group, the values that the optimizer itself sets in it in this step.
 
         Args:
-            active: the groups of which a parameter has a gradient.
+            present: the parameters that have a gradient.
         """
+        rules = [(n, rule) for n, rule in enumerate(self.rules) if isinstance(rule, StreamedRule)]
+        if not rules:
+            return {}
         assert self._snapshot is not None
-        return {
-            number: rule.advance(self._snapshot[number], active=number in active)
-            for number, rule in enumerate(self.rules)
-            if isinstance(rule, StreamedRule)
-        }
+        active = {self._group_of[index] for index in present}
+        return {n: rule.advance(self._snapshot[n], active=n in active) for n, rule in rules}
 
     # -- work -----------------------------------------------------------------------------------
 

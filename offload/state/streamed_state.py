@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from ..optim import Rule
 from ..optim.state_record import structure_of, tensors_in
 from ..optim.streamed import RECORD, StreamedRule
 from ..planning.blueprint import Blueprint
-from ..schedule.units import ParamSpec, Unit
+from ..schedule.units import ParamSpec
 from .contents import Contents
 
 Version = tuple[int, ...]
@@ -103,17 +103,17 @@ class StreamedState:
         return made if master is None else {**made, "master": master}
 
     def called(
-        self, method: str, groups: Sequence[Mapping[str, Any]], unit: Unit
+        self, method: str, groups: Sequence[Mapping[str, Any]], unit: int, indices: Container[int]
     ) -> Callable[[ParamSpec], Mapping[str, Any] | None]:
-        """Return the weights and records of a unit after ``train`` or ``eval`` of the optimizer.
+        """Return the weights and records of parameters after ``train`` or ``eval``.
 
-        The result is called with each parameter; see ``Contents.load``.
+        The result is called with each parameter of the unit; see ``Contents.load``.
         """
-        exact = {spec.index: value for spec, value in self._contents.masters(unit.index)}
+        exact = {spec.index: value for spec, value in self._contents.masters(unit)}
 
         def value_of(spec: ParamSpec) -> Mapping[str, Any] | None:
             group = self._parts.groups[spec.index]
-            if group is None:
+            if spec.index not in indices or group is None:
                 return None
             record = self._contents.stored(*self._place_of[spec.index])[spec.index][RECORD]
             weight, record = self._rule(spec.index).called(

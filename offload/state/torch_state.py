@@ -276,33 +276,33 @@ class OptimizerState:
                 return unit, number
         raise AssertionError("every parameter is in a chunk of its unit")
 
-    def call(self, method: str) -> None:
+    def call(self, method: str, groups: Groups) -> None:
         """Call ``train`` or ``eval`` of a streamed optimizer, which may change weights and state.
 
         Schedule-free optimizers move the weights between where gradients are taken and the average
         that is evaluated.
+
+        Args:
+            groups: the optimizer's; others may be of another optimizer.
         """
         self._weights.reconcile()
         self.write_back(range(len(self._steps)))
-        rules = zip(self._blueprint.rules, self._groups, strict=True)
-        after = [r.group_after(method, g) for r, g in rules if isinstance(r, StreamedRule)]
-        called = partial(self._streamed.called, method, self._groups)
-        trained = [unit for unit in self._parts.units if unit.trainable]
-        parts = {
-            unit.index: {
-                STATE,
-                *(s.index for _, s in unit.params if self._blueprint.rule_of(s.index)),
-            }
-            for unit in trained
-        }
+        own = [n for n, group in enumerate(self._groups) if any(group is each for each in groups)]
+        rules = [(n, self._blueprint.rules[n]) for n in own]
+        after = {n: r.group_after(method, self._groups[n])
+                 for n, r in rules if isinstance(r, StreamedRule)}  # fmt: skip
+        parts: dict[int, set[int]] = {}
+        for index in (i for i, group in enumerate(self._parts.groups) if group in after):
+            parts.setdefault(self._parts.unit_of[index], {STATE}).add(index)
         with self._edits.of(parts) as spoil:
-            for unit in trained:
-                if not self._contents.load(unit.index, called(unit), first=False):
-                    spoil(unit.index)
-                self._resident_guard.changed(unit.index, parts[unit.index])
+            for unit, indices in parts.items():
+                called = self._streamed.called(method, self._groups, unit, indices)
+                if not self._contents.load(unit, called, first=False):
+                    spoil(unit)
+                self._resident_guard.changed(unit, indices)
             self._loaded += 1
-            for group, values in zip(self._groups, after, strict=True):
-                group.update(values)
+            for number, values in after.items():
+                self._groups[number].update(values)
         self._weights.renew()
         self.renew()
 

@@ -126,9 +126,7 @@ class Stepping:
         self._resident_guard.end_graphs(later)
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
-        groups = self._onloaded_units.parts.groups
-        active = {groups[index] for present in units.values() for index in present}
-        advanced = self._updater.advanced(active)
+        advanced = self._updater.advanced(index for present in units.values() for index in present)
         ledger.next = Prepared(units, scale, commit, random)
         self._protocol.step(tuple(units), background=self._background, commit=commit)
         for number, values in advanced.items():

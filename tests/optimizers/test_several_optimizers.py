@@ -14,7 +14,7 @@ import overspill
 from tests.devices import CPU, about_cpu, normal, plainly
 from tests.remedies.table import says
 
-from .test_streamed_optimizers import TIGHT, WIDTH, build, same
+from .test_streamed_optimizers import TIGHT, WIDTH, ScheduleFree, build, same
 
 
 def pair(model: nn.Module, *, plain: bool = False) -> list[Any]:
@@ -173,3 +173,30 @@ def test_lists_that_make_no_sense_are_refused() -> None:
     model = build()
     with says("got str", TypeError):
         overspill.wrap(model, [both[0], "adamw"], device=CPU)  # type: ignore[list-item]
+
+
+@about_cpu
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+def test_one_of_them_may_be_schedule_free(update: str, tmp_path: Path) -> None:
+    """Its ``train()`` and ``eval()`` move its own weights only."""
+
+    def both(model: nn.Module, kind: Any) -> list[Any]:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        return [kind(others, lr=0.01), ScheduleFree(matrices)]
+
+    plain, model = build(), build()
+    its = both(plain, overspill.optim.AdamW)
+    options = {"update": update, "rates": overspill.Rates(), **TIGHT["tight"]}
+    made = overspill.wrap(model, both(model, torch.optim.AdamW), nvme=tmp_path, **options)
+    assert not hasattr(made[0], "train")
+    for number in range(5):
+        for optimizers in (its, made):
+            optimizers[1].train()
+        step(plain, its, number)
+        step(model, made, number)
+        if number % 2:
+            for optimizers in (its, made):
+                optimizers[1].eval()
+            same(model, plain)
+    made[1].close()
