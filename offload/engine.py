@@ -46,6 +46,7 @@ from .private import torch_private
 from .private.handles import Removable
 from .schedule.units import ParamSpec
 from .state.averages import Averaged, Averages
+from .state.coupled_steps import CoupledSteps
 from .state.edits import Edits
 from .state.engine_resources import EngineResources
 from .state.importing import Others, open_weights
@@ -117,9 +118,10 @@ class Engine(Closeable):
             collector, policy,
         )  # fmt: skip
         door.open(held)
+        coupled = CoupledSteps(blueprint, groups, ledger, contents, held, runtime.direct.quiesce)
         stepping = Stepping(
             blueprint, groups, ledger, updater, units, backward, guard, waiter, policy, collector,
-            commits, weights.renew, lambda: random_states(accelerator.device),
+            commits, weights.renew, lambda: random_states(accelerator.device), coupled.compute,
         )  # fmt: skip
         materializing = Materializing(runtime, units, guard, weights)
         averages = Averages(runtime, contents, weights, units, guard, edits)

@@ -23,6 +23,7 @@ from .movement.accelerators.choose import Accelerator, make_accelerator
 from .open_engines import untaken
 from .optim import Master, Rule
 from .optim.bench import case_of
+from .optim.coupled import CoupledRule
 from .optim.formats import granule_of
 from .optim.registry import rules_for
 from .optim.rule import is_whole
@@ -40,7 +41,7 @@ from .planning.budgets import machine_budgets, require_directories, resolve_budg
 from .planning.choose import PlannedLayout, Workload, choose_layout, plan_layout
 from .planning.packing import with_pages
 from .planning.partition import Partition, partition, pinned_units
-from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference
+from .planning.plan import Budgets, Needs, Plan, PlanDetail, Preference, Shortfall
 from .planning.planner import make_layout
 from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
@@ -117,14 +118,21 @@ def make_blueprint(
         budgets = resolve_budgets(config, there, untaken())
     else:
         budgets = machine_budgets(config, machine)
-    update = "next_forward" if config.update == "auto" else config.update
+    coupled = [rule for rule in rules if isinstance(rule, CoupledRule)]
+    if coupled and config.update not in ("auto", "step"):
+        raise ValueError(
+            f"update={config.update!r} is not possible with {coupled[0].name}, whose step needs "
+            "the gradients of all parameters at once; leave update out"
+        )
+    usual = "step" if coupled else "next_forward"
+    update = usual if config.update == "auto" else config.update
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
     sources = _sources(model, parts, config, description, digests)
     needs = Needs(
         _fields_of(rules, config), config.accumulate, update, commit_every, numel=numel,
         pinned=pinned_units(model, parts, config.resident or ()),
         activations=config.activations, recomputable=_recomputable(parts, config.activations),
-        in_place=frozenset(sources.ranges), update_bytes=_update_bytes(parts, whole),
+        in_place=frozenset(sources.ranges), update_bytes=_update_bytes(parts, rules),
     )  # fmt: skip
     trained = {c.dtype for u in parts.units for c in u.chunks if c.group is not None}
     if config.master == "split" and torch.bfloat16 not in trained:
@@ -152,10 +160,14 @@ def make_blueprint(
         most[Tier.HOST] += max(0, _beside(budgets, needs) - budgets.host)
         if all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items()):
             chosen = copied
-    others = _by_update(chosen, parts, budgets, config, load) if every_update else {}
+    if coupled:
+        chosen = _because_coupled(chosen, coupled[0], budgets.host, _beside(budgets, needs))
+    others = (
+        _by_update(chosen, parts, budgets, config, load) if every_update and not coupled else {}
+    )
     plan = _plan_of(chosen, parts, budgets, config, load, others)
-    if streamed := dict.fromkeys(r.name for r in rules if isinstance(r, StreamedRule)):
-        plan = replace(plan, detail=replace(plan.detail, optimizer=" and ".join(streamed)))
+    if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
+        plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
 
 
@@ -228,17 +240,46 @@ def _beside(budgets: Budgets, needs: Needs) -> int:
     return reader + needs.update_bytes
 
 
-def _update_bytes(parts: Partition, whole: Container[int]) -> int:
-    """Return the host memory for updating the largest parameter that is updated as a whole.
+def _update_bytes(parts: Partition, rules: Sequence[Rule]) -> int:
+    """Return the host memory for updating parameters that are updated as a whole.
 
-    That is a copy of its gradient and one temporary tensor, in fp32, and its master if the weight
-    is in another dtype.
+    That is a copy of a gradient and one temporary tensor, in fp32, and its master if the weight is
+    in another dtype, of the largest parameter; and for coupled optimizers the exact weights,
+    gradients and states of all.
     """
-    sizes = [
-        c.numel * 4 * (2 if c.dtype == torch.float32 else 3)
-        for unit in parts.units for c in unit.chunks if c.group is not None and c.group in whole
-    ]  # fmt: skip
-    return max(sizes, default=0)
+    largest = together = 0
+    for chunk in (c for unit in parts.units for c in unit.chunks if c.group is not None):
+        assert chunk.group is not None
+        rule = rules[chunk.group]
+        if is_whole(rule):
+            copies = 2 if chunk.dtype == torch.float32 else 3
+            largest = max(largest, chunk.numel * 4 * copies)
+        if isinstance(rule, CoupledRule):
+            together += chunk.numel * 8 + rule.format_of(chunk.params[0].shape).nbytes
+    return largest + together
+
+
+def _because_coupled(
+    chosen: PlannedLayout, rule: CoupledRule, host: int, beside: int
+) -> PlannedLayout:
+    """Return the layout with the reason why it does not fit in host memory, if it does not."""
+    what = f"{rule.name}, which couples parameters, so that it steps all of them in host memory,"
+    remedy = (
+        "raise host_memory, or use an optimizer that updates each parameter on its own, such as "
+        "AdamW"
+    )
+    return replace(chosen, shortfalls=tuple(
+        Shortfall(Tier.HOST, what, short.missing_bytes + max(host, beside), host, remedy)
+        if short.tier is Tier.HOST else short
+        for short in chosen.shortfalls
+    ))  # fmt: skip
+
+
+def _way(rule: StreamedRule) -> str:
+    """Return how an optimizer's own step runs."""
+    return f"{rule.name} steps " + (
+        "all parameters at once" if rule.coupled else "one parameter at a time"
+    )
 
 
 def _plan_of(

@@ -167,8 +167,8 @@ def _streamed(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
             known = options, trial(optimizer)
         except UnsuitableError as error:
             raise TypeError(
-                f"{name_of(optimizer)} cannot be used: {error}. Use an optimizer that updates each "
-                f"parameter from its own gradient and state, such as {_names()}"
+                f"{name_of(optimizer)} cannot be used: {error}. Use an optimizer whose step needs "
+                f"only gradients, its state and its param_groups, such as {_names()}"
             ) from error
         _TRIED[optimizer] = known
     return known[1]

@@ -201,9 +201,10 @@ def same_value(one: Any, other: Any) -> bool:
     """Return whether two hyper-parameters or attributes are equal."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = torch.as_tensor(one), torch.as_tensor(other)
-        return both[0].shape == both[1].shape and bool(
-            torch.equal(both[0].nan_to_num(), both[1].nan_to_num())
-        )
+        if both[0].shape != both[1].shape:
+            return False
+        a, b = both
+        return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN equals NaN
     if isinstance(one, float) and isinstance(other, float) and one != one and other != other:
         return True
     if type(one) is not type(other):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -23,7 +25,7 @@ from .norm import sum_of_squares
 from .reference import read_weight, write_weight
 from .rule import StepScalars
 from .single_step import Group, bare, called, name_of, options_of, refresh, same_value, stepped
-from .state_record import RecordFormat, RecordFullError, classes_in, tensors_in
+from .state_record import RecordFormat, RecordFullError, Slot, classes_in, tensors_in
 
 # Note [Streamed optimizers]
 # Most optimizers update a parameter from its own weight, gradient and state alone.  Such an
@@ -59,6 +61,9 @@ class StreamedRule:
     """The rule of one param group of an optimizer whose parameters are updated independently.
 
     Attributes:
+        coupled: whether all parameters must be stepped at once; see Note [Coupled optimizers].
+        own: a copy of the optimizer without parameters and state.
+        named: whether the group has names of its parameters.
         first_state: what the optimizer's constructor puts into the state of a parameter.
         options: the group's hyper-parameters for trials.
         dtypes: of tensors in the state of a parameter.
@@ -66,13 +71,14 @@ class StreamedRule:
     """
 
     whole = True
+    coupled = False
     moments: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
         self.name = name_of(optimizer)
         self._source = weakref.ref(optimizer)
-        self._optimizer = bare(optimizer, apart=True)
-        self._named = "param_names" in group
+        self.own = bare(optimizer, apart=True)
+        self.named = "param_names" in group
         self.first_state = _first_state(optimizer, group)
         self.options = self.group_after("train", group)
         lr = self.options.get("lr")
@@ -115,24 +121,28 @@ class StreamedRule:
             return RecordFormat.of({})
         if math.prod(shape) > _SMALL and self.finds_without_memory:
             try:
-                return self.format_on("meta", shape)
+                return self.formats_on("meta", shape, self.steps_to_settle)[-1]
             except Exception:  # an operation is not possible without memory
                 pass
-        return self.format_on("cpu", shape)
+        return self.formats_on("cpu", shape, self.steps_to_settle)[-1]
 
-    def format_on(self, device: str, shape: tuple[int, ...]) -> RecordFormat:
-        """Find the state of a parameter by taking steps, on ``"cpu"`` or ``"meta"``."""
+    def formats_on(self, device: str, shape: tuple[int, ...], steps: int) -> list[RecordFormat]:
+        """Return, after each of some steps, the format with room for the state until then.
+
+        Args:
+            device: ``"cpu"`` or ``"meta"``.
+        """
         param, group = nn.Parameter(drawn(shape, 0, device)), self.options
         state = copy.deepcopy(self.first_state)
-        found = RecordFormat.of({})
-        for step in range(1, self.steps_to_settle + 1):
+        found = [RecordFormat.of({})]
+        for step in range(1, steps + 1):
             param.grad = drawn(shape, step, device)
             with _Answers():
-                group = stepped(self._optimizer, group, param, state, apart=True)
+                group = stepped(self.own, group, param, state, apart=True)
             self.classes |= classes_in(state)
             self.dtypes |= {t.dtype for t in tensors_in(state)}
-            found = found.with_room_for(state)
-        return found
+            found.append(found[-1].with_room_for(state))
+        return found[1:]
 
     def read(self, record: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
         """Return the state in a record; its larger tensors lie over the record."""
@@ -168,7 +178,7 @@ class StreamedRule:
     def begin_step(self) -> None:
         """Take over attributes that the user has set on the optimizer."""
         if (source := self._source()) is not None:
-            refresh(self._optimizer, source)
+            refresh(self.own, source)
 
     def scalars(
         self, group: Mapping[str, Any], step: int, grad_scale: float = 1.0
@@ -176,7 +186,7 @@ class StreamedRule:
         return StreamedScalars(step, (grad_scale,), 0, self._with_names(group))
 
     def _with_names(self, group: Mapping[str, Any]) -> Group:
-        return {**options_of(group), **({"param_names": []} if self._named else {})}
+        return {**options_of(group), **({"param_names": []} if self.named else {})}
 
     def advance(self, group: Mapping[str, Any], *, active: bool) -> dict[str, Any]:
         """Return what one step of the optimizer sets in its group.
@@ -189,7 +199,7 @@ class StreamedRule:
             param.grad = drawn((4, 4), 1, "cpu")
         before, state = options_of(group), copy.deepcopy(self.first_state)
         with Quiet():
-            after = stepped(self._optimizer, self._with_names(group), param, state, apart=True)
+            after = stepped(self.own, self._with_names(group), param, state, apart=True)
         return {k: v for k, v in after.items() if k not in before or not same_value(before[k], v)}
 
     def called(
@@ -206,7 +216,7 @@ class StreamedRule:
         param, form = nn.Parameter(weight), self.format_of(tuple(weight.shape))
         state, slots = form.read(record, param, self.classes)
         with Quiet(), torch.no_grad():
-            called(self._optimizer, method, self._with_names(group), param, state)
+            called(self.own, method, self._with_names(group), param, state)
         form.write(record, state, param, slots)
         return param.detach(), record
 
@@ -214,7 +224,7 @@ class StreamedRule:
         """Return a group's hyper-parameters after ``train`` or ``eval``."""
         with Quiet():
             none = nn.Parameter(torch.zeros(0))
-            return called(self._optimizer, method, self._with_names(group), none, {})
+            return called(self.own, method, self._with_names(group), none, {})
 
     def update(
         self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
@@ -222,7 +232,7 @@ class StreamedRule:
     ) -> bool:  # fmt: skip
         """Run the optimizer's step on a parameter; ``grad`` and ``weight`` have its shape."""
         assert isinstance(scalars, StreamedScalars)
-        masters = {name: value for name, value in state.items() if name != RECORD}
+        masters = _masters_in(state)
         if "master" in masters:
             master = masters["master"]
         elif masters or weight.dtype != torch.float32:
@@ -231,23 +241,41 @@ class StreamedRule:
             master = weight
         param = nn.Parameter(master.detach())
         param.grad = self._scaled(grad, scalars.coefficients[0])
-        form, record = self.format_of(tuple(weight.shape)), state[RECORD]
-        values, slots = form.read(record, param, self.classes)
-        stepped(self._optimizer, scalars.group, param, values)
+        record = state[RECORD]
+        values, slots = self.format_of(tuple(weight.shape)).read(record, param, self.classes)
+        stepped(self.own, scalars.group, param, values)
+        self.write_record(record, values, param, slots)
+        return self._store(param.detach(), weight, state)
+
+    def write_record(
+        self, record: Tensor, values: dict[str, Any], param: nn.Parameter, slots: list[Slot]
+    ) -> None:
+        """Store the state of a parameter after a step.
+
+        Args:
+            slots: see ``RecordFormat.write``.
+
+        Raises:
+            RuntimeError: it does not fit.
+        """
+        shape = tuple(param.shape)
         try:
-            form.write(record, values, param, slots)
+            self.format_of(shape).write(record, values, param, slots)
         except RecordFullError as error:
             raise RuntimeError(
-                f"the state that {self.name} keeps of a parameter of shape {tuple(weight.shape)} "
-                f"has grown to {error.need} bytes in step {scalars.step}; overspill found "
-                f"{error.have} bytes before training, and cannot move more. If an option was "
-                "changed since wrap, resume the last commit with an optimizer that has it, and "
-                "nvme= with another folder"
+                f"the state that {self.name} keeps of a parameter of shape {shape} has grown to "
+                f"{error.need} bytes; overspill found {error.have} bytes before training, and "
+                "cannot move more. If an option was changed since wrap, resume the last commit "
+                "with an optimizer that has it, and nvme= with another folder"
             ) from None
+
+    def _store(self, exact: Tensor, weight: Tensor, state: Mapping[str, Tensor]) -> bool:
+        """Write the exact fp32 value to a weight and its master; return whether it is finite."""
+        masters = _masters_in(state)
         if masters or weight.dtype != torch.float32:
-            write_weight(param.detach(), weight, masters)
-        elif param.data_ptr() != weight.data_ptr():
-            weight.copy_(param.detach())
+            write_weight(exact, weight, masters)
+        elif exact.data_ptr() != weight.data_ptr():
+            weight.copy_(exact)
         if weight.device.type != "cpu":
             return bool(torch.isfinite(weight).all())
         flat = torch.as_strided(weight, (weight.numel(),), (1,))
@@ -268,6 +296,10 @@ class StreamedRule:
         return scaled.copy_(grad).mul_(scale)
 
 
+def _masters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name != RECORD}
+
+
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an optimizer's constructor puts into the state of a parameter, such as a seed."""
     largest = max(group["params"], key=Tensor.numel, default=None)
@@ -284,12 +316,32 @@ def drawn(shape: tuple[int, ...], seed: int, device: str) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
+Generators = tuple[Any, Any, Tensor]
+
+
+def generators() -> Generators:
+    """Return the states of the global random generators."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def restore(states: Generators) -> None:
+    """Set the global random generators."""
+    python, numpys, torchs = states
+    random.setstate(python)
+    np.random.set_state(numpys)
+    torch.set_rng_state(torchs)
+
+
 class Quiet(ExitStack):
-    """Ignores warnings of optimizers, and the user's default device, within the block."""
+    """Ignores warnings of optimizers and the user's default device, and draws no random numbers.
+
+    That is, the global generators are then as before.
+    """
 
     def __enter__(self) -> Quiet:
         self.enter_context(warnings.catch_warnings())
         self.enter_context(torch.device("cpu"))
+        self.callback(restore, generators())
         warnings.simplefilter("ignore")
         return self
 

@@ -1,16 +1,18 @@
-"""The trial of an optimizer without a rule: can it be stepped one parameter at a time?"""
+"""The trial of an optimizer without a rule: which copies of its parameters can it step?"""
 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .coupled import CoupledOptimizer, Member, first_member
 from .single_step import (
     Group,
     UnsuitableError,
@@ -18,13 +20,12 @@ from .single_step import (
     changed_attribute,
     copied,
     group_of,
-    name_of,
     options_of,
     refuse_attributes,
     same_value,
     step,
 )
-from .streamed import RECORD, Quiet, StreamedRule, drawn
+from .streamed import RECORD, Generators, Quiet, StreamedRule, drawn, generators, restore
 
 STEPS = 30
 # The larger ones have state that does not count as small: 8-bit formats begin at 4,096 elements.
@@ -39,42 +40,46 @@ _SIZES = {7: 1e4, 12: 1e-5, 17: 1e4}
 # By step, the number of a parameter in its group that has no gradient.
 _WITHOUT = {4: 1, 6: 0, 9: 1}
 
-# They estimate something over all parameters, which a short trial may not show.
-COUPLED = ("prodigy", "dadapt", "dadaptation", "adaptd")
+# Parts of the names of classes that estimate one step size for all parameters, which a short trial
+# may not show.
+COUPLED = ("prodigy", "dadapt", "adaptd")
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
     """Return the rule of every param group, after it was tried on small parameters.
 
+    The rules are coupled if the optimizer cannot be stepped one parameter at a time.
+
     Raises:
-        UnsuitableError: the optimizer cannot be stepped parameter by parameter.
+        UnsuitableError: the optimizer cannot be stepped on copies of its parameters either.
     """
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.is_complex():
             raise UnsuitableError("complex parameters are not possible with it")
-    name = name_of(optimizer).lower()
-    if any(word in name for word in COUPLED):
-        raise UnsuitableError("it estimates its step size over all parameters at once")
     refuse_attributes(optimizer)
     try:
         rules = tuple(StreamedRule(optimizer, group) for group in optimizer.param_groups)
+        together = CoupledOptimizer(optimizer)
     except Exception as error:
         raise UnsuitableError(
-            f"its attributes cannot be copied ({type(error).__name__}: {error})"
+            f"a copy of it cannot be made ({type(error).__name__}: {error})"
         ) from error
     shapes = [_shapes_like(group) for group in optimizer.param_groups]
     with Quiet():
-        before = _generators()
+        before = generators()
         plain = _plain_run(optimizer, rules, shapes)
-        if not _same_states(_generators(), before):
-            _restore(before)
-            raise UnsuitableError(
-                "it draws random numbers from global generators, so that results would depend on "
-                "the order of updates"
-            )
-        for number, (rule, sizes) in enumerate(zip(rules, shapes, strict=True)):
-            _try(rule, sizes, *plain[number])
-    return rules
+        draws = not _same_states(generators(), before)
+        known = any(word in type(optimizer).__qualname__.lower() for word in COUPLED)
+        if not (known or draws):
+            with suppress(UnsuitableError):
+                for number, (rule, sizes) in enumerate(zip(rules, shapes, strict=True)):
+                    _try(rule, sizes, *plain[number])
+                return rules
+        restore(before)
+        _try_together(together, shapes, plain)
+    return together.rules
 
 
 def _shapes_like(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -85,7 +90,7 @@ def _shapes_like(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 def _plain_run(
     optimizer: torch.optim.Optimizer, rules: Sequence[StreamedRule],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
+    shapes: Sequence[Shapes],
 ) -> list[tuple[list[Tensor], Group]]:  # fmt: skip
     """Train with the optimizer itself; return the weights and hyper-parameters of every group."""
     own = bare(optimizer, apart=True)
@@ -106,6 +111,8 @@ def _plain_run(
             f"its step fails on small parameters ({type(error).__name__}: {error})"
         ) from error
     params = [p for group in own.param_groups for p in group["params"]]
+    if others := [key for key in own.state if not isinstance(key, Tensor)]:
+        raise UnsuitableError(f"it keeps state that belongs to no parameter, under {others[0]!r}")
     if (name := changed_attribute(before, own, params)) is not None:
         raise UnsuitableError(
             f"it keeps state outside of its state and param_groups, in its attribute {name!r}"
@@ -113,9 +120,7 @@ def _plain_run(
     return [([p.detach() for p in g["params"]], options_of(g)) for g in own.param_groups]
 
 
-def _try(
-    rule: StreamedRule, shapes: Sequence[tuple[int, ...]], weights: list[Tensor], options: Group
-) -> None:
+def _try(rule: StreamedRule, shapes: Shapes, weights: list[Tensor], options: Group) -> None:
     """Train the same parameters one by one, and compare."""
     first = [drawn(s, i, "cpu") for i, s in enumerate(shapes)]
     if shapes and all(torch.equal(a, b) for a, b in zip(first, weights, strict=True)):
@@ -134,30 +139,68 @@ def _try(
         raise UnsuitableError(
             f"its step fails on one parameter alone ({type(error).__name__}: {error})"
         ) from error
-    same = all(same_value(a, b) for a, b in zip(mine, weights, strict=True))
-    if not same or group.keys() != options.keys():
+    if not all(same_value(a, b) for a, b in zip(mine, weights, strict=True)):
         raise UnsuitableError(
             "a parameter that is stepped alone gets other values: the optimizer couples "
             "parameters, changes those without a gradient, or keeps state outside of its state and "
             "param_groups"
         )
-    if not all(same_value(group[name], value) for name, value in options.items()):
+    same = group.keys() == options.keys()
+    if not same or not all(same_value(group[name], value) for name, value in options.items()):
         raise UnsuitableError("what it writes to its param groups depends on all parameters")
 
 
-def _settle(rule: StreamedRule, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Find how many steps the state takes to reach its size, and whether ``meta`` shows it."""
-    rule.steps_to_settle = STEPS
-    most = [rule.format_on("cpu", shape) for shape in shapes]
-    for count in range(1, STEPS + 1):
-        rule.steps_to_settle = count
-        if [rule.format_on("cpu", shape) for shape in shapes] == most:
-            break
+def _try_together(
+    optimizer: CoupledOptimizer, shapes: Sequence[Shapes],
+    plain: Sequence[tuple[list[Tensor], Group]],
+) -> None:  # fmt: skip
+    """Train the same parameters with a new copy of the optimizer for every step, and compare."""
+    groups, members = [rule.options for rule in optimizer.rules], []
     try:
-        rule.finds_without_memory = [rule.format_on("meta", shape) for shape in shapes] == most
+        for rule, sizes in zip(optimizer.rules, shapes, strict=True):
+            with Quiet():
+                _settle(rule, sizes)
+            members.append([first_member(rule, drawn(s, i, "cpu")) for i, s in enumerate(sizes)])
+        for number in range(1, STEPS + 1):
+            for of_group in members:
+                for i, member in enumerate(of_group):
+                    member.grad = _gradient(member.shape, i, number)
+            after = optimizer.step(groups, [list(map(_written, each)) for each in members])
+            groups = [{**old, **new} for old, new in zip(groups, after, strict=True)]
+    except Exception as error:
+        raise UnsuitableError(
+            f"its step fails on copies of its parameters ({type(error).__name__}: {error})"
+        ) from error
+    for group, of_group, (weights, options) in zip(groups, members, plain, strict=True):
+        mine = [member.weight for member in of_group]
+        first = [drawn(m.shape, i, "cpu") for i, m in enumerate(of_group)]
+        if mine and all(map(same_value, mine, first)):
+            raise UnsuitableError("its step changes no weights with the options that it has")
+        same = all(map(same_value, mine, weights)) and group.keys() == options.keys()
+        if not same or not all(same_value(group[name], options[name]) for name in options):
+            raise UnsuitableError(
+                "a copy of it with the same state and param_groups gives other values: it changes "
+                "parameters without a gradient, or keeps state elsewhere"
+            )
+
+
+def _written(member: Member) -> Member:
+    """Return a copy of a member whose step the engine does not write: it has no gradient."""
+    if member.grad is not None:
+        return member
+    assert member.weight is not None and member.record is not None
+    return replace(member, weight=member.weight.clone(), record=member.record.clone())
+
+
+def _settle(rule: StreamedRule, shapes: Shapes) -> None:
+    """Find how many steps the state takes to reach its size, and whether ``meta`` shows it."""
+    found = [rule.formats_on("cpu", shape, STEPS) for shape in shapes]
+    rule.steps_to_settle = 1 + max((f.index(f[-1]) for f in found), default=0)
+    try:
+        rule.finds_without_memory = found == [rule.formats_on("meta", s, STEPS) for s in shapes]
     except Exception:
         rule.finds_without_memory = False
-    rule.keep_formats(dict(zip(shapes, most, strict=True)))
+    rule.keep_formats({shape: f[-1] for shape, f in zip(shapes, found, strict=True)})
 
 
 def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor | None:
@@ -168,18 +211,7 @@ def _gradient(shape: tuple[int, ...], number: int, step: int) -> Tensor | None:
     return drawn(shape, 1000 * step + number, "cpu") * size
 
 
-def _generators() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _same_states(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def _same_states(one: Generators, other: Generators) -> bool:
     (python, numpys, torchs), (python_then, numpys_then, torchs_then) = one, other
     same = (np.array_equal(a, b) for a, b in zip(numpys, numpys_then, strict=True))
     return python == python_then and torch.equal(torchs, torchs_then) and all(same)
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    python, numpys, torchs = states
-    random.setstate(python)
-    np.random.set_state(numpys)
-    torch.set_rng_state(torchs)

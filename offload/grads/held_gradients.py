@@ -106,6 +106,15 @@ class HeldGradients:
         scale = self._ledger.scales.get(number, 1.0)
         return copy if scale == 1.0 else copy.mul_(scale)
 
+    def exact(self, number: int, factor: float) -> torch.Tensor:
+        """Return a copy of a gradient as it is kept, in fp32 on the CPU, times a factor."""
+        if number in self._collector.zeroed:
+            like = self._parts.parameters[number]
+            return torch.zeros_like(like, dtype=torch.float32, device="cpu")
+        flat, spec = self._flat(number)
+        copy = flat.to(device="cpu", dtype=torch.float32, copy=True)
+        return spec.shaped(copy if factor == 1.0 else copy.mul_(factor))
+
     def write(self, number: int, value: torch.Tensor) -> None:
         self._write(number, value)
         if (loan := self._loans.get(number)) is not None:

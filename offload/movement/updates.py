@@ -16,6 +16,7 @@ import torch
 
 from ..optim import Rule, StepScalars
 from ..optim.averaged import check_kept, is_reentrant
+from ..optim.coupled import CoupledRule
 from ..optim.formats import granule_of
 from ..optim.norm import accumulate, sums_of_squares
 from ..optim.rule import is_whole
@@ -146,7 +147,10 @@ class Updater:
         Args:
             present: the parameters that have a gradient.
         """
-        rules = [(n, rule) for n, rule in enumerate(self.rules) if isinstance(rule, StreamedRule)]
+        rules = [
+            (n, rule) for n, rule in enumerate(self.rules)
+            if isinstance(rule, StreamedRule) and not rule.coupled
+        ]  # fmt: skip
         if not rules:
             return {}
         assert self._snapshot is not None
@@ -264,13 +268,16 @@ class Updater:
         assert group is not None
         if spec.index not in turns or not spec.numel:
             return True
+        weight, own = spec.shaped(weights), {
+            f.name: spec.shaped(state[f.name]) if f.block == 1 else state[f.name]
+            for f in subgroup.fields
+        }  # fmt: skip
+        rule = self.rules[group]
+        if isinstance(rule, CoupledRule):
+            return rule.write(spec.index, weight, own)
         with self._calls[group]:
-            return self.rules[group].update(
-                spec.shaped(grads), spec.shaped(weights),
-                {f.name: spec.shaped(state[f.name]) if f.block == 1 else state[f.name]
-                 for f in subgroup.fields},
-                self._scalars_for(group, *turns[spec.index]),
-            )  # fmt: skip
+            scalars = self._scalars_for(group, *turns[spec.index])
+            return rule.update(spec.shaped(grads), weight, own, scalars)
 
     def _update_runs(
         self, unit: int, chunk: Chunk, subgroup: Subgroup, grads: torch.Tensor,

@@ -163,8 +163,8 @@ class PlanDetail:
         profile: compute and activations by unit, if an example step was given.
         fitting: budgets that would fit, by option, as ``{"host_memory": "628KiB"}``; empty if the
             plan fits, or if none were found.
-        optimizer: whose step updates one parameter at a time; ``None`` if overspill has a rule for
-            the optimizer.
+        optimizer: how an optimizer's own step runs; ``None`` if overspill has a rule for the
+            optimizer.
         pageable_bytes: host memory of a run that could not be page-locked; copies of it are slower.
             0 in a plan without a run.
     """
@@ -258,7 +258,7 @@ class Plan:
             pageable = format_bytes(self.detail.pageable_bytes)
             held += f"; {pageable} of host memory cannot be page-locked, so copies are slower"
         if self.detail.optimizer is not None:
-            held += f"; {self.detail.optimizer} steps one parameter at a time"
+            held += f"; {self.detail.optimizer}"
         return f"{held}; moves {moved or 'nothing'} a step{bound}"
 
 

@@ -54,8 +54,15 @@ class Stepping:
         commits: CommitsSteps | None,
         renew: Callable[[], None],
         random_states: Callable[[], Mapping[str, Any]],
+        compute_coupled: Callable[
+            [Mapping[int, frozenset[int]], float], Mapping[int, dict[str, Any]]
+        ],
     ) -> None:
-        """Set up; ``renew`` updates tensors over the weights after a rollback to a commit."""
+        """
+        Args:
+            renew: updates tensors over the weights after a rollback to a commit.
+            compute_coupled: see ``CoupledSteps.compute``.
+        """
         self._config, self._groups = blueprint.config, groups
         self._judges, self._background = blueprint.judges, blueprint.update != "step"
         self._ledger, self._updater, self._onloaded_units = ledger, updater, onloaded_units
@@ -70,6 +77,7 @@ class Stepping:
             commits,
         )
         self._renew, self._random_states = renew, random_states
+        self._compute_coupled = compute_coupled
         self._protocol = onloaded_units.executor.protocol
 
     def backward_over(self) -> None:
@@ -124,12 +132,13 @@ class Stepping:
         for unit in later:
             self._onloaded_units.compute_over(unit)
         self._resident_guard.end_graphs(later)
+        coupled = self._compute_coupled(units, scale)
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
         advanced = self._updater.advanced(index for present in units.values() for index in present)
         ledger.next = Prepared(units, scale, commit, random)
         self._protocol.step(tuple(units), background=self._background, commit=commit)
-        for number, values in advanced.items():
+        for number, values in {**advanced, **coupled}.items():
             self._groups[number].update(values)
 
     def _refuse_changed_groups(self) -> None:

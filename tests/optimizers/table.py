@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-NATIVE, STREAMED = "native", "streamed"
+NATIVE, STREAMED, RESIDENT = "native", "streamed", "resident"
+USABLE = NATIVE, STREAMED, RESIDENT
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Public:
     """An optimizer by its module and class.
 
     Attributes:
-        expected: ``NATIVE``, ``STREAMED``, or a part of the reason why it is refused.
+        expected: one of ``USABLE``, or a part of the reason why it is refused.
         options: of its constructor.
         groups: param groups of a model; the default has all parameters in one.
         matrices_only: whether it takes matrices only, so that the rest is frozen.
@@ -68,21 +69,20 @@ def _flagged(model: nn.Module, flag: str) -> list[dict[str, Any]]:
     return [{**large, flag: True}, {**small, flag: False}]
 
 
-COUPLES = "the optimizer couples parameters"
-OVER_ALL = "it estimates its step size over all parameters at once"
-DRAWS = "it draws random numbers from global generators"
 FAILS = "its step fails on small parameters"
 OUTSIDE = "it keeps state outside of its state and param_groups"
+NO_PARAMETER = "it keeps state that belongs to no parameter"
+OTHERWISE = "it changes parameters without a gradient, or keeps state elsewhere"
 REFERS = "refers to parameters, a model or an optimizer"
 
 # Of pytorch_optimizer, what is not simply streamed.  Those in ``NOT_BUILT`` cannot be built from
 # the parameters of a model at all.
 _EXPECTED = {
-    "adagc": COUPLES, "adai": COUPLES, "adams": COUPLES, "asgd": COUPLES, "avagrad": COUPLES,
-    "madgrad": COUPLES, "ranger21": COUPLES, "stablespam": OUTSIDE, "emofact": OUTSIDE,
-    "dadaptadagrad": OVER_ALL, "dadaptadam": OVER_ALL, "dadaptadan": OVER_ALL,
-    "dadaptlion": OVER_ALL, "dadaptsgd": OVER_ALL, "prodigy": OVER_ALL,
-    "alice": DRAWS, "dash": DRAWS, "gravity": DRAWS, "kron": DRAWS,
+    "adagc": RESIDENT, "adai": RESIDENT, "adams": RESIDENT, "asgd": RESIDENT, "avagrad": RESIDENT,
+    "dadaptadagrad": RESIDENT, "dadaptadam": RESIDENT, "dadaptadan": RESIDENT,
+    "dadaptlion": RESIDENT, "dadaptsgd": RESIDENT, "prodigy": RESIDENT,
+    "alice": RESIDENT, "dash": RESIDENT, "gravity": RESIDENT, "kron": RESIDENT,
+    "madgrad": NO_PARAMETER, "ranger21": OTHERWISE, "stablespam": OUTSIDE, "emofact": OUTSIDE,
     "adahessian": FAILS, "alig": FAILS, "bsam": FAILS, "lbfgs": REFERS, "lorarite": FAILS,
     "sara": FAILS, "sophiah": FAILS, "spam": FAILS,
     "magma": REFERS, "adam": NATIVE, "adamw": NATIVE, "sgd": NATIVE,  # these are torch's
@@ -139,7 +139,7 @@ OTHERS: Sequence[Public] = (
     )),
     *(Public("schedulefree", f"{name}ScheduleFreeClosure", FAILS)
       for name in ("AdamW", "RAdam", "SGD")),
-    Public("prodigyopt", "Prodigy", OVER_ALL),
+    Public("prodigyopt", "Prodigy", RESIDENT),
     Public("lion_pytorch", "Lion", options=(("lr", 1e-3),)),
     Public("galore_torch", "GaLoreAdamW", groups=low_rank),
     Public("galore_torch", "GaLoreAdafactor", groups=low_rank),
@@ -153,9 +153,10 @@ def all_of_them() -> list[Public]:
 
 
 SHORT = {
-    COUPLES: "couples parameters", OVER_ALL: "one step size for all",
-    DRAWS: "draws random numbers", FAILS: "needs a closure, a graph or other parameters",
-    OUTSIDE: "keeps state in attributes", REFERS: "holds parameters or another optimizer",
+    FAILS: "needs a closure, a graph or other parameters",
+    OUTSIDE: "keeps state in attributes", NO_PARAMETER: "keeps state that belongs to no parameter",
+    OTHERWISE: "changes parameters without a gradient, or keeps other state",
+    REFERS: "holds parameters or another optimizer",
 }  # fmt: skip
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 BEGIN, END = "<!-- tried: made from tests/optimizers/table.py -->\n", "<!-- end -->"
@@ -164,11 +165,13 @@ BEGIN, END = "<!-- tried: made from tests/optimizers/table.py -->\n", "<!-- end 
 def listing() -> str:
     """The page's tables: what can be used, and what is refused and why."""
     usable: dict[str, list[str]] = {}
+    resident: list[str] = []
     refused: dict[str, list[str]] = {}
     for each in all_of_them():
         package = each.module.partition(".")[0] if each.module != "torch.optim" else each.module
-        if each.expected in (NATIVE, STREAMED):
+        if each.expected in USABLE:
             usable.setdefault(package, []).append(each.name)
+            resident += [f"{package}.{each.name}"] if each.expected == RESIDENT else []
         else:
             refused.setdefault(SHORT[each.expected], []).append(f"{package}.{each.name}")
     for name, needs in NOT_BUILT.items():
@@ -177,8 +180,10 @@ def listing() -> str:
     for package, names in usable.items():
         names.sort()
         parts = [names[at : at + 40] for at in range(0, len(names), 40)]
-        lines += [f"- **{package}** ({len(names)}): {', '.join(parts[0])}"]
-        lines += [f"- and of **{package}**: {', '.join(part)}" for part in parts[1:]]
+        for number, part in enumerate(parts):
+            more = f", {number + 1} of {len(parts)}" if len(parts) > 1 else ""
+            lines += [f"- **{package}** ({len(names)}{more}): {', '.join(part)}"]
+    lines += ["", f"Of these, resident: {', '.join(resident)}."]
     lines += ["", "Refused:", ""]
     lines += [f"- {why}: {', '.join(names)}" for why, names in refused.items()]
     wrapped = (

@@ -108,7 +108,17 @@ class Nested(Base):
         p.sub_(state["m"][0], alpha=group["lr"] * state["scale"]["a"])
 
 
-TRAINED = {"narrows": Narrows, "halves": Halves, "asks": Asks, "nested": Nested}
+class Clips(Base):
+    """Couples parameters, but only where their gradients are large."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        grads = [p.grad for p in group["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        for grad in grads:
+            grad.mul_((8.0 / norm).clamp(max=1.0))
+
+
+TRAINED = {"clips": Clips, "narrows": Narrows, "halves": Halves, "asks": Asks, "nested": Nested}
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -187,17 +197,6 @@ def test_eight_bit_state_of_bitsandbytes(wide: bool, tmp_path: Path) -> None:
         same(model, plain)
 
 
-class Clips(Base):
-    """Couples parameters, but only where their gradients are large."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        grads = [p.grad for p in group["params"] if p.grad is not None]
-        self.factor = float((8.0 / nn.utils.get_total_norm(grads)).clamp(max=1.0))
-
-    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=group["lr"] * self.factor)
-
-
 class Decays(Base):
     """Changes parameters without a gradient, too."""
 
@@ -218,8 +217,15 @@ class Counts(Base):
         p.sub_(p.grad, alpha=group["lr"] * (0.5 if self.count > 32 else 1))
 
 
+class Shared(Base):
+    """Keeps a count in its state that is not that of a parameter."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[call-overload]
+
+
 class Bound(Base):
-    """Calls itself through an attribute, which a copy does not have."""
+    """Keeps its own ``step``: a copy of it would step the original."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -236,8 +242,8 @@ def replaced(params: Any) -> torch.optim.Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "clips": (Clips, "outside of its state and param_groups"),
-    "decays": (Decays, "changes those without a gradient"),
+    "decays": (Decays, "it changes parameters without a gradient"),
+    "shared": (Shared, "it keeps state that belongs to no parameter, under 'steps'"),
     "counts": (Counts, "in its attribute 'count'"),
     "bound": (Bound, "its attribute 'run' refers to parameters, a model or an optimizer"),
     "replaced": (replaced, "its step was replaced on the instance"),
@@ -264,8 +270,8 @@ def test_a_warm_up_from_zero_hides_nothing(tmp_path: Path) -> None:
     inner = Clips(model.parameters())
     torch.optim.lr_scheduler.LambdaLR(inner, lambda number: number / 10)
     assert inner.param_groups[0]["lr"] == 0
-    with says("cannot be used", TypeError):
-        wrapped(model, inner, tmp_path)
+    plan = overspill.plan(model, inner, device=CPU, host_memory="4MiB", rates=overspill.Rates())
+    assert "Clips steps all parameters at once" in str(plan)
     model = build()
     inner = Base(model.parameters())  # type: ignore[assignment]
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda number: number / 10)

@@ -13,13 +13,26 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.optim import Rule
 from overspill.optim.registry import rules_for
 from overspill.optim.streamed import StreamedRule
 from tests.devices import CPU, about_cpu, normal
 from tests.forked import CONTEXT
 from tests.patience import WAIT_S
 
-from .table import BEGIN, END, NATIVE, NOT_BUILT, PAGE, STREAMED, Public, all_of_them, listing
+from .table import (
+    BEGIN,
+    END,
+    NATIVE,
+    NOT_BUILT,
+    PAGE,
+    RESIDENT,
+    STREAMED,
+    USABLE,
+    Public,
+    all_of_them,
+    listing,
+)
 
 STEPS, KILLED_AFTER, WIDTH = 30, 13, 24
 PLACES: dict[str, dict[str, Any]] = {
@@ -30,7 +43,7 @@ ALL = all_of_them()
 # A trial takes a second: some of each kind are tried every day, and all in the soak.
 DAILY = {
     "galore_torch.GaLoreAdamW", "pytorch_optimizer.adan", "pytorch_optimizer.came",
-    "pytorch_optimizer.kron", "prodigyopt.Prodigy", "schedulefree.AdamWScheduleFree",
+    "pytorch_optimizer.gravity", "prodigyopt.Prodigy", "schedulefree.AdamWScheduleFree",
     "torch.optim.LBFGS", "torch.optim.Muon",
 }  # fmt: skip
 
@@ -39,6 +52,12 @@ def cases(which: list[Public]) -> list[Any]:
     return [
         pytest.param(p, id=p.key, marks=() if p.key in DAILY else pytest.mark.soak) for p in which
     ]
+
+
+def kind_of(rule: Rule) -> str:
+    if not isinstance(rule, StreamedRule):
+        return NATIVE
+    return RESIDENT if rule.coupled else STREAMED
 
 
 def build() -> nn.Sequential:
@@ -93,10 +112,11 @@ def killed(public: Public, folder: str, options: dict[str, Any], norms: list[flo
 
 
 @about_cpu
-@pytest.mark.parametrize("public", cases([p for p in ALL if p.expected in (NATIVE, STREAMED)]))
+@pytest.mark.parametrize("public", cases([p for p in ALL if p.expected in USABLE]))
 def test_bits_are_those_of_the_optimizer_itself(public: Public, tmp_path: Path) -> None:
     rng = random.Random(public.key)
-    options = {**PLACES[rng.choice(list(PLACES))], "update": rng.choice(("step", "next_forward"))}
+    update = "step" if public.expected == RESIDENT else rng.choice(("step", "next_forward"))
+    options = {**PLACES[rng.choice(list(PLACES))], "update": update}
     plain, norms = whole_run(public)
     run = CONTEXT.Process(target=killed, args=(public, str(tmp_path), options, norms))
     run.start()
@@ -105,7 +125,7 @@ def test_bits_are_those_of_the_optimizer_itself(public: Public, tmp_path: Path) 
     model = build()
     inner = public.build(model)
     rules = rules_for(inner)
-    assert all(isinstance(rule, StreamedRule) == (public.expected == STREAMED) for rule in rules)
+    assert {kind_of(rule) for rule in rules} == {public.expected}
     optimizer, _ = overspill.resume(model, tmp_path, inner, rates=overspill.Rates(), **options)
     with optimizer:
         assert KILLED_AFTER - 2 <= optimizer.step_count <= KILLED_AFTER
@@ -115,7 +135,7 @@ def test_bits_are_those_of_the_optimizer_itself(public: Public, tmp_path: Path) 
 
 
 @about_cpu
-@pytest.mark.parametrize("public", cases([p for p in ALL if p.expected not in (NATIVE, STREAMED)]))
+@pytest.mark.parametrize("public", cases([p for p in ALL if p.expected not in USABLE]))
 def test_others_are_refused_with_the_reason(public: Public) -> None:
     model = build()
     inner = public.build(model)
@@ -127,7 +147,7 @@ def test_others_are_refused_with_the_reason(public: Public) -> None:
 
 def test_at_least_a_hundred_can_be_used() -> None:
     """And those that are not tried take something else than parameters."""
-    assert sum(p.expected in (NATIVE, STREAMED) for p in ALL) >= 100
+    assert sum(p.expected in USABLE for p in ALL) >= 100
     assert set(NOT_BUILT.values()) == {"a model", "a process group"}
 
 

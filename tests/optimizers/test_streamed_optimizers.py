@@ -1,4 +1,4 @@
-"""Optimizers without a rule of ours: their own step runs on one parameter at a time."""
+"""Optimizers without a rule of ours: their own step runs on one parameter at a time, or on all."""
 
 from __future__ import annotations
 
@@ -89,6 +89,30 @@ class Clipped(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Coupled(torch.optim.Optimizer):
+    """Estimates one step size over all parameters of all groups, as Prodigy does."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "size": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        given = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        size, total = self.param_groups[0]["size"], 0.0
+        for group, p in given:
+            state = self.state[p]
+            if not state:
+                state.update(first=p.clone(), m=torch.zeros_like(p), steps=0)
+            state["steps"] += 1
+            state["m"].lerp_(p.grad, 0.1)
+            total += float((state["first"] - p).abs().sum()) * group["lr"]
+            total += float(state["m"].norm())
+        for group in self.param_groups:
+            group["size"] = size + total
+        for group, p in given:
+            p.sub_(self.state[p]["m"], alpha=group["lr"] * size)
+
+
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
@@ -96,6 +120,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
     "clipped": lambda ps: Clipped(ps, lr=0.01),
     "kept": Kept,
+    "coupled": Coupled,
 }
 
 
@@ -129,10 +154,14 @@ def plain_pair(make: Make) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 @pytest.mark.parametrize("place", TIGHT)
-@pytest.mark.parametrize("update", ["step", "backward", "next_forward"])
 # Updates that run on a device multiply matrices there, which gives other bits than a CPU.
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=about_cpu) if n == "kept" else n for n in OPTIMIZERS]
+    ("name", "update"),
+    [
+        pytest.param(name, update, marks=[about_cpu] if name == "kept" else [])
+        for name in OPTIMIZERS
+        for update in (["step"] if name == "coupled" else ["step", "backward", "next_forward"])
+    ],
 )
 def test_training_gives_the_bits_of_the_optimizer_itself(
     name: str, update: str, place: str, tmp_path: Path
@@ -361,25 +390,6 @@ def test_the_optimizer_updates_masters_of_bf16_weights(
             assert torch.equal(model.state_dict()[key], round_to_upper(exact)), key
 
 
-class Coupled(torch.optim.SGD):
-    """Divides by the norm over all gradients."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
-        total = nn.utils.get_total_norm(grads)
-        for grad in grads:
-            grad.div_(total)
-        return super().step(closure)
-
-
-class Drawing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.add_(torch.randn_like(p) * 1e-3)
-        return super().step(closure)
-
-
 class Remembering(torch.optim.SGD):
     """Keeps a count in itself."""
 
@@ -393,8 +403,6 @@ class Remembering(torch.optim.SGD):
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "list of parameters": (torch.optim.LBFGS, "refers to parameters, a model or an optimizer"),
-    "coupled": (Coupled, "the optimizer couples parameters"),
-    "random": (Drawing, "it draws random numbers from global generators"),
     "attributes": (Remembering, "keeps state outside of its state and param_groups"),
 }
 

@@ -253,7 +253,9 @@ def test_options_of_groups_are_the_groups_own(tmp_path: Path) -> None:
                 assert held == kept.get(index, {}).keys() - {"step"}, (kind, index)
             wanted = weights(model)
         model = make()
-        optimizer, _ = overspill.resume(model, folder, device=CPU, host_memory="1MiB")
+        optimizer, _ = overspill.resume(
+            model, folder, device=CPU, host_memory="1MiB", rates=overspill.Rates()
+        )
         with optimizer:  # the store knows the options
             for name, value in wanted.items():
                 assert torch.equal(weights(model)[name], value)
