@@ -71,7 +71,8 @@ _MARKS = (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__")
 class Engine(Closeable):
     """The engine of one wrapped model.
 
-    It cannot be copied or pickled, because not all weights are in the model.
+    It cannot be copied or pickled, because not all weights are in the model.  Each part gets the
+    parts that it uses when it is made, so lower ones come first.
     """
 
     def __init__(
@@ -83,7 +84,6 @@ class Engine(Closeable):
         config, blueprint, parts = runtime.config, runtime.blueprint, runtime.parts
         executor, updater, ledger = runtime.executor, runtime.updater, runtime.ledger
         accelerator, writer = runtime.accelerator, runtime.store.writer
-        # Each part gets the parts that it uses when it is made, so lower ones come first.
         units = OnloadedUnits(
             parts, executor, accelerator, resources.slot_refs, resources.stubs, ledger.changing
         )
@@ -118,10 +118,10 @@ class Engine(Closeable):
             collector, policy,
         )  # fmt: skip
         door.open(held)
-        coupled = CoupledSteps(blueprint, groups, ledger, contents, held, runtime.direct.quiesce)
         stepping = Stepping(
             blueprint, groups, ledger, updater, units, backward, guard, waiter, policy, collector,
-            commits, weights.renew, lambda: random_states(accelerator.device), coupled.compute,
+            commits, weights.renew, lambda: random_states(accelerator.device),
+            CoupledSteps(runtime, groups, contents, held).compute,
         )  # fmt: skip
         materializing = Materializing(runtime, units, guard, weights)
         averages = Averages(runtime, contents, weights, units, guard, edits)

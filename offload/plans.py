@@ -113,19 +113,9 @@ def make_blueprint(
     if config.frozen is not None:
         kept = adapter_parameters(model) | _named(model, config.resident or ())
         parts = with_pages(model, parts, config.frozen, kept)
-    if machine is None or machine.host_memory is None:
-        there = accelerator.device if accelerator.has_device_memory else None
-        budgets = resolve_budgets(config, there, untaken())
-    else:
-        budgets = machine_budgets(config, machine)
-    coupled = [rule for rule in rules if isinstance(rule, CoupledRule)]
-    if coupled and config.update not in ("auto", "step"):
-        raise ValueError(
-            f"update={config.update!r} is not possible with {coupled[0].name}, whose step needs "
-            "the gradients of all parameters at once; leave update out"
-        )
-    usual = "step" if coupled else "next_forward"
-    update = usual if config.update == "auto" else config.update
+    budgets = _budgets(config, accelerator, machine)
+    coupled = next((rule for rule in rules if isinstance(rule, CoupledRule)), None)
+    update = _update_mode(config.update, coupled)
     commit_every = config.commit_every if config.durable and config.nvme is not None else 0
     sources = _sources(model, parts, config, description, digests)
     needs = Needs(
@@ -160,15 +150,38 @@ def make_blueprint(
         most[Tier.HOST] += max(0, _beside(budgets, needs) - budgets.host)
         if all(nbytes <= most[tier] for tier, nbytes in _missing(copied).items()):
             chosen = copied
-    if coupled:
-        chosen = _because_coupled(chosen, coupled[0], budgets.host, _beside(budgets, needs))
-    others = (
-        _by_update(chosen, parts, budgets, config, load) if every_update and not coupled else {}
-    )
+    others: Mapping[str, float] = {}
+    if coupled is not None:
+        chosen = _because_coupled(chosen, coupled, budgets.host, _beside(budgets, needs))
+    elif every_update:
+        others = _by_update(chosen, parts, budgets, config, load)
     plan = _plan_of(chosen, parts, budgets, config, load, others)
     if ways := dict.fromkeys(_way(r) for r in rules if isinstance(r, StreamedRule)):
         plan = replace(plan, detail=replace(plan.detail, optimizer="; ".join(ways)))
     return Blueprint(config, parts, plan, budgets, rules, chosen.needs, sources)
+
+
+def _budgets(config: OffloadConfig, accelerator: Accelerator, machine: Machine | None) -> Budgets:
+    if machine is not None and machine.host_memory is not None:
+        return machine_budgets(config, machine)
+    there = accelerator.device if accelerator.has_device_memory else None
+    return resolve_budgets(config, there, untaken())
+
+
+def _update_mode(asked: str, coupled: CoupledRule | None) -> str:
+    """Return when updates run.
+
+    Raises:
+        ValueError: a coupled optimizer cannot run then.
+    """
+    if coupled is None:
+        return "next_forward" if asked == "auto" else asked
+    if asked not in ("auto", "step"):
+        raise ValueError(
+            f"update={asked!r} is not possible with {coupled.name}, whose step needs the gradients "
+            "of all parameters at once; leave update out"
+        )
+    return "step"
 
 
 def _sources(

@@ -69,7 +69,7 @@ def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
     shapes = [_shapes_like(group) for group in optimizer.param_groups]
     with Quiet():
         before = generators()
-        plain = _plain_run(optimizer, rules, shapes)
+        plain, own = _plain_run(optimizer, rules, shapes)
         draws = not _same_states(generators(), before)
         known = any(word in type(optimizer).__qualname__.lower() for word in COUPLED)
         if not (known or draws):
@@ -78,7 +78,14 @@ def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
                     _try(rule, sizes, *plain[number])
                 return rules
         restore(before)
-        _try_together(together, shapes, plain)
+        try:
+            _try_together(together, shapes, plain)
+        except UnsuitableError as error:
+            for key in (each for each in own.state if not isinstance(each, Tensor)):
+                raise UnsuitableError(
+                    f"it keeps state that belongs to no parameter, under {key!r}"
+                ) from error
+            raise
     return together.rules
 
 
@@ -91,8 +98,12 @@ def _shapes_like(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
 def _plain_run(
     optimizer: torch.optim.Optimizer, rules: Sequence[StreamedRule],
     shapes: Sequence[Shapes],
-) -> list[tuple[list[Tensor], Group]]:  # fmt: skip
-    """Train with the optimizer itself; return the weights and hyper-parameters of every group."""
+) -> tuple[list[tuple[list[Tensor], Group]], torch.optim.Optimizer]:  # fmt: skip
+    """Train with the optimizer itself.
+
+    Returns:
+        The weights and hyper-parameters of every group, and the copy of the optimizer.
+    """
     own = bare(optimizer, apart=True)
     for group, rule, sizes in zip(optimizer.param_groups, rules, shapes, strict=True):
         params = [nn.Parameter(drawn(shape, i, "cpu")) for i, shape in enumerate(sizes)]
@@ -111,13 +122,11 @@ def _plain_run(
             f"its step fails on small parameters ({type(error).__name__}: {error})"
         ) from error
     params = [p for group in own.param_groups for p in group["params"]]
-    if others := [key for key in own.state if not isinstance(key, Tensor)]:
-        raise UnsuitableError(f"it keeps state that belongs to no parameter, under {others[0]!r}")
     if (name := changed_attribute(before, own, params)) is not None:
         raise UnsuitableError(
             f"it keeps state outside of its state and param_groups, in its attribute {name!r}"
         )
-    return [([p.detach() for p in g["params"]], options_of(g)) for g in own.param_groups]
+    return [([p.detach() for p in g["params"]], options_of(g)) for g in own.param_groups], own
 
 
 def _try(rule: StreamedRule, shapes: Shapes, weights: list[Tensor], options: Group) -> None:

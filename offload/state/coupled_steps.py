@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..grads.held_gradients import HeldGradients
+from ..movement.runtime import Runtime
 from ..optim.coupled import CoupledOptimizer, CoupledRule, Member
 from ..optim.streamed import RECORD
-from ..planning.blueprint import Blueprint
-from ..schedule.ledger import Ledger
 from .contents import Contents
 
 
@@ -17,15 +16,12 @@ class CoupledSteps:
     """Computes what coupled optimizers do in a step, before the step is taken."""
 
     def __init__(
-        self, blueprint: Blueprint, groups: Sequence[dict[str, Any]], ledger: Ledger,
-        contents: Contents, held: HeldGradients, quiesce: Callable[[], None],
+        self, runtime: Runtime, groups: Sequence[dict[str, Any]], contents: Contents,
+        held: HeldGradients,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            quiesce: waits for all updates and transfers.
-        """
-        self._groups, self._ledger, self._contents = groups, ledger, contents
-        self._held, self._quiesce, self._parts = held, quiesce, blueprint.parts
+        blueprint = runtime.blueprint
+        self._groups, self._contents, self._held = groups, contents, held
+        self._ledger, self._direct, self._parts = runtime.ledger, runtime.direct, blueprint.parts
         self._index = {id(p): index for index, p in enumerate(blueprint.parts.parameters)}
         # The optimizers, and the numbers of their groups, which are neighbours.
         self._optimizers: dict[CoupledOptimizer, list[int]] = {}
@@ -47,7 +43,7 @@ class CoupledSteps:
         """
         if not self._optimizers:
             return {}
-        self._quiesce()
+        self._direct.quiesce()
         present = frozenset().union(*units.values())
         made = self._members(present, scale)
         after: dict[int, dict[str, Any]] = {}

@@ -221,7 +221,9 @@ class Shared(Base):
     """Keeps a count in its state that is not that of a parameter."""
 
     def begin(self, group: dict[str, Any]) -> None:
-        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[call-overload]
+        count = self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[call-overload]
+        for p in group["params"]:
+            p.mul_(1 - 0.1 / count if p.grad is not None else 1.0)
 
 
 class Bound(Base):
