@@ -52,11 +52,19 @@ ABOUT_TRAINING = ("parity", "robust", "durable", "families", "integrations", "op
 
 
 TABLE, PART = 5, 12  # a test of so many cases is a table: one of so many is tried in CI
+SOAK = Path(__file__).with_name("soak.txt")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tables of what is trained, CI tries a part in which each value occurs; soak tries all."""
+    """Of tables of what is trained, CI tries a part in which each value occurs; soak tries all.
+
+    So it does with what ``soak.txt`` names.
+    """
+    named = set(SOAK.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in named:
+            item.add_marker(pytest.mark.soak)
     tables: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.path.parent.name in (*ABOUT_TRAINING, "sim"):

@@ -57,6 +57,8 @@ def test_the_plan_says_so_and_other_modes_are_refused(tmp_path: Path) -> None:
             with says("needs the gradients of all parameters at once", ValueError):
                 made(model, inner, nvme=tmp_path, update=update, **OPTIONS)
     assert not any(tmp_path.iterdir())
+    with overspill.wrap(model, inner, nvme=tmp_path, **OPTIONS) as optimizer:
+        step(model, optimizer, 0)
 
 
 def test_what_does_not_fit_in_host_memory_is_told(tmp_path: Path) -> None:
@@ -69,12 +71,15 @@ def test_what_does_not_fit_in_host_memory_is_told(tmp_path: Path) -> None:
                        host_memory=least, rates=overspill.Rates())  # fmt: skip
     assert caught.value.tier == "host" and caught.value.need_bytes > least
     assert not any(tmp_path.iterdir())
-    model = build()
-    with overspill.wrap(
-        model, Prodigy(model.parameters()), nvme=tmp_path, device=CPU, rates=overspill.Rates(),
-        host_memory=caught.value.need_bytes,
-    ) as optimizer:  # fmt: skip
-        step(model, optimizer, 0)
+    raised = caught.value.need_bytes
+    for make, nbytes in ((Prodigy, raised), (torch.optim.AdamW, least)):
+        model, folder = build(), tmp_path / make.__name__
+        folder.mkdir()
+        with overspill.wrap(
+            model, make(model.parameters()), nvme=folder, device=CPU, rates=overspill.Rates(),
+            host_memory=nbytes,
+        ) as optimizer:  # fmt: skip
+            step(model, optimizer, 0)
 
 
 def test_random_numbers_are_drawn_as_without_overspill(tmp_path: Path) -> None:

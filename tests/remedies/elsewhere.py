@@ -25,9 +25,16 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/ranks/sharding.py", "use an optimizer that updates element by element"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("optim/registry.py", "Use an optimizer that updates each"): (
+    ("optim/registry.py", "Use an optimizer whose step needs"): (
         "tests/optimizers/test_streamed_optimizers.py::"
         "test_what_cannot_be_stepped_alone_is_refused_with_the_reason"
+    ),
+    ("offload/plans.py", "of all parameters at once; leave update out"): (
+        "tests/optimizers/test_coupled_optimizers.py::"
+        "test_the_plan_says_so_and_other_modes_are_refused"
+    ),
+    ("offload/plans.py", "use an optimizer that updates each parameter on its own"): (
+        "tests/optimizers/test_coupled_optimizers.py::test_what_does_not_fit_in_host_memory_is_told"
     ),
     ("offload/durable/moving.py", "pass one with the options of the run before"): (
         "tests/optimizers/test_odd_optimizers.py::test_state_that_grows_ends_the_run_and_is_resumed"
