@@ -224,8 +224,6 @@ class Engine(Closeable):
         for name in _MARKS:
             self.model.__dict__.pop(name, None)
 
-    # -- what is known of it --------------------------------------------------------------------
-
     @property
     def plan(self) -> Plan:
         """The plan that the run follows, with ``pageable_bytes`` as measured."""
@@ -260,14 +258,14 @@ class Engine(Closeable):
 
     # -- training -------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        self._loop.step()
+    def step(self, check: Callable[[], None] = lambda: None) -> None:
+        """Update every parameter that has a gradient, after a ``check``."""
+        self._loop.step(check)
         self._figures.taken(self.step_count)
 
-    def check_before_training(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Call ``check`` before every forward that trains."""
-        self._loop.check_before_training(check)
+    def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Call ``check`` before every forward, and before optimizer state is used."""
+        self._loop.check_before_use(check)
 
     def forwarded(self, count: int, tokens: int) -> None:
         """Record, for inference, that forward number ``count`` with this many tokens has ended."""
@@ -282,6 +280,10 @@ class Engine(Closeable):
         """Raise if gradients cannot be dropped, because a step that has begun has applied them."""
         if not self.finished:
             self._weights.require_gradients_unused()
+
+    def write_changes(self) -> None:
+        """Write in-place changes of copies of weights, state and gradients that users have."""
+        self._loop.write_changes()
 
     def declared(self, final: bool) -> Declared:
         """Declare every backward in this block to be (or not to be) the last one of the step."""
@@ -298,8 +300,6 @@ class Engine(Closeable):
     def restart(self) -> Any:
         """Restore random generators from the last commit, and return its ``extra``."""
         return self._loop.restart()
-
-    # -- state of the whole ---------------------------------------------------------------------
 
     def quiesce(self) -> None:
         """Wait for all updates and transfers, and drop caches."""
@@ -429,8 +429,6 @@ class Engine(Closeable):
                 p.grad = None
         self._onloaded_units.give_away(values)
         self.let_go()
-
-    # -- the end --------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Remove hooks that an interrupted forward has left on the calling thread."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,20 +15,40 @@ import torch
 from .engine import Engine
 from .errors import OffloadError
 from .optim.joint import JointOptimizer
-from .optim.single_step import name_of
+from .optim.single_step import name_of, same_value, shared_copies
 from .optimizer import OffloadedOptimizer
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
 from .state.torch_state import OptimizerState
 
+log = logging.getLogger("overspill")
+
 # Note [Several optimizers over one model]
 # The engine has one step, whose updates run behind the next forward, and whose commit has the state
-# of all parameters.  So the optimizers of a list take their steps together: the engine's step is
-# taken once ``step()`` of each of them was called, in any order.  As all see the gradients of the
-# same backward, and no parameter is in two of them, the result is that of separate steps.  What
-# would make a difference raises an error: a forward that trains in between, a second step of one,
-# and gradients that were dropped in between.  ``zero_grad()`` of an optimizer that waits for the
-# others takes effect after the engine's step.
+# of all parameters.  So the optimizers of a list are applied together: the engine's step is taken
+# once ``step()`` of each of them was called, in any order.  As all see the gradients of the same
+# backward, and no parameter is in two of them, the result is that of separate steps.
+#
+# Each is applied with the hyper-parameters of its own ``step()``: schedulers may run in between.
+# ``zero_grad()`` of an optimizer that waits for the others takes effect after the engine's step.
+# What else would make a difference raises an error: weights or gradients that were changed in
+# between, and a forward or a use of optimizer state, unless the missing optimizers have no
+# gradients (as after an overflow that ``GradScaler`` found in one of them).
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An optimizer whose ``step()`` was called, and not yet those of all others.
+
+    Attributes:
+        members: its parameters that have a gradient.
+        groups: its hyper-parameters.
+        marks: differ if a weight or gradient was changed since.
+    """
+
+    members: Sequence[torch.Tensor]
+    groups: Sequence[dict[str, Any]]
+    marks: Sequence[tuple[int, ...]]
 
 
 class JointStep:
@@ -33,34 +56,62 @@ class JointStep:
 
     def __init__(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._engine, self._optimizers = engine, optimizers
-        self._given: dict[int, list[torch.Tensor]] = {}  # by optimizer, parameters with gradients
+        self._given: dict[int, _Waiting] = {}  # by optimizer
         self._afterwards: list[Callable[[], None]] = []
-        engine.check_before_training(weakref.WeakMethod(self.require_complete))
+        self._index = {id(p): index for index, p in enumerate(engine.parameters)}
+        engine.check_before_use(weakref.WeakMethod(self.require_complete))
 
     def take(self, number: int) -> None:
         """Note that ``step()`` of an optimizer was called; take the engine's step after the last.
 
         Raises:
-            OffloadError: it was called twice, or gradients are gone since.
+            OffloadError: it was called twice, or what it applies was changed since.
         """
         if number in self._given:
             self.require_complete()
-        params = (p for g in self._optimizers[number].param_groups for p in g["params"])
-        self._given[number] = [p for p in params if p.grad is not None]
-        if len(self._given) < len(self._optimizers):
-            return
-        given, self._given = self._given, {}
-        for each, members in given.items():
-            if any(p.grad is None for p in members):
+        self._engine.write_changes()
+        groups = self._optimizers[number].param_groups
+        members = [p for g in groups for p in g["params"] if p.grad is not None]
+        marks = [self._mark(p) for p in members]
+        self._given[number] = _Waiting(members, shared_copies(groups), marks)
+        if len(self._given) == len(self._optimizers):
+            self._apply()
+
+    def _mark(self, p: torch.Tensor) -> tuple[int, ...]:
+        index, ledger, grad = self._index[id(p)], self._engine.runtime.ledger, p.grad
+        version = grad._version if type(grad) is torch.Tensor else 0
+        return ledger.edits[index], ledger.gradient_edits[index], id(grad), version
+
+    def _apply(self) -> None:
+        """Take the engine's step, and then do what was put off, also after an error."""
+        given, afterwards = self._given, self._afterwards
+        self._given, self._afterwards = {}, []
+        try:
+            with ExitStack() as stack:
+                for number, waiting in given.items():
+                    groups = self._optimizers[number].param_groups
+                    for group, old in zip(groups, waiting.groups, strict=True):
+                        stack.enter_context(_with_values(group, old))
+                self._engine.step(partial(self._require_unchanged, given))
+        finally:
+            for work in afterwards:
+                work()
+
+    def _require_unchanged(self, given: Mapping[int, _Waiting]) -> None:
+        for number, waiting in given.items():
+            name = name_of(self._optimizers[number])
+            if any(p.grad is None for p in waiting.members):
                 raise OffloadError(
-                    f"gradients of {name_of(self._optimizers[each])} were dropped between its "
-                    "step() and that of the other optimizers, which are applied together; call "
-                    "model.zero_grad() after the last step()"
+                    f"gradients of {name} were dropped between its step() and that of the other "
+                    "optimizers, which are applied together; call model.zero_grad() after the last "
+                    "step()"
                 )
-        afterwards, self._afterwards = self._afterwards, []
-        self._engine.step()
-        for work in afterwards:
-            work()
+            if [self._mark(p) for p in waiting.members] != waiting.marks:
+                raise OffloadError(
+                    f"weights or gradients of {name} were changed between its step() and that of "
+                    "the other optimizers, which are applied together; change them before the "
+                    "first step(), or after the last"
+                )
 
     def after(self, number: int, work: Callable[[], None]) -> None:
         """Call ``work`` now, or after the engine's step if the optimizer waits for the others."""
@@ -70,16 +121,48 @@ class JointStep:
             work()
 
     def require_complete(self) -> None:
-        """Raise ``OffloadError`` if only some of the optimizers were stepped."""
+        """Apply optimizers that wait for others, if these have no gradients.
+
+        Raises:
+            OffloadError: they have; no step is taken.
+        """
         if not self._given:
             return
         missing = [o for number, o in enumerate(self._optimizers) if number not in self._given]
-        self._given, self._afterwards = {}, []
+        groups = (group for each in missing for group in each.param_groups)
+        if all(p.grad is None for group in groups for p in group["params"]):
+            self._apply()
+            return
+        afterwards, self._given, self._afterwards = self._afterwards, {}, []
+        for work in afterwards:
+            work()
         raise OffloadError(
-            f"step() of {', '.join(map(name_of, missing))} is missing: the optimizers that were "
-            "wrapped together take their steps together; call step() of each of them after every "
-            "backward (leave gradients None to keep parameters as they are). No step was taken"
+            f"step() of {', '.join(map(name_of, missing))} was not called: the optimizers that "
+            "were wrapped together are applied together; call step() of each of them before the "
+            "model or their state is used (or drop the gradients of those that keep their weights "
+            "as they are). No step was taken"
         )
+
+    def finish(self) -> None:
+        """Apply what can be applied before the engine is closed."""
+        try:
+            self.require_complete()
+        except OffloadError as error:
+            log.warning("overspill: closed in the middle of a step: %s", error)
+
+
+@contextmanager
+def _with_values(group: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Set values in a param group for the duration of the block; the newer ones come back."""
+    newer = {
+        name: group[name] for name, value in values.items()
+        if name in group and not same_value(group[name], value)
+    }  # fmt: skip
+    group.update({name: values[name] for name in newer})
+    try:
+        yield
+    finally:
+        group.update(newer)
 
 
 class PartState(LazyState):
@@ -97,6 +180,20 @@ class PartState(LazyState):
 
     def __contains__(self, p: object) -> bool:
         return id(p) in self._own and super().__contains__(p)
+
+    def __getitem__(self, p: torch.Tensor) -> dict[str, Any]:
+        return super().__getitem__(self._require(p))
+
+    def __setitem__(self, p: torch.Tensor, values: Mapping[str, Any]) -> None:
+        super().__setitem__(self._require(p), values)
+
+    def __delitem__(self, p: torch.Tensor) -> None:
+        super().__delitem__(self._require(p))
+
+    def _require(self, p: torch.Tensor) -> torch.Tensor:
+        if id(p) not in self._own:
+            raise KeyError(p)
+        return p
 
     def clear(self) -> None:
         """Reset the optimizer's parameters to the state before their first step."""
@@ -119,10 +216,15 @@ class OptimizerPart(OffloadedOptimizer):
         self.__dict__["state"] = PartState(engine.state, inner)
         groups = [len(each.param_groups) for each in joint.optimizers]
         self._first = sum(groups[:number])
-        self._joint, self._number, self._steps = joint, number, steps
+        self._number, self._steps = number, steps
 
     def _take_step(self) -> None:
         self._steps.take(self._number)
+
+    def close(self) -> None:
+        """See ``OffloadedOptimizer.close``; it is that of the whole model."""
+        self._steps.finish()
+        super().close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of its parameters, or set them to zero, once they are applied."""
@@ -132,6 +234,7 @@ class OptimizerPart(OffloadedOptimizer):
         return slice(self._first, self._first + len(self.param_groups))
 
     def _state(self) -> dict[str, Any]:
+        self._steps.require_complete()
         whole = self._engine.state_dict()
         groups = whole["param_groups"][self._own_groups()]
         start = min((n for group in groups for n in group["params"]), default=0)
@@ -180,5 +283,5 @@ def in_parts(
     engine = made._engine
     steps = JointStep(engine, joint.optimizers)
     for inner in joint.optimizers:
-        inner.state.clear()
+        inner.state.clear()  # the engine has it
     return [OptimizerPart(engine, joint, n, steps) for n in range(len(joint.optimizers))]

@@ -108,6 +108,7 @@ class Loop:
     def quiesce(self) -> None:
         """Wait for all updates and transfers, and drop caches."""
         self.require_usable()
+        self._group_check.check_others()
         self._forward_stack.tidy()
         self._state.write_back()
         self._weights.take_edits()
@@ -117,8 +118,8 @@ class Loop:
 
     # -- forward --------------------------------------------------------------------------------
 
-    def check_before_training(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """See ``Engine.check_before_training``."""
+    def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """See ``Engine.check_before_use``."""
         self._group_check.also(check)
 
     def before_forward(self) -> None:
@@ -129,6 +130,7 @@ class Loop:
             self._executor.health.require_commits()
             self._averages.require_ended()
             self._group_check.check()
+        self._group_check.check_others()
         self.write_copies()
         self._onloaded_units.refuse_edits()
         if self._commits is not None:
@@ -185,8 +187,13 @@ class Loop:
             self._stepping.backward_over()
         self._trace.compute_pause()
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient."""
+    def write_changes(self) -> None:
+        """Write in-place changes of copies of weights, state and gradients that users have."""
+        self.write_copies()
+        self._held.reconcile()
+
+    def step(self, check: Callable[[], None]) -> None:
+        """Update every parameter that has a gradient, after a ``check``."""
         self._trainer.claim()
         self.require_usable()
         if not self._runtime.ledger.early:  # a step whose updates have begun must be completed
@@ -201,6 +208,7 @@ class Loop:
             self._commits.require_whole()
         self._trace.compute_pause()
         self._held.reconcile()
+        check()
         self._stepping.step()
         self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
@@ -219,6 +227,7 @@ class Loop:
     def commit(self, what: str) -> None:
         """Make the present state durable; ``what`` names the user's call in errors."""
         commits = self._require_commits(what)
+        self._group_check.check_others()
         self._weights.take_edits()
         self.write_copies()
         commits.commit()

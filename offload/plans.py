@@ -257,18 +257,20 @@ def _update_bytes(parts: Partition, rules: Sequence[Rule]) -> int:
     """Return the host memory for updating parameters that are updated as a whole.
 
     That is a copy of a gradient and one temporary tensor, in fp32, and its master if the weight is
-    in another dtype, of the largest parameter; and for coupled optimizers the exact weights,
-    gradients and states of all.
+    in another dtype, of the largest parameter.  For coupled optimizers, it is also the exact
+    weights, gradients and states of all, and another copy of the state of the largest.
     """
     largest = together = 0
     for chunk in (c for unit in parts.units for c in unit.chunks if c.group is not None):
         assert chunk.group is not None
         rule = rules[chunk.group]
+        record = 0
+        if isinstance(rule, CoupledRule):
+            record = rule.format_of(chunk.params[0].shape).nbytes
+            together += chunk.numel * 8 + record
         if is_whole(rule):
             copies = 2 if chunk.dtype == torch.float32 else 3
-            largest = max(largest, chunk.numel * 4 * copies)
-        if isinstance(rule, CoupledRule):
-            together += chunk.numel * 8 + rule.format_of(chunk.params[0].shape).nbytes
+            largest = max(largest, chunk.numel * 4 * copies + record)
     return largest + together
 
 

@@ -5,23 +5,24 @@ See Note [Coupled optimizers].
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .rule import StepScalars
-from .single_step import Group, bare, group_of, options_of, step
+from .single_step import Group, bare, same_value, shared_copies, step, with_params
 from .streamed import RECORD, StreamedRule
 
 # Note [Coupled optimizers]
 # Prodigy and D-Adaptation estimate one step size from the gradients of all parameters; some other
 # optimizers compute a norm or a mean over them, or draw random numbers in their order.  None of
 # them can be run on one parameter at a time.  Their ``step`` runs inside ``optimizer.step()``, on
-# copies of all exact weights, gradients and states in host memory.  The plan counts this memory.
+# copies of all exact weights, gradients and states in host memory.  The plan counts this memory;
+# states are no views of records, so that one that the step replaces is freed.
 # What the step leaves is written back as the update of each parameter, so that placement, commits
 # and state dicts are those of a streamed optimizer (see Note [Streamed optimizers]).
 #
@@ -35,16 +36,15 @@ class Member:
     Attributes:
         shape: of the parameter.
         index: of the parameter in the engine; ``None`` if it is not trained.
-        weight: the exact weight in fp32; the step changes it.  ``None`` if it is not trained.
-        grad: in fp32; ``None`` if it has none in this step.
-        record: its state; the step changes it.
+        param: has a copy of the exact weight, in fp32, and of the gradient if there is one; the
+            step changes both.  ``None`` if it is not trained.
+        state: a copy of its state; the step changes it.
     """
 
     shape: tuple[int, ...]
     index: int | None = None
-    weight: Tensor | None = None
-    grad: Tensor | None = None
-    record: Tensor | None = None
+    param: nn.Parameter | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 class CoupledRule(StreamedRule):
@@ -52,8 +52,8 @@ class CoupledRule(StreamedRule):
 
     Attributes:
         optimizer: that of the group, with the rules of all its groups.
-        results: by parameter, the exact weight and the record after the step that was computed
-            last, until they are written.
+        results: by parameter with a gradient, the exact weight and the state after the step that
+            was computed last, until they are written.
     """
 
     coupled = True
@@ -63,7 +63,7 @@ class CoupledRule(StreamedRule):
     ) -> None:
         super().__init__(source, group)
         self.optimizer = optimizer
-        self.results: dict[int, tuple[Tensor, Tensor]] = {}
+        self.results: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
 
     def update(
         self, grad: Tensor, weight: Tensor, state: Mapping[str, Tensor], scalars: StepScalars,
@@ -73,9 +73,14 @@ class CoupledRule(StreamedRule):
 
     def write(self, index: int, weight: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Write what the step computed for a parameter; return whether the weight is finite."""
-        exact, record = self.results.pop(index)
-        state[RECORD].copy_(record)
-        return self._store(exact.to(weight.device), weight, state)
+        param, values = self.results.pop(index)
+        self.write_record(state[RECORD], values, param, [])
+        return self._store(param.detach().to(weight.device), weight, state)
+
+    def copy_of(self, record: Tensor, param: nn.Parameter) -> dict[str, Any]:
+        """Return a copy of the state in a parameter's record."""
+        form = self.format_of(tuple(param.shape))
+        return form.read(record, param, self.classes, copies=True)[0]
 
 
 class CoupledOptimizer:
@@ -87,45 +92,45 @@ class CoupledOptimizer:
     def step(
         self, groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Member]]
     ) -> list[Group]:
-        """Run the step; it changes weights and records of members.
+        """Run the step, which changes weights and states of members, and leave the results.
 
         Args:
             groups: hyper-parameters of all groups; they are not changed.
             members: the parameters of each group, in their order.
 
         Returns:
-            The hyper-parameters after the step.
+            The hyper-parameters that the step has set, by group.
 
         Raises:
             RuntimeError: the state of a parameter no longer fits its record.
         """
         own = bare(self.rules[0].own, apart=True)
-        stepped: list[tuple[StreamedRule, Member, nn.Parameter, Any]] = []
-        for rule, group, of_group in zip(self.rules, groups, members, strict=True):
-            params = []
-            for member in of_group:
-                if member.weight is None:  # whoever reads it gets an error
-                    nothing = torch.empty(member.shape, device="meta")
-                    params.append(nn.Parameter(nothing, requires_grad=False))
-                    continue
-                param = nn.Parameter(member.weight)
-                param.grad = member.grad
-                params.append(param)
-                assert member.record is not None
-                state, slots = rule.format_of(member.shape).read(member.record, param, rule.classes)
-                if state:
-                    own.state[param] = state
-                stepped.append((rule, member, param, slots))
-            own.param_groups.append(group_of(group, params, named=rule.named))
+        before, now = shared_copies(groups), shared_copies(groups)
+        given: list[tuple[CoupledRule, Member, nn.Parameter]] = []  # those with a gradient
+        for rule, options, of_group in zip(self.rules, now, members, strict=True):
+            rule.results.clear()
+            params = [_nothing(m.shape) if m.param is None else m.param for m in of_group]
+            own.param_groups.append(with_params(options, params, named=rule.named))
+            own.state.update({p: m.state for p, m in zip(params, of_group, strict=True) if m.state})
+            pairs = zip(of_group, params, strict=True)
+            given += [(rule, member, p) for member, p in pairs if p.grad is not None]
         step(own)
-        for of, member, param, slots in stepped:
-            member.weight, member.grad = param.detach(), None
-            assert member.record is not None
-            of.write_record(member.record, own.state.get(param, {}), param, slots)
-        return [options_of(group) for group in own.param_groups]
+        for rule, member, param in given:
+            param.grad, member.state = None, own.state.get(param, {})
+            rule.check_record(member.state, param)
+            if member.index is not None:
+                rule.results[member.index] = param, member.state
+        return [
+            {k: v for k, v in after.items() if k not in old or not same_value(old[k], v)}
+            for old, after in zip(before, map(_options, own.param_groups), strict=True)
+        ]
 
 
-def first_member(rule: StreamedRule, weight: Tensor) -> Member:
-    """Return a member that has taken no step."""
-    shape = tuple(weight.shape)
-    return Member(shape, None, weight, None, rule.stored(copy.deepcopy(rule.first_state), shape))
+def _options(group: Mapping[str, Any]) -> Group:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _nothing(shape: tuple[int, ...]) -> nn.Parameter:
+    """Return a parameter in the place of one that is not trained: NaN, without memory."""
+    nothing = torch.full((), math.nan, device="cpu").expand(shape)
+    return nn.Parameter(nothing, requires_grad=False)

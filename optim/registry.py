@@ -131,7 +131,10 @@ def rules_for(optimizer: torch.optim.Optimizer) -> tuple[Rule, ...]:
         return tuple(rule for each in optimizer.optimizers for rule in rules_for(each))
     for key in ("capturable", "differentiable"):
         if any(bool(group.get(key)) for group in optimizer.param_groups):
-            raise TypeError(f"{key}=True has no meaning outside torch's own step; leave it False")
+            raise TypeError(
+                f"{key}=True is not possible, since updates run outside of CUDA graphs and "
+                "autograd; set it to False"
+            )
     maker = MAKERS.get(type(optimizer))
     if maker is None:
         return _streamed(optimizer)

@@ -54,12 +54,35 @@ def options_of(group: Mapping[str, Any]) -> Group:
     }  # fmt: skip
 
 
+def shared_copies(groups: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Return copies of groups without parameters; what they share, the copies share as well."""
+    memo: dict[int, Any] = {}
+    return [
+        {
+            name: _copied_once(value, memo) for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        for group in groups
+    ]  # fmt: skip
+
+
+def _copied_once(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) not in memo:
+        memo[id(value)] = copied(value)
+    return memo[id(value)]
+
+
 def group_of(
     group: Mapping[str, Any], params: Sequence[nn.Parameter], *, named: bool = False
 ) -> Group:
     """Return a group with the same hyper-parameters and other parameters."""
+    return with_params(options_of(group), params, named=named)
+
+
+def with_params(options: Group, params: Sequence[nn.Parameter], *, named: bool) -> Group:
+    """Return a group with these hyper-parameters themselves, and parameters."""
     names = {"param_names": [f"p{n}" for n in range(len(params))]} if named else {}
-    return {**options_of(group), **names, "params": list(params)}
+    return {**options, **names, "params": list(params)}
 
 
 def copied(value: Any) -> Any:

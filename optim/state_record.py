@@ -40,6 +40,10 @@ _CONTAINERS = {
 Classes = Mapping[tuple[str, str], type]
 
 
+class UnknownClassError(Exception):
+    """A parameter's state has an object whose class a reader of the record would not know."""
+
+
 class RecordFullError(Exception):
     """A parameter's state needs more bytes than its record has."""
 
@@ -174,7 +178,7 @@ class RecordFormat:
     @staticmethod
     def of(state: dict[str, Any]) -> RecordFormat:
         """Return a format with room for a state, and for numbers in it that grow."""
-        text, tensors = _pickled(state)
+        text, tensors, _ = _pickled(state)
         start = _align(HEADER + 2 * len(text) + 256, 512)
         return RecordFormat(start, _laid_out(tensors, start)[1])
 
@@ -186,14 +190,16 @@ class RecordFormat:
         return RecordFormat(start, start + most)
 
     def read(
-        self, record: Tensor, param: Tensor | None = None, classes: Classes | None = None
-    ) -> tuple[dict[str, Any], list[Slot]]:
-        """Return the state that a record has, whose larger tensors lie over the record.
+        self, record: Tensor, param: Tensor | None = None, classes: Classes | None = None,
+        *, copies: bool = False,
+    ) -> tuple[dict[str, Any], list[Slot]]:  # fmt: skip
+        """Return the state that a record has; its larger tensors are views of the record.
 
         Args:
             record: uint8, ``nbytes`` long, on any device.
             param: what references to the parameter itself become.
             classes: those whose objects the state may hold, by module and name.
+            copies: return copies instead of views.
 
         Returns:
             The state, and where its tensors are.
@@ -205,35 +211,31 @@ class RecordFormat:
         if not length:
             return {}, []
         text = record[HEADER : HEADER + length].cpu().numpy().tobytes()
-        reader = _Unpickler(
-            text, lambda slot: slot.view(record), record.device, param, classes or {}
-        )
+
+        def tensor_at(slot: Slot) -> Tensor:
+            return slot.view(record).clone() if copies else slot.view(record)
+
+        reader = _Unpickler(text, tensor_at, record.device, param, classes or {})
         return reader.load(), reader.slots
 
     def write(
         self, record: Tensor, state: dict[str, Any], param: Tensor | None = None,
-        slots: list[Slot] | None = None,
+        slots: list[Slot] | None = None, classes: Classes | None = None,
     ) -> None:  # fmt: skip
         """Store a state; tensors that lie in their place already are not copied.
 
         Args:
             slots: where the tensors of the state before lie, as ``read`` returned it.
+            classes: those that the reader of the record knows; ``None``: all of the state.
 
         Raises:
             RecordFullError: the state needs more bytes; nothing was changed.
+            UnknownClassError: it has objects of other classes; nothing was changed.
         """
         if not state:
             record[:8].zero_()
             return
-        text, tensors = _pickled(state, param, slots or [])
-        places = slots or []
-        if not _same_places(tensors, places):
-            places, end = _laid_out(tensors, self.start)
-            if end > self.nbytes:
-                raise RecordFullError(end, self.nbytes)
-            text, _ = _pickled(state, param, places)
-        if HEADER + len(text) > self.start:
-            raise RecordFullError(self.nbytes + HEADER + len(text) - self.start, self.nbytes)
+        text, tensors, places = self._arranged(state, param, slots or [], classes)
         memory = record.untyped_storage().data_ptr()
         moved = [
             (t.clone() if t.untyped_storage().data_ptr() == memory else t, slot)
@@ -246,6 +248,28 @@ class RecordFormat:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         record[:8].copy_(head)
         record[HEADER : HEADER + len(text)].copy_(data)
+
+    def check(self, state: dict[str, Any], param: Tensor, classes: Classes) -> None:
+        """Raise what ``write`` would raise."""
+        if state:
+            self._arranged(state, param, [], classes)
+
+    def _arranged(
+        self, state: dict[str, Any], param: Tensor | None, places: list[Slot],
+        classes: Classes | None,
+    ) -> tuple[bytes, list[Tensor], list[Slot]]:  # fmt: skip
+        """Return the pickle of a state, its tensors, and where these go."""
+        text, tensors, found = _pickled(state, param, places)
+        if classes is not None and (unknown := found.keys() - classes.keys()):
+            raise UnknownClassError(".".join(min(unknown)))
+        if not _same_places(tensors, places):
+            places, end = _laid_out(tensors, self.start)
+            if end > self.nbytes:
+                raise RecordFullError(end, self.nbytes)
+            text, _, _ = _pickled(state, param, places)
+        if HEADER + len(text) > self.start:
+            raise RecordFullError(self.nbytes + HEADER + len(text) - self.start, self.nbytes)
+        return text, tensors, places
 
 
 def length_in(header: bytes) -> int:
@@ -266,11 +290,11 @@ def structure(text: bytes, tensor_at: Callable[[Slot], Any]) -> dict[str, Any]:
 
 def _pickled(
     state: Any, param: Tensor | None = None, slots: list[Slot] | None = None
-) -> tuple[bytes, list[Tensor]]:
+) -> tuple[bytes, list[Tensor], dict[tuple[str, str], type]]:
     """Pickle a state; its tensors refer to ``slots`` in turn, if these suit them.
 
     Returns:
-        The pickle, and the tensors in the order of their references.
+        The pickle, the tensors in the order of their references, and the classes of objects.
     """
     tensors: list[Tensor] = []
 
@@ -281,8 +305,9 @@ def _pickled(
         return _name(value.dtype), tuple(value.shape), _dense(value), offset
 
     file = io.BytesIO()
-    _Pickler(file, param, place).dump(state)
-    return file.getvalue(), tensors
+    pickler = _Pickler(file, param, place)
+    pickler.dump(state)
+    return file.getvalue(), tensors, pickler.classes
 
 
 def _same_places(tensors: list[Tensor], slots: list[Slot]) -> bool:

@@ -10,8 +10,8 @@ import math
 import random
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,27 +25,35 @@ from .norm import sum_of_squares
 from .reference import read_weight, write_weight
 from .rule import StepScalars
 from .single_step import Group, bare, called, name_of, options_of, refresh, same_value, stepped
-from .state_record import RecordFormat, RecordFullError, Slot, classes_in, tensors_in
+from .state_record import (
+    RecordFormat,
+    RecordFullError,
+    Slot,
+    UnknownClassError,
+    classes_in,
+    tensors_in,
+)
 
 # Note [Streamed optimizers]
 # Most optimizers update a parameter from its own weight, gradient and state alone.  Such an
 # optimizer needs no rule of ours: ``stepped`` makes a copy of it with one param group of one
-# parameter, and calls its ``step``.  The parameter lies over the fp32 master, and its state over
-# the parameter's record (``state_record``), so that no second copy of either exists.
+# parameter, and calls its ``step``.  The parameter is a view of the fp32 weight or master, and
+# large state tensors are views of the parameter's record (``state_record``).  A split master, and a
+# gradient that is scaled or not fp32, need a temporary copy.
 #
 # Hyper-parameters are those that the group had when the step began.  Some optimizers write to the
 # group (a step count, the sum of past learning rates), once per step for all its parameters.
 # Copies of the group would lose this, so ``advance`` runs one more step, on a parameter of its own
 # of a few elements, and the engine stores what that has changed in the user's group.
 #
-# ``streamed_trial`` finds out whether all this gives the same bits as the optimizer itself: it
-# trains some small parameters with gradients of very different sizes in both ways.  It refuses
-# optimizers that couple parameters, keep state outside of ``state`` and ``param_groups``, or draw
-# random numbers from global generators: these would depend on the order of updates, and updates
-# that run in the background would take numbers from the training loop.
+# ``streamed_trial`` finds out whether all this gives the same results as the optimizer itself: it
+# trains some small parameters with gradients of very different sizes in both ways.  Optimizers that
+# couple parameters, or draw random numbers from global generators, depend on the order of updates:
+# see Note [Coupled optimizers].  Those that keep state outside of ``state`` and ``param_groups``
+# are refused.
 
 RECORD = "record"
-"""The field with all of a parameter's state."""
+"""The field that holds all state of one parameter, as bytes; see ``state_record``."""
 
 _SMALL = 2**16  # elements; the state of larger parameters is found without memory, if possible
 
@@ -82,7 +90,7 @@ class StreamedRule:
         self.first_state = _first_state(optimizer, group)
         self.options = self.group_after("train", group)
         lr = self.options.get("lr")
-        if lr is not None and not bool(lr):  # of a warm-up; nothing would be seen
+        if lr is not None and not bool(lr):  # a warm-up from 0: the trial would see no change
             self.options["lr"] = self.options.get("initial_lr") or 0.01
         self._formats: dict[tuple[int, ...], RecordFormat] = {}
         self.classes: dict[tuple[str, str], type] = {}
@@ -145,7 +153,7 @@ class StreamedRule:
         return found[1:]
 
     def read(self, record: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return the state in a record; its larger tensors lie over the record."""
+        """Return the state in a record; its larger tensors are views of the record."""
         return self.format_of(shape).read(record, None, self.classes)[0]
 
     def stored(self, state: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
@@ -160,8 +168,9 @@ class StreamedRule:
             form.write(record, state)
         except RecordFullError as error:
             raise ValueError(
-                f"the state of a parameter of shape {shape} takes {error.need} bytes, and "
-                f"{self.name} keeps {error.have}: is it that of another optimizer?"
+                f"the given state of a parameter of shape {shape} takes {error.need} bytes, and "
+                f"that of {self.name} takes {error.have}; give the state of an optimizer of the "
+                "same class with the same options"
             ) from None
         return record
 
@@ -258,9 +267,25 @@ class StreamedRule:
         Raises:
             RuntimeError: it does not fit.
         """
-        shape = tuple(param.shape)
+        with self._named_errors(tuple(param.shape)) as form:
+            form.write(record, values, param, slots, self.classes)
+
+    def check_record(self, values: dict[str, Any], param: nn.Parameter) -> None:
+        """Raise what ``write_record`` would raise."""
+        with self._named_errors(tuple(param.shape)) as form:
+            form.check(values, param, self.classes)
+
+    @contextmanager
+    def _named_errors(self, shape: tuple[int, ...]) -> Iterator[RecordFormat]:
         try:
-            self.format_of(shape).write(record, values, param, slots)
+            yield self.format_of(shape)
+        except UnknownClassError as error:
+            raise RuntimeError(
+                f"the state that {self.name} keeps of a parameter of shape {shape} now has an "
+                f"object of {error}, which it had not when wrap tested it; a resumed run could not "
+                "read it. If an option was changed since wrap, resume the last commit with an "
+                "optimizer that has it"
+            ) from None
         except RecordFullError as error:
             raise RuntimeError(
                 f"the state that {self.name} keeps of a parameter of shape {shape} has grown to "
@@ -284,7 +309,8 @@ class StreamedRule:
     def _scaled(self, grad: Tensor, scale: float) -> Tensor:
         """Return a gradient in fp32, times a factor.
 
-        It is the gradient itself if that is what it is, as in PyTorch; some optimizers write to it.
+        It shares the gradient's memory if nothing is to convert: an optimizer may change it in
+        place, as in PyTorch.
         """
         if scale == 1.0 and grad.dtype == torch.float32:
             return grad.detach()
@@ -347,7 +373,10 @@ class Quiet(ExitStack):
 
 
 class _Answers(TorchFunctionMode):
-    """Lets code ask tensors on ``meta`` for values, which decide about sizes only rarely."""
+    """Returns placeholders when code asks tensors on ``meta`` for values.
+
+    Values rarely decide about the size of the state.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

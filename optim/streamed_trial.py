@@ -5,25 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .coupled import CoupledOptimizer, Member, first_member
+from .coupled import CoupledOptimizer, CoupledRule, Member
 from .single_step import (
     Group,
     UnsuitableError,
     bare,
     changed_attribute,
     copied,
-    group_of,
     options_of,
     refuse_attributes,
     same_value,
+    shared_copies,
     step,
+    with_params,
 )
 from .streamed import RECORD, Generators, Quiet, StreamedRule, drawn, generators, restore
 
@@ -69,7 +69,8 @@ def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
     shapes = [_shapes_like(group) for group in optimizer.param_groups]
     with Quiet():
         before = generators()
-        plain, own = _plain_run(optimizer, rules, shapes)
+        options = _options(optimizer, rules)
+        plain, own = _plain_run(optimizer, rules, shapes, options)
         draws = not _same_states(generators(), before)
         known = any(word in type(optimizer).__qualname__.lower() for word in COUPLED)
         if not (known or draws):
@@ -79,7 +80,7 @@ def trial(optimizer: torch.optim.Optimizer) -> tuple[StreamedRule, ...]:
                 return rules
         restore(before)
         try:
-            _try_together(together, shapes, plain)
+            _try_together(together, shapes, plain, options)
         except UnsuitableError as error:
             for key in (each for each in own.state if not isinstance(each, Tensor)):
                 raise UnsuitableError(
@@ -95,19 +96,31 @@ def _shapes_like(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
     return [s for dim in dims for s in _SHAPES.get(dim, [(2,) * dim, (1, *(2,) * (dim - 1))])]
 
 
+def _options(optimizer: torch.optim.Optimizer, rules: Sequence[StreamedRule]) -> list[Group]:
+    """Return the hyper-parameters for a trial; groups share what those of the optimizer share."""
+    found = shared_copies(optimizer.param_groups)
+    for group, rule in zip(found, rules, strict=True):
+        options = rule.options.items()
+        group.update({k: v for k, v in options if k not in group or not same_value(group[k], v)})
+    return found
+
+
 def _plain_run(
     optimizer: torch.optim.Optimizer, rules: Sequence[StreamedRule],
-    shapes: Sequence[Shapes],
+    shapes: Sequence[Shapes], options: Sequence[Group],
 ) -> tuple[list[tuple[list[Tensor], Group]], torch.optim.Optimizer]:  # fmt: skip
     """Train with the optimizer itself.
+
+    Args:
+        options: hyper-parameters at the beginning.
 
     Returns:
         The weights and hyper-parameters of every group, and the copy of the optimizer.
     """
     own = bare(optimizer, apart=True)
-    for group, rule, sizes in zip(optimizer.param_groups, rules, shapes, strict=True):
+    for group, rule, sizes in zip(shared_copies(options), rules, shapes, strict=True):
         params = [nn.Parameter(drawn(shape, i, "cpu")) for i, shape in enumerate(sizes)]
-        own.param_groups.append(group_of(rule.options, params, named="param_names" in group))
+        own.param_groups.append(with_params(group, params, named=rule.named))
         if rule.first_state:
             own.state.update({p: copy.deepcopy(rule.first_state) for p in params})
     before = {name: copied(value) for name, value in own.__dict__.items()}
@@ -161,29 +174,40 @@ def _try(rule: StreamedRule, shapes: Shapes, weights: list[Tensor], options: Gro
 
 def _try_together(
     optimizer: CoupledOptimizer, shapes: Sequence[Shapes],
-    plain: Sequence[tuple[list[Tensor], Group]],
+    plain: Sequence[tuple[list[Tensor], Group]], groups: list[Group],
 ) -> None:  # fmt: skip
-    """Train the same parameters with a new copy of the optimizer for every step, and compare."""
-    groups, members = [rule.options for rule in optimizer.rules], []
+    """Train the same parameters with a new copy of the optimizer for every step, and compare.
+
+    Args:
+        groups: hyper-parameters at the beginning.
+    """
+    kept: list[list[tuple[Tensor, Tensor]]] = []  # weights and records, as an engine has them
     try:
         for rule, sizes in zip(optimizer.rules, shapes, strict=True):
             with Quiet():
                 _settle(rule, sizes)
-            members.append([first_member(rule, drawn(s, i, "cpu")) for i, s in enumerate(sizes)])
+            kept.append([
+                (drawn(s, i, "cpu"), rule.stored(copy.deepcopy(rule.first_state), s))
+                for i, s in enumerate(sizes)
+            ])  # fmt: skip
         for number in range(1, STEPS + 1):
-            for of_group in members:
-                for i, member in enumerate(of_group):
-                    member.grad = _gradient(member.shape, i, number)
-            after = optimizer.step(groups, [list(map(_written, each)) for each in members])
+            members = [
+                [_member(rule, i, *each, number) for i, each in enumerate(of_group)]
+                for rule, of_group in zip(optimizer.rules, kept, strict=True)
+            ]
+            after = optimizer.step(groups, members)
             groups = [{**old, **new} for old, new in zip(groups, after, strict=True)]
+            for rule, of_group in zip(optimizer.rules, kept, strict=True):
+                for i in list(rule.results):
+                    rule.write(i, of_group[i][0], {RECORD: of_group[i][1]})
     except Exception as error:
         raise UnsuitableError(
             f"its step fails on copies of its parameters ({type(error).__name__}: {error})"
         ) from error
-    for group, of_group, (weights, options) in zip(groups, members, plain, strict=True):
-        mine = [member.weight for member in of_group]
-        first = [drawn(m.shape, i, "cpu") for i, m in enumerate(of_group)]
-        if mine and all(map(same_value, mine, first)):
+    for group, of_group, (weights, options) in zip(groups, kept, plain, strict=True):
+        mine = [weight for weight, _ in of_group]
+        first = [drawn(tuple(w.shape), i, "cpu") for i, w in enumerate(mine)]
+        if mine and all(map(same_value, weights, first)):
             raise UnsuitableError("its step changes no weights with the options that it has")
         same = all(map(same_value, mine, weights)) and group.keys() == options.keys()
         if not same or not all(same_value(group[name], options[name]) for name in options):
@@ -193,12 +217,10 @@ def _try_together(
             )
 
 
-def _written(member: Member) -> Member:
-    """Return a copy of a member whose step the engine does not write: it has no gradient."""
-    if member.grad is not None:
-        return member
-    assert member.weight is not None and member.record is not None
-    return replace(member, weight=member.weight.clone(), record=member.record.clone())
+def _member(rule: CoupledRule, index: int, weight: Tensor, record: Tensor, step: int) -> Member:
+    param, shape = nn.Parameter(weight.clone()), tuple(weight.shape)
+    param.grad = _gradient(shape, index, step)
+    return Member(shape, index, param, rule.copy_of(record, param))
 
 
 def _settle(rule: StreamedRule, shapes: Shapes) -> None:

@@ -25,12 +25,14 @@ class Prepared:
         scale: factor for all gradients.
         commits: whether to commit the state after the step.
         random: the states of the random generators at its end.
+        groups: by param group, the values that the optimizer has set in it.
     """
 
     present: Mapping[int, frozenset[int]]
     scale: float
     commits: bool
     random: Mapping[str, Any] = field(repr=False)
+    groups: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
 
 class Ledger:
@@ -43,6 +45,7 @@ class Ledger:
         edits: by parameter, how often its weight has changed otherwise.
         squares: by parameter, the sum of squares of its gradient as it arrived.
         scales: by parameter, the factor applied to its gradient since.
+        gradient_edits: by parameter, how often its gradient was changed since it arrived.
         measures: whether ``squares`` are computed as gradients arrive.
         early: units that the backward of the current step has updated already.
         changing: parameters that their modules have changed in forward.
@@ -63,6 +66,7 @@ class Ledger:
         self.versions = [0] * units
         self.updates = [0] * units
         self.edits = [0] * parameters
+        self.gradient_edits = [0] * parameters
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()

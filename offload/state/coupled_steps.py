@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from ..grads.held_gradients import HeldGradients
 from ..movement.runtime import Runtime
 from ..optim.coupled import CoupledOptimizer, CoupledRule, Member
@@ -23,11 +25,11 @@ class CoupledSteps:
         self._groups, self._contents, self._held = groups, contents, held
         self._ledger, self._direct, self._parts = runtime.ledger, runtime.direct, blueprint.parts
         self._index = {id(p): index for index, p in enumerate(blueprint.parts.parameters)}
+        self._rules = {n: r for n, r in enumerate(blueprint.rules) if isinstance(r, CoupledRule)}
         # The optimizers, and the numbers of their groups, which are neighbours.
         self._optimizers: dict[CoupledOptimizer, list[int]] = {}
-        for number, rule in enumerate(blueprint.rules):
-            if isinstance(rule, CoupledRule):
-                self._optimizers.setdefault(rule.optimizer, []).append(number)
+        for number, rule in self._rules.items():
+            self._optimizers.setdefault(rule.optimizer, []).append(number)
 
     def compute(
         self, units: Mapping[int, frozenset[int]], scale: float
@@ -50,11 +52,6 @@ class CoupledSteps:
         for optimizer, numbers in self._optimizers.items():
             members = [[self._member(p, made) for p in self._groups[n]["params"]] for n in numbers]
             values = optimizer.step([self._groups[n] for n in numbers], members)
-            for rule, of_group in zip(optimizer.rules, members, strict=True):
-                rule.results = {
-                    m.index: (m.weight, m.record) for m in of_group
-                    if m.index in present and m.weight is not None and m.record is not None
-                }  # fmt: skip
             after.update(zip(numbers, values, strict=True))
         return after
 
@@ -64,22 +61,22 @@ class CoupledSteps:
 
     def _members(self, present: frozenset[int], scale: float) -> dict[int, Member]:
         """Return copies of all that coupled optimizers train, by parameter."""
-        of_coupled = {n for numbers in self._optimizers.values() for n in numbers}
         made: dict[int, Member] = {}
         for unit in self._parts.units:
-            chunks = [n for n, chunk in enumerate(unit.chunks) if chunk.group in of_coupled]
-            if not chunks:
+            rules = {
+                number: self._rules[chunk.group] for number, chunk in enumerate(unit.chunks)
+                if chunk.group in self._rules
+            }  # fmt: skip
+            if not rules:
                 continue
             exact = {spec.index: value for spec, value in self._contents.masters(unit.index)}
-            for number in chunks:
+            for number, rule in rules.items():
                 (spec,) = unit.chunks[number].params
-                index = spec.index
-                record = self._contents.stored(unit.index, number)[index][RECORD]
-                made[index] = Member(
-                    tuple(spec.shape), index, exact[index], self._gradient(index, scale)
-                    if index in present else None, record,
-                )  # fmt: skip
+                param = nn.Parameter(exact[spec.index])
+                if spec.index in present:
+                    factor = scale * self._ledger.scales.get(spec.index, 1.0)
+                    param.grad = self._held.exact(spec.index, factor)
+                record = self._contents.stored(unit.index, number)[spec.index][RECORD]
+                state = rule.copy_of(record, param)
+                made[spec.index] = Member(tuple(spec.shape), spec.index, param, state)
         return made
-
-    def _gradient(self, index: int, scale: float) -> Any:
-        return self._held.exact(index, scale * self._ledger.scales.get(index, 1.0))

@@ -221,7 +221,7 @@ class OptimizerState:
         self._edit(made)
 
     def reset(self, indices: Iterable[int]) -> None:
-        """Reset parameters to the state before their first step."""
+        """Reset parameters to empty state, as before their first step."""
         given: dict[int, Mapping[str, Any]] = {}
         for index in indices:
             rule, group = self._blueprint.rule_of(index), self._parts.groups[index]
@@ -312,8 +312,9 @@ class OptimizerState:
         """Return the state in the format of ``torch.optim.Optimizer.state_dict``.
 
         Parameters that have taken a step have fp32 moments, and the exact ``master`` if their
-        weight has one.  ``"param_names"`` has the parameter names of each group, so that the state
-        can be loaded after the model has changed.
+        weight has one; those of streamed optimizers their own state, and ``overspill.master``.
+        ``"param_names"`` has the parameter names of each group, so that the state can be loaded
+        after the model has changed.
         """
         self.write_back(range(len(self._steps)))
         made = self.streamed(lambda name, shape, read: read())

@@ -51,6 +51,12 @@ class ParamGroupCheck:
         """Call another check, too, as long as its object lives."""
         self._others.append(check)
 
+    def check_others(self) -> None:
+        """Call the other checks, before every use of the model and its state."""
+        for other in self._others:
+            if (check := other()) is not None:
+                check()
+
     def _present(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._groups]
 
@@ -62,9 +68,7 @@ class ParamGroupCheck:
                 has no state; another one has taken a parameter's place in the model; or the groups
                 have other members.
         """
-        for other in self._others:
-            if (other_check := other()) is not None:
-                other_check()
+        self.check_others()
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise OffloadError(

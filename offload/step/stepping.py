@@ -78,6 +78,7 @@ class Stepping:
         )
         self._renew, self._random_states = renew, random_states
         self._compute_coupled = compute_coupled
+        ledger.when_taken(self._taken)
         self._protocol = onloaded_units.executor.protocol
 
     def backward_over(self) -> None:
@@ -136,9 +137,11 @@ class Stepping:
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
         advanced = self._updater.advanced(index for present in units.values() for index in present)
-        ledger.next = Prepared(units, scale, commit, random)
+        ledger.next = Prepared(units, scale, commit, random, {**advanced, **coupled})
         self._protocol.step(tuple(units), background=self._background, commit=commit)
-        for number, values in {**advanced, **coupled}.items():
+
+    def _taken(self, step: Prepared) -> None:
+        for number, values in step.groups.items():
             self._groups[number].update(values)
 
     def _refuse_changed_groups(self) -> None:

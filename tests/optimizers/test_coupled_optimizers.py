@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from prodigyopt import Prodigy
+from pytorch_optimizer import load_optimizer
 from torch import nn
 
 import overspill
@@ -123,18 +124,57 @@ def test_one_of_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_and_those_without_a_gradient(tmp_path: Path) -> None:
+    for make in (Coupled, load_optimizer("dadaptadam")):
+        plain, model = build(), build()
+        for each in (plain, model):
+            each[0][0].weight.requires_grad_(False)
+        its, folder = make(plain.parameters()), tmp_path / make.__name__
+        folder.mkdir()
+        with overspill.wrap(model, make(model.parameters()), nvme=folder, **OPTIONS) as optimizer:
+            for number in range(5):
+                for each, o in ((plain, its), (model, optimizer)):
+                    part = each[: 2 + number % 3]
+                    part(normal(number, 4, WIDTH)).square().mean().backward()
+                    o.step()
+                    o.zero_grad()
+            same(model, plain)
+
+
+def test_values_in_groups_stay_the_users_and_shared(tmp_path: Path) -> None:
+    """A learning rate in a tensor that the user changes, and a count that groups share."""
+
+    class Counts(Coupled):
+        def __init__(self, params: Any, lr: Any) -> None:
+            super().__init__(params, lr)
+            for group in self.param_groups:
+                group["count"] = self.param_groups[0].get("count", [0])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["count"][0] += 1
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(group["count"][0])
+            super().step()
+
+    def halves(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": model[:2].parameters()}, {"params": model[2:].parameters()}]  # type: ignore[index]
+
     plain, model = build(), build()
-    for each in (plain, model):
-        each[0][0].weight.requires_grad_(False)
-    its = Coupled(plain.parameters())
-    with overspill.wrap(model, Coupled(model.parameters()), nvme=tmp_path, **OPTIONS) as optimizer:
-        for number in range(5):
-            for each, o in ((plain, its), (model, optimizer)):
-                part = each[: 2 + number % 3]
-                part(normal(number, 4, WIDTH)).square().mean().backward()
-                o.step()
-                o.zero_grad()
+    rates = torch.tensor(0.01), torch.tensor(0.01)
+    its = Counts(halves(plain), rates[0])
+    inner = Counts(halves(model), rates[1])
+    with overspill.wrap(model, inner, nvme=tmp_path, **OPTIONS) as optimizer:
+        for number in range(4):
+            step(plain, its, number)
+            step(model, optimizer, number)
+            for rate in rates:
+                rate.mul_(0.5)
         same(model, plain)
+        first, second = optimizer.param_groups
+        assert first["count"] is second["count"] and first["count"] == [8]
+        assert first["lr"] is rates[1] and first["size"] == its.param_groups[0]["size"]
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
@@ -164,7 +204,9 @@ def test_masters_of_bf16_weights_are_those_of_the_same_loop(master: str, tmp_pat
 def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(tmp_path: Path) -> None:
     plain, model = build(), build()
     its = Coupled(plain.parameters())
-    files = [f"{PACKAGE}/state/coupled_steps.py", str(coupled.__file__)]
+    files = [
+        str(coupled.__file__), f"{PACKAGE}/state/coupled_steps.py", f"{PACKAGE}/step/stepping.py"
+    ]  # fmt: skip
     taken = 0
     with overspill.wrap(model, Coupled(model.parameters()), nvme=tmp_path, **OPTIONS) as optimizer:
         for within in files:
@@ -184,6 +226,7 @@ def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(tmp_path: Pa
                 assert optimizer.step_count == taken
                 its.step()
                 same(model, plain)
+                assert optimizer.param_groups[0]["size"] == its.param_groups[0]["size"], trip.where
                 optimizer.zero_grad()
                 its.zero_grad()
             assert at > 20

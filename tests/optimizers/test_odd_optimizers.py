@@ -367,3 +367,61 @@ def test_state_that_grows_ends_the_run_and_is_resumed(tmp_path: Path) -> None:
     )
     with optimizer:
         same(model, plain)
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    plain, model = build(), build()
+    its = torch.optim.RMSprop(plain.parameters(), momentum=0.9, centered=True)
+    with wrapped(model, torch.optim.RMSprop(model.parameters()), tmp_path) as optimizer:
+        step(plain, its, 0)
+        step(model, optimizer, 0)
+        with says("give the state of an optimizer of the same class", ValueError):
+            optimizer.load_state_dict(its.state_dict())
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        its = torch.optim.RMSprop(plain.parameters())
+        step(plain, its, 1)
+        optimizer.load_state_dict(its.state_dict())
+        assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+        model.load_state_dict(plain.state_dict())
+        step(plain, its, 2)
+        step(model, optimizer, 2)
+        same(model, plain)
+
+
+class Mark:
+    pass
+
+
+class Marks(Base):
+    def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        if group["marks"]:
+            state["mark"] = Mark()
+        super().update(group, p, state)
+
+
+def test_objects_that_come_later_end_the_run_and_are_resumed(tmp_path: Path) -> None:
+    """A record with an object of a class that no trial has seen could not be read again."""
+    plain, model = build(), build()
+    its = Marks(plain.parameters(), marks=False)
+    optimizer = wrapped(model, Marks(model.parameters(), marks=False), tmp_path)
+    step(plain, its, 0)
+    step(model, optimizer, 0)
+    optimizer.commit()
+    optimizer.param_groups[0]["marks"] = True
+    with says("now has an object of tests.optimizers.test_odd_optimizers.Mark"):
+        step(model, optimizer, 1)
+        model(normal(0, 1, WIDTH))
+        optimizer.commit()
+    optimizer.close()
+    model = build()
+    options = {"rates": overspill.Rates(), **TIGHT["tight"]}
+    inner = Marks(model.parameters(), marks=True)
+    optimizer, _ = overspill.resume(model, tmp_path, inner, **options)
+    with optimizer:
+        optimizer.param_groups[0]["marks"] = True
+        assert optimizer.step_count == 1
+        step(plain, its, 1)
+        step(model, optimizer, 1)
+        same(model, plain)
+        assert isinstance(optimizer.state[model[0][0].weight]["mark"], Mark)

@@ -128,34 +128,101 @@ def test_one_norm_clips_all(tmp_path: Path) -> None:
     made[0].close()
 
 
-def wrapped(model: nn.Module) -> list[overspill.OffloadedOptimizer]:
-    return overspill.wrap(model, pair(model), device=CPU, host_memory="4MiB")
+def wrapped(model: nn.Module, **more: Any) -> list[overspill.OffloadedOptimizer]:
+    return overspill.wrap(
+        model, pair(model), device=CPU, host_memory="4MiB", rates=overspill.Rates(), **more
+    )
 
 
 @about_cpu
-def test_what_separate_steps_would_change_is_refused() -> None:
+def test_what_separate_steps_would_change_is_refused(tmp_path: Path) -> None:
     model = build()
-    muon, adamw = wrapped(model)
-    x = normal(0, 4, WIDTH)
-    model(x).sum().backward()
-    muon.step()
-    with says("step() of torch.optim.adamw.AdamW is missing"):
-        model(x)
-    model.zero_grad()
-    model(x).sum().backward()
-    muon.step()
-    with says("step() of torch.optim.adamw.AdamW is missing"):
+    muon, adamw = wrapped(model, nvme=tmp_path)
+    x, missing = normal(0, 4, WIDTH), "step() of torch.optim.adamw.AdamW was not called"
+    matrix = model[0][0].weight
+    for use in (
+        lambda: model(x), muon.step, muon.state_dict, muon.commit,
+        torch.no_grad()(lambda: model(x)),
+    ):  # fmt: skip
+        model(x).sum().backward()
         muon.step()
-    muon.step()
-    with torch.no_grad():
-        model(x)  # an evaluation changes nothing
-    model.zero_grad()
-    with says("call model.zero_grad() after the last step()"):
-        adamw.step()
-    assert muon.step_count == 0
+        muon.zero_grad()
+        with says(missing):
+            use()
+        assert matrix.grad is None and muon.step_count == 0
+        model.zero_grad()
+    for change, remedy in (
+        (model.zero_grad, "call model.zero_grad() after the last step()"),
+        (lambda: matrix.grad.mul_(2), "change them before the first step(), or after the last"),
+        (lambda: matrix.grad.add_(1), "change them before the first step(), or after the last"),
+        (lambda: matrix.data.mul_(2), "change them before the first step(), or after the last"),
+    ):
+        model(x).sum().backward()
+        muon.step()
+        change()
+        with says(remedy):
+            adamw.step()
+        assert muon.step_count == 0
+        model.zero_grad()
     step(model, [muon, adamw], 0)
     assert muon.step_count == 1
     muon.close()
+
+
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+def test_schedulers_may_run_between_the_steps(update: str) -> None:
+    """And changes of weights and gradients just before the first."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, update=update)
+    for each, optimizers in ((plain, its), (model, made)):
+        then = schedules(optimizers)
+        for number in range(5):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+            with torch.no_grad():
+                each[0][0].weight.mul_(0.9)
+                each[1][0].weight.grad.mul_(0.5)
+            for optimizer, schedule in zip(optimizers, then, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+    same(model, plain)
+    assert made[0].param_groups[0]["lr"] == its[0].param_groups[0]["lr"] < 0.02
+    made[0].close()
+
+
+def test_one_of_them_may_have_no_gradients(tmp_path: Path) -> None:
+    """As after an overflow in one, or where they take turns; ``close`` applies the last one."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, nvme=tmp_path)
+    for each, optimizers in ((plain, its), (model, made)):
+        for number in range(5):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+            optimizers[1 - number % 2].zero_grad()
+            optimizers[number % 2].step()
+            optimizers[number % 2].zero_grad()
+    made[0].close()
+    model = build()
+    made = overspill.resume(model, tmp_path, pair(model), rates=overspill.Rates())
+    assert made[0][0].step_count == 5
+    same(model, plain)
+    made[0][0].close()
+
+
+def test_gradients_are_dropped_though_the_step_raises() -> None:
+    """A loop that catches the error goes on as without overspill."""
+    model = build()
+    made = wrapped(model, on_nonfinite="raise", update="next_forward")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(normal(0, 4, WIDTH) * float("nan")).sum().backward()
+    with says("gradients are not finite"):
+        for each in made:
+            each.step()
+            each.zero_grad()
+    made[1].zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    step(model, made, 1)
+    made[0].close()
 
 
 def test_lists_that_make_no_sense_are_refused() -> None:
@@ -173,6 +240,21 @@ def test_lists_that_make_no_sense_are_refused() -> None:
     model = build()
     with says("got str", TypeError):
         overspill.wrap(model, [both[0], "adamw"], device=CPU)  # type: ignore[list-item]
+    named = torch.optim.AdamW(list(model[0].named_parameters()))
+    unnamed = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with says("build all of them in the same way", ValueError):
+        overspill.wrap(model, [named, unnamed], device=CPU)
+    both = [named, torch.optim.SGD(list(model[1].named_parameters()), lr=0.1)]
+    made = overspill.wrap(model, both, device=CPU, host_memory="4MiB")
+    p = model[0][0].weight
+    model(normal(0, 4, WIDTH)).sum().backward()
+    for each in made:
+        each.step()
+    assert p in made[0].state and p not in made[1].state
+    for use in (lambda s: s[p], lambda s: s.__setitem__(p, {}), lambda s: s.pop(p)):
+        with pytest.raises(KeyError):
+            use(made[1].state)
+    made[0].close()
 
 
 @about_cpu

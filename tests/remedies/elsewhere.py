@@ -7,10 +7,16 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/joint_steps.py", "model.zero_grad() after the last step()"): (
         "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
     ),
-    ("offload/joint_steps.py", "call step() of each of them after every"): (
+    ("offload/joint_steps.py", "call step() of each of them before the"): (
         "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
     ),
     ("optim/joint.py", "pass None to train nothing"): (
+        "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
+    ),
+    ("offload/joint_steps.py", "change them before the first step(), or after the"): (
+        "tests/optimizers/test_several_optimizers.py::test_schedulers_may_run_between_the_steps"
+    ),
+    ("optim/joint.py", "build all of them in the same way"): (
         "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
     ),
     ("optim/joint.py", "leave it to one of them"): (
@@ -41,6 +47,13 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ),
     ("optim/streamed.py", "resume the last commit with an optimizer that has it, and"): (
         "tests/optimizers/test_odd_optimizers.py::test_state_that_grows_ends_the_run_and_is_resumed"
+    ),
+    ("optim/streamed.py", "give the state of an optimizer of the same class"): (
+        "tests/optimizers/test_odd_optimizers.py::test_state_of_another_optimizer_is_refused"
+    ),
+    ("optim/streamed.py", "resume the last commit with an optimizer that has it"): (
+        "tests/optimizers/test_odd_optimizers.py::"
+        "test_objects_that_come_later_end_the_run_and_are_resumed"
     ),
     ("optim/streamed.py", "leave moments out"): (
         "tests/optimizers/test_streamed_optimizers.py::"

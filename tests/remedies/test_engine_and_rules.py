@@ -319,10 +319,10 @@ def test_our_optimizers_alone() -> None:
     overspill.optim.AdamW([p], moments="int8")
 
 
-@tries("optim/registry.py", "has no meaning outside torch's own step; leave it False")
+@tries("optim/registry.py", "outside of CUDA graphs and autograd; set it to False")
 def test_options_of_torchs_own_step() -> None:
     model = net()
-    with says("leave it False"):
+    with says("set it to False"):
         wrapped(model, torch.optim.AdamW(model.parameters(), differentiable=True))
     with wrapped(model, torch.optim.AdamW(model.parameters(), lr=0.01)) as optimizer:
         trains(model, optimizer)
