@@ -281,9 +281,10 @@ class Engine(Closeable):
         if not self.finished:
             self._weights.require_gradients_unused()
 
-    def write_changes(self) -> None:
-        """Write in-place changes of copies of weights, state and gradients that users have."""
+    def write_changes(self) -> list[tuple[int, int]]:
+        """Write users' changes; return, by parameter, how often weight and gradient changed."""
         self._loop.write_changes()
+        return list(zip(self.runtime.ledger.edits, self.runtime.ledger.gradient_edits, strict=True))
 
     def declared(self, final: bool) -> Declared:
         """Declare every backward in this block to be (or not to be) the last one of the step."""

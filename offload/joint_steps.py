@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,31 +68,32 @@ class JointStep:
         """
         if number in self._given:
             self.require_complete()
-        self._engine.write_changes()
         groups = self._optimizers[number].param_groups
         members = [p for g in groups for p in g["params"] if p.grad is not None]
-        marks = [self._mark(p) for p in members]
-        self._given[number] = _Waiting(members, shared_copies(groups), marks)
+        self._given[number] = _Waiting(members, shared_copies(groups), self._marks(members))
         if len(self._given) == len(self._optimizers):
             self._apply()
 
-    def _mark(self, p: torch.Tensor) -> tuple[int, ...]:
-        index, ledger, grad = self._index[id(p)], self._engine.runtime.ledger, p.grad
-        version = grad._version if type(grad) is torch.Tensor else 0
-        return ledger.edits[index], ledger.gradient_edits[index], id(grad), version
+    def _marks(self, members: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+        changes = self._engine.write_changes()
+        return [(*changes[self._index[id(p)]], id(p.grad)) for p in members]
 
     def _apply(self) -> None:
         """Take the engine's step, and then do what was put off, also after an error."""
         given, afterwards = self._given, self._afterwards
         self._given, self._afterwards = {}, []
+        newer: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
-            with ExitStack() as stack:
-                for number, waiting in given.items():
-                    groups = self._optimizers[number].param_groups
-                    for group, old in zip(groups, waiting.groups, strict=True):
-                        stack.enter_context(_with_values(group, old))
-                self._engine.step(partial(self._require_unchanged, given))
+            for number, waiting in given.items():
+                groups = self._optimizers[number].param_groups
+                for group, old in zip(groups, waiting.groups, strict=True):
+                    changed = {k for k in old if k in group and not same_value(group[k], old[k])}
+                    newer.append((group, {k: group[k] for k in changed}))
+                    group.update({k: old[k] for k in changed})
+            self._engine.step(partial(self._require_unchanged, given))
         finally:
+            for group, values in newer:
+                group.update(values)
             for work in afterwards:
                 work()
 
@@ -106,7 +106,7 @@ class JointStep:
                     "optimizers, which are applied together; call model.zero_grad() after the last "
                     "step()"
                 )
-            if [self._mark(p) for p in waiting.members] != waiting.marks:
+            if self._marks(waiting.members) != waiting.marks:
                 raise OffloadError(
                     f"weights or gradients of {name} were changed between its step() and that of "
                     "the other optimizers, which are applied together; change them before the "
@@ -149,20 +149,6 @@ class JointStep:
             self.require_complete()
         except OffloadError as error:
             log.warning("overspill: closed in the middle of a step: %s", error)
-
-
-@contextmanager
-def _with_values(group: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Set values in a param group for the duration of the block; the newer ones come back."""
-    newer = {
-        name: group[name] for name, value in values.items()
-        if name in group and not same_value(group[name], value)
-    }  # fmt: skip
-    group.update({name: values[name] for name in newer})
-    try:
-        yield
-    finally:
-        group.update(newer)
 
 
 class PartState(LazyState):
