@@ -21,12 +21,12 @@ from .streamed import RECORD, StreamedRule
 # Prodigy and D-Adaptation estimate one step size from the gradients of all parameters; some other
 # optimizers compute a norm or a mean over them, or draw random numbers in their order.  None of
 # them can be run on one parameter at a time.  Their ``step`` runs inside ``optimizer.step()``, on
-# copies of all exact weights, gradients and states in host memory.  The plan counts this memory;
-# states are no views of records, so that one that the step replaces is freed.
+# copies of all exact weights, gradients and states in host memory, which the plan counts.  These
+# states share no memory with records, so that a tensor that the step replaces is freed at once.
 # What the step leaves is written back as the update of each parameter, so that placement, commits
 # and state dicts are those of a streamed optimizer (see Note [Streamed optimizers]).
 #
-# The trial is the same as well, with all small parameters together.
+# The trial works in the same way, on all its small parameters together.
 
 
 @dataclass

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import statistics
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +50,11 @@ def offloaded(model: nn.Module, place: str, folder: Path, **more: Any) -> Any:
     return overspill.wrap(model, **options)
 
 
+@pytest.mark.alone  # on a busy machine, more is evicted and read again
 @pytest.mark.parametrize("place", PLACES)
 def test_outputs_are_those_of_the_model_and_nothing_is_written(place: str, tmp_path: Path) -> None:
     plain, model = build().to(normal(0, 1).device), build()
-    counts, planned = defaultdict[str, list[int]](list), {}
+    counts, planned = Counter[str](), {}
     with torch.no_grad(), offloaded(model, place, tmp_path) as made:
         assert isinstance(made, overspill.OffloadedInference)
         planned = made.plan.link_bytes
@@ -63,15 +63,12 @@ def test_outputs_are_those_of_the_model_and_nothing_is_written(place: str, tmp_p
             assert torch.equal(model(x), plain(x))
             assert made.stats.tokens == 15 and made.stats.tokens_s > 0
             if number >= 2:
-                for lane, stats in made.stats.lanes.items():
-                    counts[lane].append(stats.bytes)
+                counts.update({lane: s.bytes for lane, s in made.stats.lanes.items()})
         layout, held = made.plan.detail.layout, made.memory
     weights = sum(unit.weight_bytes for unit in layout.units)
-    assert not any(counts["write"] + counts["copy_out"] + counts["update"])
+    assert not counts["write"] and not counts["copy_out"] and not counts["update"]
     for lane in ("read", "copy_in"):
-        # Of a forward on a busy machine, more is evicted and read again.
-        usual = statistics.median(counts[lane])
-        assert usual == pytest.approx(planned[lane], rel=0.12), (lane, counts, planned)
+        assert counts[lane] == pytest.approx(6 * planned[lane], rel=0.12), (lane, counts, planned)
         assert planned[lane] <= 1.13 * weights, "weights come once, but for one that came too early"
     for tier in held.values():
         assert tier.peak_bytes <= tier.budget_bytes

@@ -97,6 +97,7 @@ def test_padded_batches_give_what_the_plain_model_gives(
             torch.testing.assert_close(found, expected, atol=within, rtol=0.0)
 
 
+@pytest.mark.alone  # on a busy machine, more is evicted and read again
 @about_cpu
 def test_the_first_layer_is_read_once_a_forward(tmp_path: Path) -> None:
     """It is onloaded for the inspection, and not again for its own forward."""
@@ -106,13 +107,10 @@ def test_the_first_layer_is_read_once_a_forward(tmp_path: Path) -> None:
     with made, torch.no_grad():
         layers = [h for name, h in made.plan.placement.items() if "layers" in name]
         assert layers and not any(home.resident for home in layers), "the layers are streamed"
-        read = []
-        for number in range(8):
+        for number in range(6):
             model(normal(number, 2, 5, 32))
-            read.append(made.stats.lanes["read"].bytes)
         whole = sum(unit.weight_bytes for unit in made.plan.detail.layout.units)
-        # On a busy machine, what was read ahead may have had to go once.
-        assert 0 < min(read[2:]) <= 1.15 * whole
+        assert made.stats.lanes["read"].bytes <= 1.15 * whole
 
 
 def test_the_inspected_layer_may_be_edited_between_forwards(tmp_path: Path) -> None:

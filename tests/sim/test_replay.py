@@ -45,14 +45,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[overspill.Plan, Path]
         return optimizer.plan, folder / "trace.json"
 
 
+@pytest.mark.alone
 def test_a_plan_replays_its_run(ran: tuple[overspill.Plan, Path]) -> None:
     plan, path = ran
     trace = load_trace(path)
     again = replay(plan, trace)
     assert again is not None
     measured = sorted((m.finished_ns - m.started_ns) / 1e9 for m in trace.steps[1:])
-    # Steps differ while the machine is busy with something else.
-    assert 0.5 * measured[0] <= again.stats.step_s <= 1.5 * measured[-1]
+    assert again.stats.step_s == pytest.approx(measured[1], rel=0.5)
     compute = Profile.from_trace(trace, 1).compute_s
     assert again.stats.compute.busy_s == pytest.approx(compute, rel=0.02)
     # What runs in no unit that streams is spread over those that stay.
