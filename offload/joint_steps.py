@@ -139,8 +139,8 @@ class JointStep:
         raise OffloadError(
             f"step() of {', '.join(map(name_of, missing))} was not called: the optimizers that "
             "were wrapped together are applied together; call step() of each of them before the "
-            "model or their state is used (or drop the gradients of those that keep their weights "
-            "as they are). No step was taken"
+            "model or their state is used, or drop the gradients of an optimizer that is to change "
+            "nothing. No step was taken"
         )
 
     def finish(self) -> None:

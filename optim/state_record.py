@@ -226,7 +226,7 @@ class RecordFormat:
 
         Args:
             slots: where the tensors of the state before lie, as ``read`` returned it.
-            classes: those that the reader of the record knows; ``None``: all of the state.
+            classes: known to the reader of the record; ``None``: all classes in the state.
 
         Raises:
             RecordFullError: the state needs more bytes; nothing was changed.

@@ -49,7 +49,7 @@ from .state_record import (
 # ``streamed_trial`` finds out whether all this gives the same results as the optimizer itself: it
 # trains some small parameters with gradients of very different sizes in both ways.  Optimizers that
 # couple parameters, or draw random numbers from global generators, depend on the order of updates:
-# see Note [Coupled optimizers].  Those that keep state outside of ``state`` and ``param_groups``
+# see Note [Coupled optimizers].  Optimizers with state outside of ``state`` and ``param_groups``
 # are refused.
 
 RECORD = "record"
