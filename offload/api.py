@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
-from .arguments import as_one, require_model
+from .arguments import as_model, as_one
 from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.meta import decode_facts
@@ -25,23 +24,25 @@ from .facts.rates import Rates
 from .inference import OffloadedInference
 from .io_engine.committed import OwnedStore, own_store
 from .joint_steps import in_parts
-from .open_engines import engines_in, open_engines, refuse_folders_in_use
-from .optimizer import OffloadedOptimizer, optimizer_of
+from .open_engines import describe, engines_in, open_engines, refuse_folders_in_use
+from .optimizer import OffloadedOptimizer
+from .over_ranks import is_spread, over_ranks_of, refuse_spread, resumed_of_ranks
 from .paths import as_path, as_paths
 from .planning.plan import Plan
 from .plans import make_plan
-from .ranks.stores import find_run, in_the_way, runs_in, with_ranks
+from .ranks.stores import in_the_way, runs_in, with_ranks
 from .wrapping import resumed, wrapped, wrapped_for_inference
 
 if TYPE_CHECKING:
     from typing_extensions import Never
 
-    from .ranks.optimizer import SpreadOptimizer
-
 log = logging.getLogger("overspill")
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Given = nn.Module | Mapping[str, nn.Module]
+Files = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+M = TypeVar("M", bound=Given)
 
 
 def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
@@ -53,20 +54,17 @@ def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {**own, **given["unknown"]}
 
 
-def _require(model: object, optimizer: object) -> torch.optim.Optimizer | None:
-    """Check the arguments, and return the optimizers as one."""
-    require_model(model)
-    return None if optimizer is None else as_one(optimizer)
+def _as_one(model: object, optimizer: object) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Check the arguments, and return the models and the optimizers as one each."""
+    return as_model(model), None if optimizer is None else as_one(optimizer)
 
 
 def _wrapped(model: nn.Module) -> Engine:
     """Return the engine of a model.
 
     Raises:
-        TypeError: it is not a module.
         OffloadError: it is not wrapped.
     """
-    require_model(model)
     engine = engine_of(model)
     if engine is None:
         raise OffloadError(
@@ -75,46 +73,8 @@ def _wrapped(model: nn.Module) -> Engine:
     return engine
 
 
-def _spread(model: nn.Module) -> bool:
-    """Return whether a model is spread over ranks, without importing torch.distributed."""
-    if "torch.distributed.tensor" not in sys.modules and not isinstance(
-        model, nn.parallel.DistributedDataParallel
-    ):
-        return False
-    from .ranks.wrapping import is_spread
-
-    return is_spread(model)
-
-
-def _over_ranks(model: nn.Module) -> SpreadOptimizer | None:
-    """Return what ``wrap`` returned for a model that is spread over ranks."""
-    made = optimizer_of(model) if _spread(model) else None
-    if made is None:
-        return None
-    from .ranks.optimizer import SpreadOptimizer
-
-    assert isinstance(made, SpreadOptimizer)
-    return made
-
-
-def _resumed_of_ranks(
-    model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None, options: dict[str, Any]
-) -> tuple[OffloadedOptimizer, Any] | None:
-    """Resume a run of several ranks, or on several ranks; return ``None`` in all other cases."""
-    folders = [each.absolute() for each in as_paths(path, "path")]
-    if _spread(model):
-        from .ranks.resuming import resumed_shards
-
-        return resumed_shards(model, folders, optimizer, options)
-    if (run := find_run(folders)) is None or not run.ranks:
-        return None
-    from .ranks.resuming import resumed_whole
-
-    return resumed_whole(model, run, folders, optimizer, options)
-
-
 def plan(
-    model: nn.Module,
+    model: Given,
     optimizer: Optimizers | None = None,
     *,
     machine: Machine | None = None,
@@ -136,7 +96,7 @@ def plan(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Files | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -173,15 +133,15 @@ def plan(
         ValueError: an option has an invalid value.
     """
     options = _options(locals(), "model", "optimizer", "machine", "measure", "example")
-    one = _require(model, optimizer)
+    whole, one = _as_one(model, optimizer)
     if machine is not None:  # its values apply unless an option is given
         options = {name: value for name, value in options.items() if value is not None}
-    return make_plan(model, one, options, machine=machine, measure=measure, example=example)
+    return make_plan(whole, one, options, machine=machine, measure=measure, example=example)
 
 
 @overload
 def wrap(
-    model: nn.Module,
+    model: Given,
     optimizer: torch.optim.Optimizer,
     *,
     device: str | torch.device | None = None,
@@ -200,7 +160,7 @@ def wrap(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Files | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -217,13 +177,13 @@ def wrap(
 
 @overload
 def wrap(
-    model: nn.Module, optimizer: Sequence[torch.optim.Optimizer], **options: Any
+    model: Given, optimizer: Sequence[torch.optim.Optimizer], **options: Any
 ) -> list[OffloadedOptimizer]: ...
 
 
 @overload
 def wrap(
-    model: nn.Module,
+    model: Given,
     optimizer: None = None,
     *,
     device: str | torch.device | None = None,
@@ -236,7 +196,7 @@ def wrap(
     tokens: int = 0,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Files | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -248,7 +208,7 @@ def wrap(
 
 
 def wrap(
-    model: nn.Module,
+    model: Given,
     optimizer: Optimizers | None = None,
     *,
     device: str | torch.device | None = None,
@@ -267,7 +227,7 @@ def wrap(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Files | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -285,6 +245,10 @@ def wrap(
 
     Changes ``model`` in place (hooks; no module is replaced) and returns an optimizer over the same
     param groups.  For the options, see ``OffloadConfig``.
+
+    A dict of models, such as ``{"policy": policy, "reference": reference}``, shares one set of
+    budgets and one store.  Each model is called on its own, in any order.  Names of parameters and
+    units begin with the model's name.
 
     A list of optimizers, such as Muon for matrices and AdamW for the rest, gives a list.  They take
     their steps together: once ``step()`` of each was called.
@@ -304,21 +268,23 @@ def wrap(
         ValueError: an option has an invalid value, or weights do not match the model.
         OffloadError: the model is already wrapped, or cannot be.
     """
-    options, one = _options(locals(), "model", "optimizer"), _require(model, optimizer)
+    options = _options(locals(), "model", "optimizer")
+    whole, one = _as_one(model, optimizer)
     config = OffloadConfig.from_options(options)
+    refuse_spread(whole)
     if one is None:
-        return wrapped_for_inference(model, config)
-    if _spread(model):
+        return wrapped_for_inference(whole, config)
+    if is_spread(whole):
         from .ranks.wrapping import wrapped_shards
 
-        return wrapped_shards(model, one, config)
+        return wrapped_shards(whole, one, config)
     if config.nvme is not None and (ranks := runs_in(config.nvme)):
         raise in_the_way(config.nvme[0], min(ranks))
-    return in_parts(wrapped(model, one, config), one)
+    return in_parts(wrapped(whole, one, config), one)
 
 
 def resume(
-    model: nn.Module,
+    model: Given,
     path: Paths,
     optimizer: Optimizers | None = None,
     *,
@@ -338,7 +304,7 @@ def resume(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: str | os.PathLike[str] | None = None,
+    weights: Files | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -379,13 +345,15 @@ def resume(
         OffloadError: it is the store of another model.
         BudgetError: a budget is too small.
     """
-    options, one = _options(locals(), "model", "path", "optimizer"), _require(model, optimizer)
+    options = _options(locals(), "model", "path", "optimizer")
+    whole, one = _as_one(model, optimizer)
+    refuse_spread(whole)
     end_unused()  # an unused engine may still own the store
     refuse_folders_in_use(as_paths(path, "path"))
-    if (found := _resumed_of_ranks(model, path, one, options)) is not None:
+    if (found := resumed_of_ranks(whole, path, one, options)) is not None:
         return found
     with own_store(path) as store:
-        made, extra = _resumed(store, model, one, options)
+        made, extra = _resumed(store, whole, one, options)
     return in_parts(made, one), extra  # type: ignore[return-value]
 
 
@@ -411,17 +379,18 @@ def _resumed(
 
 
 @overload
-def unwrap(model: nn.Module) -> nn.Module: ...
+def unwrap(model: M) -> M: ...
 
 
 @overload
 def unwrap(model: str | os.PathLike[str]) -> None: ...
 
 
-def unwrap(model: nn.Module | str | os.PathLike[str]) -> nn.Module | None:
+def unwrap(model: Given | str | os.PathLike[str]) -> Given | None:
     """Return the model to an ordinary one with its trained weights, and close its engine.
 
-    Needs memory for the whole model on its device.  Gradients are dropped.
+    Needs memory for the whole model on its device.  Gradients are dropped.  Models that were
+    wrapped together are unwrapped together: give the same dict.
 
     Given a folder instead, close the engines of this process that use it as ``nvme``, as
     ``close()`` of the optimizer does: the last step is committed, threads end, and memory and disk
@@ -439,11 +408,16 @@ def unwrap(model: nn.Module | str | os.PathLike[str]) -> nn.Module | None:
     if isinstance(model, (str, os.PathLike)):
         _close_engines_in(as_path(model, "model"))
         return None
-    require_model(model)
-    if (over_ranks := _over_ranks(model)) is not None:
+    whole = as_model(model)
+    if (over_ranks := over_ranks_of(whole)) is not None:
         over_ranks.give_back()
         return model
-    engine = _wrapped(model)
+    engine = _wrapped(whole)
+    if engine.model is not whole:
+        raise OffloadError(
+            f"this model was wrapped together with others, as {describe(engine)}; unwrap all of "
+            "them in one call, with what was given to wrap"
+        )
     engine.give_back()
     engine.close()
     return model
@@ -461,27 +435,30 @@ def _close_engines_in(folder: Path) -> None:
         (engine if engine.made is None else engine.made).close()
 
 
-def materialized(model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
+def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]:
     """Load all weights into ordinary tensors, for code that reads or edits ``p.data``.
 
-    Returns a context manager.  Needs memory for the whole model on its device.  With ``writeback``,
+    Returns a context manager.  Needs memory for the whole model on its device.  Of models that were
+    wrapped together, one may be given, or the dict of all.  With ``writeback``,
     edited weights are written back (and to their masters); without, edits are dropped.
 
     Raises:
         OffloadError: the model is not wrapped, or is running.
     """
-    require_model(model)
-    if engine_of(model) is None and _over_ranks(model) is not None:
+    whole = as_model(model)
+    if engine_of(whole) is None and over_ranks_of(whole) is not None:
         raise OffloadError(
             "materialized is for a model on one rank; where it is spread over several, read "
             "overspill.named_weights(model), p.full_tensor() or model.state_dict(), and edit "
             "parameters in place"
         )
-    return _wrapped(model).materialized(writeback=writeback)
+    return _wrapped(whole).materialized(whole, model, writeback=writeback)
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Given) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full, current weights of a wrapped model, to export, average or send them.
+
+    Of models that were wrapped together, one may be given, or the dict of all.
 
     They come in the engine's order, unit by unit, and each is fetched once, so the caller need not
     hold more than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are
@@ -494,7 +471,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         OffloadError: the model is not wrapped, or is running.
     """
-    require_model(model)
-    if (over_ranks := _over_ranks(model)) is not None:
+    whole = as_model(model)
+    if (over_ranks := over_ranks_of(whole)) is not None:
         return over_ranks.named_weights()
-    return _wrapped(model).named_weights()
+    return _wrapped(whole).named_weights(whole)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
+from .engine import engine_of
 from .engine_handle import EngineHandle
 from .optim.joint import JointOptimizer
+from .planning.models import Models, named_models
 
 
-def require_model(model: object) -> None:
-    """Check that ``model`` is a module.
+def as_model(model: object) -> nn.Module:
+    """Return a model; for a dict of models, the module that has them all.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is neither.
+        ValueError: the dict is empty, has a name with a dot, or a model twice.
     """
     if isinstance(model, nn.Module):
-        return
+        return model
+    if isinstance(model, Mapping):
+        return _together(model)
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got the class {model.__name__}; call it")
     if isinstance(model, torch.optim.Optimizer):
@@ -25,13 +32,28 @@ def require_model(model: object) -> None:
             "comes first: wrap(model, optimizer)"
         )
     hint = ""
-    if isinstance(model, (tuple, list, dict)):
-        container = "ModuleDict" if isinstance(model, dict) else "ModuleList"
-        hint = (
-            f"; to wrap several modules, put them in a torch.nn.{container} and wrap it, with one "
-            "optimizer over its parameters"
-        )
+    if isinstance(model, (tuple, list)):
+        hint = "; name them, to wrap several: wrap({'a': a, 'b': b}, optimizer)"
     raise TypeError(f"model must be a torch.nn.Module, got {_kind_of(model)}{hint}")
+
+
+def _together(models: Mapping[object, object]) -> nn.Module:
+    """Return the module that has these models: that of their engine, if they are wrapped so."""
+    if not models:
+        raise ValueError("model must not be an empty dict; give models by name")
+    found: dict[str, nn.Module] = {}
+    for name, model in models.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(f"models need names without dots, got {name!r}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model {name!r} must be a torch.nn.Module, got {_kind_of(model)}")
+        if (other := next((n for n, m in found.items() if m is model), None)) is not None:
+            raise ValueError(f"models {other!r} and {name!r} are the same module; give it once")
+        found[name] = model
+    engine = engine_of(next(iter(found.values())))
+    if engine is not None and named_models(engine.model) == found:
+        return engine.model
+    return Models(found)
 
 
 def require_optimizer(optimizer: object) -> None:

@@ -55,7 +55,7 @@ def check_model(
                 raise ValueError(
                     f"param group {number} holds a parameter of shape {tuple(p.shape)} that is "
                     "not in the model; build the optimizer from model.parameters(), or wrap all "
-                    "models that it trains as one: nn.ModuleList([a, b])"
+                    "models that it trains together: wrap({'a': a, 'b': b}, optimizer)"
                 )
 
 

@@ -24,7 +24,7 @@ MOST_MICRO_STEPS = 10_000  # each is simulated
 
 # Options that only concern training.
 _OF_TRAINING = (
-    "master", "moments", "activations", "max_grad_norm", "update", "accumulate", "commit_every",
+    "master", "moments", "max_grad_norm", "update", "accumulate", "commit_every",
     "extra", "on_nonfinite",
 )  # fmt: skip
 _FACTORS = {
@@ -104,6 +104,14 @@ def _names(value: object, name: str) -> tuple[str, ...]:
     return found
 
 
+def _weights(value: object) -> Path | dict[str, Path]:
+    if not isinstance(value, Mapping):
+        return as_path(value, "weights").absolute()
+    if not value:
+        raise ValueError("weights is an empty dict; give a path for at least one model")
+    return {str(n): as_path(each, f"weights[{n!r}]").absolute() for n, each in value.items()}
+
+
 def _at_least(name: str, value: object, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
@@ -140,7 +148,8 @@ class OffloadConfig:
         units: module names that form units; other units are discovered.
         resident: module names whose units never leave the device (``device="cpu"``: host memory).
         weights: safetensors file, Hugging Face folder, or folder of
-            ``torch.distributed.checkpoint``, to load weights from.
+            ``torch.distributed.checkpoint``, to load weights from; for several models, a dict with
+            the paths of all or some, by their names.
         ignore_weights: names, or patterns such as ``"head.*"``, of tensors in these files that the
             model does not use; any other unused tensor is an error.
         init: for a meta model: called on each module of a unit to initialise its parameters.
@@ -170,7 +179,7 @@ class OffloadConfig:
     accumulate: int = 1
     units: tuple[str, ...] | None = None
     resident: tuple[str, ...] | None = None
-    weights: Path | None = None
+    weights: Path | Mapping[str, Path] | None = None
     ignore_weights: tuple[str, ...] | None = None
     init: Callable[[torch.nn.Module], None] | None = None
     prefetch_depth: int | None = None
@@ -202,14 +211,14 @@ class OffloadConfig:
             if values.get(name) is not None:
                 values[name] = _names(values[name], name)
         if values.get("weights") is not None:
-            values["weights"] = as_path(values["weights"], "weights").absolute()
+            values["weights"] = _weights(values["weights"])
         for name in ("tokens", "accumulate", "commit_every", "prefetch_depth", "threads"):
             if isinstance(values.get(name), numbers.Integral):
                 values[name] = _whole(values[name])
         return cls(**values)
 
     def for_inference(self) -> OffloadConfig:
-        """Return the configuration for inference: no commits, and no offloaded activations.
+        """Return the options for a run without an optimizer, in which no step is committed.
 
         Raises:
             ValueError: an option only concerns training.
@@ -220,7 +229,8 @@ class OffloadConfig:
                     f"{each.name}={getattr(self, each.name)!r} says how to train, but without an "
                     "optimizer nothing is trained; leave it out, or give an optimizer"
                 )
-        return replace(self, durable=False, activations="keep")
+        kept = "keep" if self.activations == "auto" else self.activations
+        return replace(self, durable=False, activations=kept)
 
     def __post_init__(self) -> None:
         for name in ("device_memory", "host_memory", "nvme_memory"):
@@ -293,6 +303,13 @@ class OffloadConfig:
             raise ValueError("ignore_weights says what to ignore of weights=; give both or neither")
         if self.init is not None and self.weights is not None:
             raise ValueError("give weights= or init=, not both")
+
+    @property
+    def first_weights(self) -> Path | None:
+        """The path given as ``weights``, or the first of several."""
+        if isinstance(self.weights, Mapping):
+            return next(iter(self.weights.values()))
+        return self.weights
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

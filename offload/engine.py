@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .closeable import Closeable
 from .config import OffloadConfig
 from .durable.commits import Commits
 from .durable.meta import random_states
-from .errors import OffloadError, clean_up
+from .errors import clean_up
 from .facts.stats import MemoryStats, Stats
 from .facts.tier import Tier
 from .facts.trace import Trace
@@ -31,16 +31,18 @@ from .grads.update_waiter import UpdateWaiter
 from .loop import Loop
 from .measure.calibration import Calibration
 from .measure.steps import StepFigures
+from .model_marks import ENGINE, MADE, ModelMarks, hold
 from .movement.runtime import Runtime
 from .params.backward import Backward
 from .params.conversions import Conversions, in_engine
 from .params.expert_routing import Choices
 from .params.onloaded_units import OnloadedUnits
-from .params.pickling import Pickling, copied, reduced, spawning
+from .params.pickling import Pickling
 from .params.resident_param_guard import ResidentParamGuard
 from .planning.bounds import move_seconds
 from .planning.budgets import Untaken
 from .planning.costs import Costs
+from .planning.models import entries
 from .planning.plan import Plan
 from .private import torch_private
 from .private.handles import Removable
@@ -54,7 +56,7 @@ from .state.materializing import Materialized, Materializing
 from .state.model_state import StateHooks
 from .state.param_access import ParamAccess
 from .state.torch_state import Groups, Make, OptimizerState
-from .state.unmanaged import renamed_parameters, unmanaged_tensors
+from .state.unmanaged import current_names, unmanaged_tensors
 from .state.weight_files import match_files, read_float
 from .step.external_forward import ExternalForwardAdapter
 from .step.forward_stack import ForwardStack
@@ -64,15 +66,13 @@ from .step.modelled_compute import ModelledCompute
 from .step.stepping import Stepping
 
 log = logging.getLogger("overspill")
-ATTRIBUTE, OPTIMIZER = "_overspill_engine", "_overspill_optimizer"
-_MARKS = (ATTRIBUTE, OPTIMIZER, "__deepcopy__", "__reduce_ex__")
+T = TypeVar("T")
 
 
 class Engine(Closeable):
     """The engine of one wrapped model.
 
-    It cannot be copied or pickled, because not all weights are in the model.  Each part gets the
-    parts that it uses when it is made, so lower ones come first.
+    Each part gets the parts that it uses when it is made, so lower ones come first.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Engine(Closeable):
         backward = Backward(units, runtime.trace)
         tuner = ActivationTuner(runtime, model, backward)
         saved = SavedTensors(units, ledger.versions, backward, tuner.saved_offloader)
-        stack = ForwardStack(units, saved, backward, trainer)
+        stack = ForwardStack(units, saved, backward, trainer, entries(model).values())
         guard = ResidentParamGuard(units, executor, ledger)
         waiter = UpdateWaiter(config, executor, ledger)
         commits = None
@@ -103,6 +103,7 @@ class Engine(Closeable):
         guard.hide_all()
         policy = BackwardUpdatePolicy(
             config, blueprint.update, groups, ledger, updater, units, saved, guard, waiter, commits,
+            weights.before_use,
         )  # fmt: skip
         weights.require_gradients_unused = policy.require_unused
         door = GradientDoor()
@@ -150,8 +151,7 @@ class Engine(Closeable):
             model, groups, runtime, contents, weights, guard, edits, averages, loop.quiesce
         ))  # fmt: skip
         self.model, self.runtime, self._loop, self._weights = model, runtime, loop, weights
-        self._contents, self._onloaded_units = contents, units
-        self._materializing = materializing
+        self._contents, self._onloaded_units, self._materializing = contents, units, materializing
         # `hooks` report a closed engine until `let_go`; `while_open` works only with an open one.
         self._while_open, self._hooks, self._door = while_open, hooks, door
         self.lives()  # last: from here on there are resources to close
@@ -178,29 +178,28 @@ class Engine(Closeable):
                 protocol = runtime.executor.protocol
                 hooks.append(Forwards(model, protocol, engine.forwarded))
             engine.may_close()
-            # As instance attributes they refuse to copy or pickle the model before anything is
-            # copied.
-            model.__dict__.update(
-                {
-                    ATTRIBUTE: engine,
-                    "__deepcopy__": engine.__deepcopy__,
-                    "__reduce_ex__": engine.__reduce_ex__,
-                }
-            )
+            marks = ModelMarks(model, lambda: engine.ordinary)
+            hooks.append(marks)
+            marks.put(engine)
         except BaseException:
             for each in hooks:
                 each.remove()
             raise
         return engine
 
+    @property
+    def ordinary(self) -> bool:
+        """Whether parameters are ordinary ones, as in ``materialized``."""
+        return self._materializing.active
+
     def model_holds(self, made: object) -> None:
-        """Store what ``wrap`` returns in the model, so that it can be found from there."""
-        self.model.__dict__[OPTIMIZER] = made
+        """Store what ``wrap`` returns, so that it can be found from the model."""
+        hold(self.model, made)
 
     @property
     def made(self) -> Any:
         """What ``wrap`` returned for the model: an optimizer, or an ``OffloadedInference``."""
-        return self.model.__dict__.get(OPTIMIZER)
+        return self.model.__dict__.get(MADE)
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -221,8 +220,6 @@ class Engine(Closeable):
         """Remove hooks and attributes from the model."""
         for each in self._hooks:
             each.remove()
-        for name in _MARKS:
-            self.model.__dict__.pop(name, None)
 
     @property
     def plan(self) -> Plan:
@@ -258,13 +255,19 @@ class Engine(Closeable):
 
     # -- training -------------------------------------------------------------------------------
 
-    def step(self, check: Callable[[], None] = lambda: None) -> None:
-        """Update every parameter that has a gradient, after a ``check``."""
-        self._loop.step(check)
+    def step(
+        self, check: Callable[[], None] = lambda: None, groups: Container[int] | None = None
+    ) -> None:
+        """Update every parameter that has a gradient, after a ``check``.
+
+        Args:
+            groups: the param groups of the optimizers that take a step; ``None``: all.
+        """
+        self._loop.step(check, groups)
         self._figures.taken(self.step_count)
 
     def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Call ``check`` before every forward, and before optimizer state is used."""
+        """Call ``check`` before weights, gradients and state are read or changed, and forward."""
         self._loop.check_before_use(check)
 
     def forwarded(self, count: int, tokens: int) -> None:
@@ -345,23 +348,25 @@ class Engine(Closeable):
         """Return a copy of a parameter's current weight."""
         return self._weights.read(index)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See ``overspill.named_weights``."""
-        yield from self._by_name(self._weights.read)
+    def named_weights(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``overspill.named_weights``; ``model``: the engine's, or a part of it."""
+        yield from self._by_name(model, self._weights.read)
 
-    def _by_name(self, read: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters that the model has now, by name.
+    def _by_name(
+        self, model: nn.Module, read: Callable[[int], torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters that a model has now, by name.
 
         Those of the engine come first, unit by unit, as ``read`` returns them by index.
         """
         parts = self.runtime.parts
-        renamed = renamed_parameters(self.model, parts.names, parts.parameters)
+        names = current_names(model, parts.names, parts.parameters)
         for unit in parts.units:
             for _, spec in unit.params:
-                if (name := renamed.get(spec.name, spec.name)) is not None:
+                if (name := names.get(id(parts.parameters[spec.index]))) is not None:
                     yield name, read(spec.index)
         managed = frozenset(map(id, parts.parameters))
-        others = unmanaged_tensors(self.model, managed)
+        others = unmanaged_tensors(model, managed)
         for name, value in others.items():
             if isinstance(value, nn.Parameter):
                 yield name, value.detach().clone()
@@ -392,10 +397,15 @@ class Engine(Closeable):
         for unit in self.runtime.parts.units:
             yield from self._contents.masters(unit.index)
 
-    def materialized(self, *, writeback: bool) -> Materialized:
-        """See ``overspill.materialized``."""
+    def materialized(self, model: nn.Module, given: T, *, writeback: bool) -> Materialized[T]:
+        """See ``overspill.materialized``.
+
+        Args:
+            model: the engine's, or a part of it.
+            given: what the user has given, to return at the start of the block.
+        """
         return Materialized(
-            self._materializing, self._loop.require_usable, self.model, writeback=writeback
+            self._materializing, self._loop.require_usable, model, given, writeback=writeback
         )
 
     def averaged(self) -> Averaged:
@@ -419,16 +429,17 @@ class Engine(Closeable):
 
     def named_averages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``OffloadedOptimizer.named_averages``."""
-        yield from self._by_name(self.average)
+        yield from self._by_name(self.model, self.average)
 
     def give_back(self) -> None:
         """Return all parameters to ordinary ones with their weights; must be followed by close."""
         self.quiesce()  # also ends a `materialized` block that an exception interrupted
-        values = self._weights.read_all()
+        units = range(len(self.runtime.parts.units))
+        values = self._weights.read_all(units)
         with torch_private.without_overrides():
             for p in self.parameters:
                 p.grad = None
-        self._onloaded_units.give_away(values)
+        self._onloaded_units.give_away(values, units)
         self.let_go()
 
     def leave(self) -> None:
@@ -467,25 +478,6 @@ class Engine(Closeable):
         """Invalidate the engine in a forked child, where its memory and threads are unusable."""
         self._onloaded_units.close()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        if self._materializing.active:
-            return copied(self.model, memo, *_MARKS)
-        raise OffloadError(
-            "a wrapped model cannot be copied: its weights are not all in memory. Copy it before "
-            "wrap, or inside `with overspill.materialized(model):`; for an average of the weights "
-            "use overspill.ema(optimizer, decay) before wrap"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        # A spawned data-loader worker pickles the model if its collator holds it.
-        if spawning() or self._materializing.active:
-            return reduced(self.model, *_MARKS)
-        raise OffloadError(
-            "a wrapped model cannot be pickled: its weights are not all in memory. Save "
-            "model.state_dict(), or optimizer.save(path) (with a durable store), or pickle it "
-            "inside `with overspill.materialized(model):`"
-        )
-
 
 def _figures_of(runtime: Runtime, calibration: Calibration | None) -> StepFigures:
     needed_s = move_seconds(runtime.blueprint.plan.link_bytes, runtime.config.rates)
@@ -494,6 +486,6 @@ def _figures_of(runtime: Runtime, calibration: Calibration | None) -> StepFigure
 
 def engine_of(model: nn.Module) -> Engine | None:
     """Return the engine of a wrapped model, or ``None``."""
-    engine = model.__dict__.get(ATTRIBUTE)
+    engine = model.__dict__.get(ENGINE)
     assert engine is None or isinstance(engine, Engine)
     return engine

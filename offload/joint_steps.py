@@ -1,8 +1,8 @@
-"""What ``wrap`` returns for a list of optimizers: one each, which take their steps together."""
+"""What ``wrap`` returns for a list of optimizers: one for each."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,25 @@ from .errors import OffloadError
 from .optim.joint import JointOptimizer
 from .optim.single_step import name_of, same_value, shared_copies
 from .optimizer import OffloadedOptimizer
+from .private.torch_private import in_backward
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
 from .state.torch_state import OptimizerState
 
-log = logging.getLogger("overspill")
-
-# Note [Several optimizers over one model]
-# The engine has one step, whose updates run behind the next forward, and whose commit has the state
-# of all parameters.  So the optimizers of a list are applied together: the engine's step is taken
-# once ``step()`` of each of them was called, in any order.  As all see the gradients of the same
-# backward, and no parameter is in two of them, the result is that of separate steps.
+# Note [Several optimizers]
+# Each optimizer of a list has a step of its own, as in plain PyTorch.  But a step of the engine
+# passes over all units, its updates run behind the next forward, and a norm for clipping is that of
+# all gradients.  So optimizers that are stepped one after the other, such as Muon for matrices and
+# AdamW for the rest, share a step of the engine: ``step()`` of an optimizer only records it, with
+# its present hyper-parameters, and the last one takes the engine's step for all.
 #
-# Each is applied with the hyper-parameters of its own ``step()``: schedulers may run in between.
-# ``zero_grad()`` of an optimizer that waits for the others takes effect after the engine's step.
-# What else would make a difference raises an error: weights or gradients that were changed in
-# between, and a forward or a use of optimizer state, unless the missing optimizers have no
-# gradients (as after an overflow that ``GradScaler`` found in one of them).
+# Where they take turns (a generator and its discriminator), the step is taken for those that wait
+# as soon as the user's code uses anything that could show the difference: a forward, weights,
+# gradients or state, also those of the other models.  See ``BeforeUse``.  Gradients that a loss has
+# left with the others stay as they are.
+#
+# With ``update="backward"`` the gradients of all are applied as they come, so that steps apart are
+# an error unless the others have no gradients.
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,13 @@ class JointStep:
         self._engine, self._optimizers = engine, optimizers
         self._given: dict[int, _Waiting] = {}  # by optimizer
         self._afterwards: list[Callable[[], None]] = []
+        firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
+        self._groups = [  # their numbers, by optimizer
+            range(first, first + len(o.param_groups))
+            for first, o in zip(firsts, optimizers, strict=False)
+        ]
         self._index = {id(p): index for index, p in enumerate(engine.parameters)}
-        engine.check_before_use(weakref.WeakMethod(self.require_complete))
+        engine.check_before_use(weakref.WeakMethod(self.take_waiting))
 
     def take(self, number: int) -> None:
         """Note that ``step()`` of an optimizer was called; take the engine's step after the last.
@@ -67,7 +74,7 @@ class JointStep:
             OffloadError: it was called twice, or what it applies was changed since.
         """
         if number in self._given:
-            self.require_complete()
+            self.take_waiting()
         groups = self._optimizers[number].param_groups
         members = [p for g in groups for p in g["params"] if p.grad is not None]
         self._given[number] = _Waiting(members, shared_copies(groups), self._marks(members))
@@ -90,7 +97,8 @@ class JointStep:
                     changed = {k for k in old if k in group and not same_value(group[k], old[k])}
                     newer.append((group, {k: group[k] for k in changed}))
                     group.update({k: old[k] for k in changed})
-            self._engine.step(partial(self._require_unchanged, given))
+            chosen = [n for number in given for n in self._groups[number]]
+            self._engine.step(partial(self._require_unchanged, given), chosen)
         finally:
             for group, values in newer:
                 group.update(values)
@@ -100,17 +108,11 @@ class JointStep:
     def _require_unchanged(self, given: Mapping[int, _Waiting]) -> None:
         for number, waiting in given.items():
             name = name_of(self._optimizers[number])
-            if any(p.grad is None for p in waiting.members):
-                raise OffloadError(
-                    f"gradients of {name} were dropped between its step() and that of the other "
-                    "optimizers, which are applied together; call model.zero_grad() after the last "
-                    "step()"
-                )
             if self._marks(waiting.members) != waiting.marks:
                 raise OffloadError(
-                    f"weights or gradients of {name} were changed between its step() and that of "
-                    "the other optimizers, which are applied together; change them before the "
-                    "first step(), or after the last"
+                    f"weights or gradients of {name} were changed through another tensor (a view, "
+                    "or .data) between its step() and that of the other optimizers, which are "
+                    "applied together; change them before the first step(), or after the last"
                 )
 
     def after(self, number: int, work: Callable[[], None]) -> None:
@@ -120,35 +122,26 @@ class JointStep:
         else:
             work()
 
-    def require_complete(self) -> None:
-        """Apply optimizers that wait for others, if these have no gradients.
+    def take_waiting(self) -> None:
+        """Take the engine's step for the optimizers that wait for others.
 
         Raises:
-            OffloadError: they have; no step is taken.
+            OffloadError: a backward has begun, or has applied gradients of the others; no step is
+                taken.
         """
         if not self._given:
             return
-        missing = [o for number, o in enumerate(self._optimizers) if number not in self._given]
-        groups = (group for each in missing for group in each.param_groups)
-        if all(p.grad is None for group in groups for p in group["params"]):
-            self._apply()
-            return
-        afterwards, self._given, self._afterwards = self._afterwards, {}, []
-        for work in afterwards:
-            work()
-        raise OffloadError(
-            f"step() of {', '.join(map(name_of, missing))} was not called: the optimizers that "
-            "were wrapped together are applied together; call step() of each of them before the "
-            "model or their state is used, or drop the gradients of an optimizer that is to change "
-            "nothing. No step was taken"
-        )
-
-    def finish(self) -> None:
-        """Apply what can be applied before the engine is closed."""
-        try:
-            self.require_complete()
-        except OffloadError as error:
-            log.warning("overspill: closed in the middle of a step: %s", error)
+        if in_backward():
+            given, self._given, afterwards, self._afterwards = self._given, {}, self._afterwards, []
+            for work in afterwards:
+                work()
+            missing = [o for number, o in enumerate(self._optimizers) if number not in given]
+            raise OffloadError(
+                f"a backward has begun before step() of {', '.join(map(name_of, missing))} was "
+                "called, and would add to gradients that are applied together; call backward() of "
+                "all losses before the first step(). No step was taken"
+            )
+        self._apply()
 
 
 class PartState(LazyState):
@@ -207,11 +200,6 @@ class OptimizerPart(OffloadedOptimizer):
     def _take_step(self) -> None:
         self._steps.take(self._number)
 
-    def close(self) -> None:
-        """See ``OffloadedOptimizer.close``; it is that of the whole model."""
-        self._steps.finish()
-        super().close()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of its parameters, or set them to zero, once they are applied."""
         self._steps.after(self._number, partial(super().zero_grad, set_to_none))
@@ -220,7 +208,7 @@ class OptimizerPart(OffloadedOptimizer):
         return slice(self._first, self._first + len(self.param_groups))
 
     def _state(self) -> dict[str, Any]:
-        self._steps.require_complete()
+        self._steps.take_waiting()
         whole = self._engine.state_dict()
         groups = whole["param_groups"][self._own_groups()]
         start = min((n for group in groups for n in group["params"]), default=0)
@@ -270,4 +258,8 @@ def in_parts(
     steps = JointStep(engine, joint.optimizers)
     for inner in joint.optimizers:
         inner.state.clear()  # the engine has it
-    return [OptimizerPart(engine, joint, n, steps) for n in range(len(joint.optimizers))]
+    parts: list[OffloadedOptimizer] = [
+        OptimizerPart(engine, joint, n, steps) for n in range(len(joint.optimizers))
+    ]
+    engine.model_holds(parts[0])
+    return parts

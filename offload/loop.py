@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Loop:
         commits: Commits | None,
         tuner: ActivationTuner,
     ) -> None:
+        self._before_use = weights.before_use
         self._runtime, self._trainer = runtime, trainer
         self._group_check = ParamGroupCheck(model, groups, durable=commits is not None)
         self._executor, self._direct, self._trace = (
@@ -108,7 +109,7 @@ class Loop:
     def quiesce(self) -> None:
         """Wait for all updates and transfers, and drop caches."""
         self.require_usable()
-        self._group_check.check_others()
+        self._before_use()
         self._forward_stack.tidy()
         self._state.write_back()
         self._weights.take_edits()
@@ -120,17 +121,17 @@ class Loop:
 
     def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
         """See ``Engine.check_before_use``."""
-        self._group_check.also(check)
+        self._before_use.also(check)
 
     def before_forward(self) -> None:
         """Prepare for a forward of the whole model, outside of any backward."""
         self._trainer.claim()
+        self._before_use()
         self._direct.finish()
         if torch.is_grad_enabled():
             self._executor.health.require_commits()
             self._averages.require_ended()
             self._group_check.check()
-        self._group_check.check_others()
         self.write_copies()
         self._onloaded_units.refuse_edits()
         if self._commits is not None:
@@ -141,6 +142,7 @@ class Loop:
     def catch_up(self, unit: int) -> None:
         """Prepare for a module that is about to run and reads weights of the unit."""
         self._trainer.claim()
+        self._before_use()
         self._direct.finish()
         self._weights.write_copies(self._onloaded_units.groups[unit])
         self._state.write_back()
@@ -172,6 +174,7 @@ class Loop:
 
     def backward_begins(self) -> None:
         """Prepare for a backward, when its first graph task begins."""
+        self._before_use()
         self._weights.reconcile()
         self._onloaded_units.let_go()  # a unit kept open for reading may be updated
 
@@ -192,8 +195,8 @@ class Loop:
         self.write_copies()
         self._held.reconcile()
 
-    def step(self, check: Callable[[], None]) -> None:
-        """Update every parameter that has a gradient, after a ``check``."""
+    def step(self, check: Callable[[], None], groups: Container[int] | None) -> None:
+        """See ``Engine.step``."""
         self._trainer.claim()
         self.require_usable()
         if not self._runtime.ledger.early:  # a step whose updates have begun must be completed
@@ -209,7 +212,7 @@ class Loop:
         self._trace.compute_pause()
         self._held.reconcile()
         check()
-        self._stepping.step()
+        self._stepping.step(groups)
         self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
         self._tuner.stepped()
@@ -227,7 +230,7 @@ class Loop:
     def commit(self, what: str) -> None:
         """Make the present state durable; ``what`` names the user's call in errors."""
         commits = self._require_commits(what)
-        self._group_check.check_others()
+        self._before_use()
         self._weights.take_edits()
         self.write_copies()
         commits.commit()
@@ -235,6 +238,7 @@ class Loop:
     def rollback(self) -> Any:
         """Return to the last commit, and return its ``extra``."""
         self._require_commits("rollback")
+        self._before_use()
         self._state.forget_changes()
         extra = self._stepping.rollback()
         self._state.renew()
@@ -267,6 +271,11 @@ class Loop:
             state: the optimizer state. It is passed in, since weak references to it are already
                 cleared when the garbage collector closes the engine.
         """
+        try:
+            if not self._executor.health.failed:
+                self._before_use()
+        except OffloadError as error:
+            log.warning("overspill: closed in the middle of a step: %s", error)
         self._trainer.closes()
         self._executor.health.closes()
         wait_for_others()

@@ -15,6 +15,7 @@ from .errors import IoError, format_bytes
 from .facts.tier import Tier
 from .holders import holder_of
 from .planning.budgets import Untaken, total_host_bytes
+from .planning.models import entries, named_models
 
 log = logging.getLogger("overspill")
 
@@ -88,14 +89,15 @@ def warn_of_open_engines(config: OffloadConfig) -> None:
 
 def describe(engine: Engine) -> str:
     """Name an engine by its model and its folder."""
-    name = type(engine.model).__name__
+    name = " and ".join(named_models(engine.model)) or type(engine.model).__name__
     places = [str(place) for place in engine.folders]
     return f"{name} (nvme={', '.join(places)})" if places else name
 
 
 def holder(engine: Engine) -> str:
     """Name what keeps an engine alive."""
-    return holder_of([engine.model] if engine.made is None else [engine.model, engine.made])
+    objects = [engine.model, *entries(engine.model).values()]
+    return holder_of(objects if engine.made is None else [*objects, engine.made])
 
 
 def _is_same(one: Path, other: Path) -> bool:

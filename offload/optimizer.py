@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from .durable.export import export_model, export_store
-from .durable.hub import as_on_hub, config_of
-from .engine import OPTIMIZER, Engine
+from .durable.hub import files_of
+from .engine import Engine
 from .engine_handle import EngineHandle
 from .errors import OffloadError
 from .grads.backward_update_policy import Declared
+from .model_marks import MADE
 from .optim.averaged import DECAY, check_decay
 from .optim.formats import round_to_upper
 from .paths import as_path
@@ -212,8 +213,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         model, config = self._engine.model, self._engine.config
         self._engine.commit("save")
         assert config.nvme is not None
-        text, named = config_of(model), partial(as_on_hub, model)
-        export_store(config.nvme, out, config=text, named=named, weights=config.weights)
+        export_store(config.nvme, out, split=partial(files_of, model), weights=config.weights)
 
     # -- averages -------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
 def optimizer_of(model: nn.Module) -> OffloadedOptimizer | None:
     """Return the optimizer that ``wrap`` returned for a model, or ``None`` if it is not wrapped."""
-    made = model.__dict__.get(OPTIMIZER)
+    made = model.__dict__.get(MADE)
     return made if isinstance(made, OffloadedOptimizer) else None
 
 

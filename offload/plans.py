@@ -47,9 +47,8 @@ from .planning.sources import NO_SOURCES, Sources, described_sources
 from .planning.subgroups import StateField
 from .schedule.units import Chunk
 from .state.adapters import adapter_parameters
-from .state.importing import Others, open_weights
+from .state.importing import match_weights, open_weights, other_tensors
 from .state.in_place import sources_of
-from .state.weight_files import match_files
 from .step.profiling import profile_step
 
 
@@ -199,9 +198,9 @@ def _sources(
     if config.weights is None:
         return NO_SOURCES
     files = open_weights(config.weights, model)
-    names = match_files(files, model, parts)
+    names = match_weights(files, model, parts)
     managed = frozenset(map(id, parts.parameters))
-    Others(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
+    other_tensors(files, model, set(names.values()), managed, config.ignore_weights or ())  # checks
     return sources_of(files, names, parts)
 
 
@@ -450,6 +449,6 @@ def calibrated(
     update = case_of(rules[0], dtype, _master_of(dtype, config), config.moments) if rules else None
     kept = calibrate(config.nvme or (), accelerator.name, Task(update, dtype), remeasure=remeasure)
     rates = kept.for_task(Task(update, dtype))
-    if rates.disk_read_bytes_s is None and config.weights is not None:
-        rates = replace(rates, disk_read_bytes_s=measure_file(config.weights))
+    if rates.disk_read_bytes_s is None and (first := config.first_weights) is not None:
+        rates = replace(rates, disk_read_bytes_s=measure_file(first))
     return replace(config, rates=rates), kept

@@ -15,15 +15,17 @@ from ..errors import CorruptionError, OffloadError, format_bytes
 from ..io_engine.atomic_files import free_bytes_at, remove_abandoned, replacing_folder
 from ..io_engine.committed import FoundStore, find_store
 from ..observe.long_work import LongWork
+from ..planning.models import by_model
 from ..state.weight_files import OPTIMIZER
 from .files import SHARD_BYTES, Note, write_shards, write_text, write_torch
-from .hub import Read, config_of, of_model
+from .hub import ModelFiles, Read, config_of, of_model
 from .inspect import read_pinned, require_unmoved
 from .source import StoreSource
 from .sums import SUMS, Written, sums_text
 from .tensors import StreamedTensor, whole_stacks
 
 Named = Callable[[Sequence[StreamedTensor]], Sequence[StreamedTensor]]
+Split = Callable[[Sequence[StreamedTensor]], Sequence[ModelFiles]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -38,7 +40,7 @@ class Exported:
 def export_store(
     paths: Paths, out: Path, *, config: Path | str | None = None, optimizer: bool = True,
     shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None, named: Named = whole_stacks,
-    weights: Path | None = None,
+    weights: Path | Mapping[str, Path] | None = None, split: Split | None = None,
 ) -> Exported:  # fmt: skip
     """Write the last commit of a store to the folder ``out``, with memory for only a few parts.
 
@@ -52,6 +54,7 @@ def export_store(
         named: renames the weights as their readers expect.
         weights: the present folder of the files that the store reads weights from in place, if they
             were moved.
+        split: returns the files of each model; ``config`` and ``named`` are not used then.
 
     Raises:
         OffloadError: ``out`` exists already, its disk has too little space, or the owner committed
@@ -68,9 +71,10 @@ def export_store(
                 require_unmoved(store, source.generation, find_store(paths))
 
         try:
-            tree = source.state_dict() if optimizer else None
+            tree, tensors = source.state_dict() if optimizer else None, source.weights()
+            models = [ModelFiles(named(tensors), text)] if split is None else split(tensors)
             files = write_export(
-                out, named(source.weights()), tree, text, source.generation.step,
+                out, models, tree, source.generation.step,
                 shard_bytes=shard_bytes, note=note, check=check,
             )  # fmt: skip
         except CorruptionError:
@@ -89,7 +93,11 @@ def export_model(model: nn.Module, out: Path, step: int, read: Read) -> None:
     Raises:
         OffloadError: ``out`` exists already, or its disk has too little space.
     """
-    write_export(out, of_model(model, read), None, config_of(model), step)
+    models = [
+        ModelFiles(of_model(each, read), config_of(each), prefix.removesuffix("."))
+        for prefix, each in by_model(model).items()
+    ]
+    write_export(out, models, None, step)
 
 
 def config_text(path: Path | str) -> str:
@@ -100,9 +108,9 @@ def config_text(path: Path | str) -> str:
 
 
 def write_export(
-    out: Path, weights: Sequence[StreamedTensor], tree: Mapping[str, Any] | None,
-    config: str | None, step: int, *, shard_bytes: int = SHARD_BYTES,
-    note: Note = lambda nbytes: None, check: Any = lambda: None,
+    out: Path, models: Sequence[ModelFiles], tree: Mapping[str, Any] | None, step: int, *,
+    shard_bytes: int = SHARD_BYTES, note: Note = lambda nbytes: None,
+    check: Any = lambda: None,
 ) -> dict[str, int]:  # fmt: skip
     """Write all files to a draft next to ``out``, flush them, and rename the folder.
 
@@ -111,6 +119,7 @@ def write_export(
     _require_free_name(out)
     # Removed first, because abandoned drafts take up space.
     remove_abandoned(out.absolute().parent, re.escape(out.name))
+    weights = [tensor for model in models for tensor in model.weights]
     _require_room(out, weights, tree)
     work = LongWork(f"writing {out.name}", _bytes_of(weights, tree))
     with replacing_folder(out) as draft, work as done:
@@ -120,11 +129,15 @@ def write_export(
             done(nbytes)
             note(nbytes)
 
-        if config is not None:
-            files["config.json"] = write_text(draft / "config.json", config)
+        for model in models:
+            folder, own = draft / model.folder, dict[str, Written]()
+            folder.mkdir(exist_ok=True)
+            if model.config is not None:
+                own["config.json"] = write_text(folder / "config.json", model.config)
+            own |= write_shards(model.weights, folder, written, shard_bytes)
+            files |= {str(Path(model.folder, name)): file for name, file in own.items()}
         if tree is not None:
             files[OPTIMIZER] = write_torch(tree, draft / OPTIMIZER, written)
-        files |= write_shards(weights, draft, written, shard_bytes)
         check()
         write_text(draft / SUMS, sums_text(files, step))
     return {name: file.nbytes for name, file in files.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,47 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
+from ..planning.models import by_model
 from ..state.hub_names import Group, is_of_transformers, saved_names, tensors_of, to_hub
 from ..state.module_states import added_tensors
 from .tensors import StreamedTensor, in_memory, lazy, whole_stacks
 
 Read = Callable[[torch.Tensor], torch.Tensor]  # reads a tensor of a model, keeping its dtype
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The contents of the files of one model.
+
+    Attributes:
+        config: the text of its ``config.json``, if it has one.
+        folder: its folder in the export; ``""``: the export's own.
+    """
+
+    weights: Sequence[StreamedTensor]
+    config: str | None = None
+    folder: str = ""
+
+
+def files_of(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[ModelFiles]:
+    """Return the files of a model, or of each of several models, with Hub names.
+
+    Args:
+        tensors: all of a commit, with the model's names.
+    """
+    known = tensors_of(model)
+    found = []
+    for prefix, each in by_model(model).items():
+        shared = {id(tensor): name for name, tensor in reversed(tensors_of(each).items())}
+        mine = []
+        for tensor in tensors:
+            if tensor.name.startswith(prefix):
+                mine.append(replace(tensor, name=tensor.name.removeprefix(prefix)))
+            elif id(known.get(tensor.name)) in shared:  # it has the name from another model
+                mine.append(replace(tensor, name=shared[id(known[tensor.name])]))
+        weights = as_on_hub(each, mine)
+        found.append(ModelFiles(weights, config_of(each), prefix.removesuffix(".")))
+    return found
 
 
 def as_on_hub(model: nn.Module, tensors: Sequence[StreamedTensor]) -> list[StreamedTensor]:

@@ -23,7 +23,10 @@ class InPlaceReader:
     """
 
     def __init__(
-        self, description: Mapping[str, Any], digests: Mapping[int, int], moved: Path | None
+        self,
+        description: Mapping[str, Any],
+        digests: Mapping[int, int],
+        moved: Path | Mapping[str, Path] | None,
     ) -> None:
         """
         Args:

@@ -38,7 +38,10 @@ class StoreSource:
     """The contents of a generation, read in parts, so that no tensor is in memory as a whole."""
 
     def __init__(
-        self, store: FoundStore, generation: Generation, weights: Path | None = None
+        self,
+        store: FoundStore,
+        generation: Generation,
+        weights: Path | Mapping[str, Path] | None = None,
     ) -> None:
         """
         Args:

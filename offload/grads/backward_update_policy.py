@@ -12,6 +12,7 @@ from ..activations.saved import SavedTensors
 from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..movement.updates import Updater
+from ..params.before_use import BeforeUse
 from ..params.onloaded_units import OnloadedUnits
 from ..params.resident_param_guard import ResidentParamGuard
 from ..private import torch_private
@@ -49,7 +50,11 @@ class Declared:
 
 
 class BackwardUpdatePolicy:
-    """Decisions for ``update="backward"``; in the other modes no unit is updated early."""
+    """Decisions for ``update="backward"``; in the other modes no unit is updated early.
+
+    Attributes:
+        before_use: to call before gradients are changed.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,9 @@ class BackwardUpdatePolicy:
         resident_guard: ResidentParamGuard,
         update_waiter: UpdateWaiter,
         commits: Seals | None,
+        before_use: BeforeUse,
     ) -> None:
+        self.before_use = before_use
         self._config, self._update, self._groups = config, update, groups
         self._ledger, self._updater = ledger, updater
         self._onloaded_units, self._saved, self._resident_guard = (
@@ -148,6 +155,7 @@ class BackwardUpdatePolicy:
         Raises:
             OffloadError: backward has applied them; nothing was dropped yet.
         """
+        self.before_use()
         if not self._ledger.early:
             self._told_of_drop = False
         elif not self._told_of_drop and not torch_private.in_backward():

@@ -72,6 +72,7 @@ class HeldGradients:
 
     def add(self, number: int, grad: torch.Tensor) -> None:
         """Add ``grad`` to the gradient of an earlier backward, for autograd."""
+        self._backward_updates.before_use()
         self.reconcile()
         self._refuse_lost([number])
         if number in self._ledger.scales:
@@ -117,6 +118,7 @@ class HeldGradients:
         return spec.shaped(copy if factor == 1.0 else copy.mul_(factor))
 
     def write(self, number: int, value: torch.Tensor) -> None:
+        self._backward_updates.before_use()
         self._write(number, value)
         if (loan := self._loans.get(number)) is not None:
             if not torch_private.same_memory(loan.tensor, value):
@@ -222,6 +224,7 @@ class HeldGradients:
 
     def scale(self, numbers: Sequence[int], factor: float) -> None:
         """Multiply gradients by ``factor`` when the update reads them."""
+        self._backward_updates.before_use()
         self.reconcile()
         if factor != 1.0:  # clipping with a norm below the limit changes nothing
             self._backward_updates.refuse_consumed(numbers)

@@ -7,7 +7,7 @@ therefore updated in runs of neighbours that have a gradient and the same step c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -141,15 +141,16 @@ class Updater:
                     return key
         return None
 
-    def advanced(self, present: Iterable[int]) -> dict[int, dict[str, Any]]:
+    def advanced(self, present: Iterable[int], groups: Container[int]) -> dict[int, dict[str, Any]]:
         """Return, by param group, the values that the optimizer itself sets in it in this step.
 
         Args:
             present: the parameters that have a gradient.
+            groups: the param groups of the optimizers that take a step.
         """
         rules = [
             (n, rule) for n, rule in enumerate(self.rules)
-            if isinstance(rule, StreamedRule) and not rule.coupled
+            if n in groups and isinstance(rule, StreamedRule) and not rule.coupled
         ]  # fmt: skip
         if not rules:
             return {}

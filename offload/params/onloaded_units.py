@@ -8,7 +8,7 @@ see Note [References to slots] in ``slot_refs.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,16 +90,16 @@ class OnloadedUnits:
         pairs = zip(self._params[unit.index], unit.params, strict=True)
         self._managed[unit.index] = tuple(manage(p, spec, access) for p, (_, spec) in pairs)
 
-    def give_away(self, values: Sequence[torch.Tensor]) -> None:
-        """Make all parameters ordinary, with ``values`` by index; repeatable after an exception."""
-        for unit, params in enumerate(self._params):
-            for p, known in zip(params, self._managed[unit], strict=False):
+    def give_away(self, values: Mapping[int, torch.Tensor], units: Iterable[int]) -> None:
+        """Make parameters ordinary, with ``values`` by index; repeatable after an exception."""
+        for unit in units:
+            for p, known in zip(self._params[unit], self._managed[unit], strict=False):
                 known.release(p, values[known.index])
             self._managed[unit] = ()
 
-    def take_back(self, access: WeightAccess) -> None:
+    def take_back(self, access: WeightAccess, units: Iterable[int]) -> None:
         """Manage parameters again that were given away, visible or hidden as they were before."""
-        for unit in self.parts.units:
+        for unit in (self.parts.units[each] for each in units):
             self._manage(unit, access)
             if self._visible[unit.index]:
                 self._to_views(unit.index)

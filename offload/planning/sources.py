@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,15 @@ def _states(sources: Sources) -> tuple[FileState, ...]:
 
 
 def described_sources(
-    description: Mapping[str, Any], digests: Container[int], moved: Path | None = None
-) -> Sources:
+    description: Mapping[str, Any], digests: Container[int],
+    moved: Path | Mapping[str, Path] | None = None,
+) -> Sources:  # fmt: skip
     """Return the sources that ``describe_sources`` has put into a store's description.
 
     Args:
         digests: the units for which a commit has a checksum.  Other units cannot be verified if
             their files were written to.
-        moved: the folder that contains the files now, or the only file.
+        moved: the folder that contains the files now, or the only file; or such paths by model.
 
     Raises:
         OffloadError: a file no longer exists, has another length, or may have other contents.
@@ -68,11 +69,10 @@ def described_sources(
     if not kept or not kept["units"]:
         return NO_SOURCES
     paths = [Path(file["path"]) for file in kept["files"]]
-    if moved is not None and moved.is_file() and len(paths) == 1:
-        paths = [moved.absolute()]
+    if isinstance(moved, Mapping):
+        paths = _moved_by_model(description, moved)
     elif moved is not None:
-        root = os.path.commonpath([path.parent for path in paths])
-        paths = [moved.absolute() / path.relative_to(root) for path in paths]
+        paths = _moved(paths, moved)
     for path, file in zip(paths, kept["files"], strict=True):
         found = path.stat().st_size if path.is_file() else None
         if found != file["nbytes"]:
@@ -97,3 +97,28 @@ def described_sources(
                 "same; restore the file with its time (cp -p), or wrap the model again"
             )
     return Sources(tuple(paths), ranges)
+
+
+def _moved_by_model(description: Mapping[str, Any], moved: Mapping[str, Path]) -> list[Path]:
+    """Return where a store's files are now, given the folder or the file of some of the models."""
+    kept = description["sources"]
+    paths = [Path(file["path"]) for file in kept["files"]]
+    by_model: dict[str, set[int]] = {}
+    for unit, each in kept["units"].items():
+        names = [p["name"] for c in description["units"][int(unit)]["chunks"] for p in c["params"]]
+        by_model.setdefault(names[0].partition(".")[0], set()).update(
+            part[0] for part in each["parts"]
+        )
+    for model, place in moved.items():
+        numbers = by_model.get(model, set())
+        for number, path in zip(numbers, _moved([paths[n] for n in numbers], place), strict=True):
+            paths[number] = path
+    return paths
+
+
+def _moved(paths: Sequence[Path], place: Path) -> list[Path]:
+    """Return the paths of files that are in the folder ``place`` now, or are this one file."""
+    if place.is_file() and len(paths) == 1:
+        return [place.absolute()]
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    return [place.absolute() / path.relative_to(root) for path in paths]

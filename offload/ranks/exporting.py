@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..durable.export import Exported, Named, config_text, write_export
 from ..durable.files import SHARD_BYTES, Note
+from ..durable.hub import ModelFiles
 from ..durable.inspect import require_unmoved
 from ..durable.tensors import whole_stacks
 from ..io_engine.committed import find_store
@@ -29,8 +30,8 @@ def export_run(
         tree = source.state_dict() if optimizer else None
         text = None if config is None else config_text(config)
         files = write_export(
-            out, named(source.weights()), tree, text, run.step, shard_bytes=shard_bytes, note=note,
-            check=lambda: _require_unmoved(run),
+            out, [ModelFiles(named(source.weights()), text)], tree, run.step,
+            shard_bytes=shard_bytes, note=note, check=lambda: _require_unmoved(run),
         )  # fmt: skip
     finally:
         source.close()

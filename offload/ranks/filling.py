@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,7 +49,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
 
 
 def fill_from_files(
-    model: nn.Module, parts: Sequence[SpreadModule], path: Path, rank: int,
+    model: nn.Module, parts: Sequence[SpreadModule], weights: Path | Mapping[str, Path], rank: int,
     ignored: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Give every shard its rows of a tensor in files, and buffers their values there.
@@ -63,14 +63,14 @@ def fill_from_files(
         ValueError: the files lack a parameter, have it in another shape, or have tensors that the
             model does not use. Nothing was changed.
     """
-    files = open_weights(path, model)
+    files = open_weights(weights, model)
     found = partition(model, {})
     names = match_files(files, model, found)
     pieces = {id(piece.param): piece for part in parts for piece in part.shards}
     missing = [n for i, n in enumerate(map(id, found.parameters)) if i not in names]
     if missing:
         name = pieces[missing[0]].name
-        raise ValueError(f"weights: {path} does not match the model: {name} is missing")
+        raise ValueError(f"weights: {files.path} does not match the model: {name} is missing")
     managed = frozenset(map(id, found.parameters))
     Others(files, model, set(names.values()), managed, ignored).load()
     for index, p in enumerate(found.parameters):

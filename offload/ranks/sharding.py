@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_modules
 from ..config import OffloadConfig
-from ..engine import OPTIMIZER, Engine
+from ..engine import Engine
 from ..errors import OffloadError
 from ..facts.rates import Rates
+from ..model_marks import MADE, ModelMarks, hold
 from ..movement.accelerators.choose import make_accelerator
 from ..optim.averaged import DECAY
 from ..optim.joint import JointOptimizer
@@ -68,7 +69,7 @@ class Sharding:
             OffloadError: the model is not spread over ranks in a way that can be wrapped.
         """
         for module in model.modules():
-            if OPTIMIZER in module.__dict__:
+            if MADE in module.__dict__:
                 raise OffloadError(
                     "the model is wrapped already; call overspill.unwrap(model) first"
                 )
@@ -84,6 +85,7 @@ class Sharding:
         self.shards = Shards(self.model, self._parts)
         self._bridges: list[Bridge | ReplicaBridge] = []
         self._conversions: Conversions | None = None
+        self._marks: ModelMarks | None = None
 
     def refuse(self, config: OffloadConfig) -> None:
         """Refuse options that this strategy does not support.
@@ -94,7 +96,7 @@ class Sharding:
         refuse_options(config)
         self._way.refuse(config)
 
-    def fill(self, weights: Path, ignored: Sequence[str] = ()) -> None:
+    def fill(self, weights: Path | Mapping[str, Path], ignored: Sequence[str] = ()) -> None:
         """Fill the shards with their rows of tensors in files."""
         fill_from_files(self.model, self._parts, weights, self.world.rank, ignored)
 
@@ -113,9 +115,8 @@ class Sharding:
         self._bridges.clear()
         if self._conversions is not None:
             self._conversions.remove()
-        for module in self._way.held:
-            for name in (OPTIMIZER, "__deepcopy__", "__reduce_ex__"):
-                module.__dict__.pop(name, None)
+        if self._marks is not None:
+            self._marks.remove()
 
     def config(self, config: OffloadConfig, optimizer: torch.optim.Optimizer) -> OffloadConfig:
         """Return this rank's options.
@@ -187,12 +188,9 @@ class Sharding:
             self.world.gathered(None)  # from here on every rank has an engine
             for bridge in self._bridges:
                 bridge.begin()
-            marks = {
-                OPTIMIZER: made,
-                "__deepcopy__": engine.__deepcopy__, "__reduce_ex__": engine.__reduce_ex__,
-            }  # fmt: skip
-            for module in self._way.held:
-                module.__dict__.update(marks)
+            self._marks = ModelMarks(self._way.held[0], lambda: False)
+            self._marks.put(None)
+            hold(self._way.held[0], made)
             ids = set(map(id, self.model.parameters()))
             self._conversions = Conversions(
                 self.model, lambda p: id(p) in ids, lambda: runtime.closed

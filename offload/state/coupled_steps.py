@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,24 +32,26 @@ class CoupledSteps:
             self._optimizers.setdefault(rule.optimizer, []).append(number)
 
     def compute(
-        self, units: Mapping[int, frozenset[int]], scale: float
+        self, units: Mapping[int, frozenset[int]], scale: float, groups: Container[int]
     ) -> Mapping[int, dict[str, Any]]:
         """Run the steps on copies, and leave the results with the rules.
 
         Args:
             units: by unit, the parameters that have a gradient.
             scale: of all gradients.
+            groups: the param groups of the optimizers that take a step.
 
         Returns:
             By group, the hyper-parameters after it.
         """
-        if not self._optimizers:
+        stepped = {o: numbers for o, numbers in self._optimizers.items() if numbers[0] in groups}
+        if not stepped:
             return {}
         self._direct.quiesce()
         present = frozenset().union(*units.values())
         made = self._members(present, scale)
         after: dict[int, dict[str, Any]] = {}
-        for optimizer, numbers in self._optimizers.items():
+        for optimizer, numbers in stepped.items():
             members = [[self._member(p, made) for p in self._groups[n]["params"]] for n in numbers]
             values = optimizer.step([self._groups[n] for n in numbers], members)
             after.update(zip(numbers, values, strict=True))

@@ -14,26 +14,45 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.models import named_models
+from ..planning.partition import Partition
 from ..planning.sections import has_sections
 from ..private import torch_private
 from .adapters import base_of, names_in_base
 from .hub_names import HubFiles, is_of_transformers, tensors_of
+from .joined_files import FilesOfModel, JoinedFiles
 from .module_states import FoundStates
 from .section_files import SectionFiles
 from .unmanaged import unmanaged_tensors
-from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles
+from .weight_files import DISTRIBUTED, OPTIMIZER, TensorFiles, WeightFiles, match_files
 
 log = logging.getLogger("overspill")
 
 
-def open_weights(path: Path, model: nn.Module | None) -> TensorFiles:
+def open_weights(weights: Path | Mapping[str, Path], model: nn.Module | None) -> TensorFiles:
     """Open the files that ``weights=`` names: safetensors or a ``torch.distributed.checkpoint``.
 
     Tensors have the names that ``model`` uses in memory or, without a model, those in the files.
 
     Raises:
-        ValueError: the path is neither, or cannot be read, or holds quantised weights.
+        ValueError: the path is neither, or cannot be read, or holds quantised weights; or paths by
+            name are given for a single model, or for a name that no model has.
     """
+    if isinstance(weights, Path):
+        return _open(weights, model)
+    models = {} if model is None else named_models(model)
+    if not models:
+        raise ValueError(
+            "weights: a dict is for several models, wrap({name: model}, ...); give a path"
+        )
+    if strange := sorted(set(weights) - set(models)):
+        raise ValueError(f"weights: no model is named {strange[0]!r}; there are {list(models)}")
+    return JoinedFiles(
+        [FilesOfModel(f"{n}.", models[n], _open(path, models[n])) for n, path in weights.items()]
+    )
+
+
+def _open(path: Path, model: nn.Module | None) -> TensorFiles:
     base = None if model is None else base_of(model)
     _refuse_quantised(path, base)
     files: TensorFiles
@@ -69,6 +88,30 @@ def open_state(path: Path, model: nn.Module, groups: Sequence[dict[str, Any]]) -
     if not {"state", "param_groups"} <= set(state):
         raise ValueError(f"{file} holds no optimizer's state_dict; it has {list(state)[:5]}")
     return state
+
+
+def match_weights(files: TensorFiles, model: nn.Module, parts: Partition) -> dict[int, str]:
+    """Do as ``match_files``, with each model's own files if there are several models."""
+    if not isinstance(files, JoinedFiles):
+        return match_files(files, model, parts)
+    found: dict[int, str] = {}
+    for prefix, each, own in files.parts:
+        found |= {index: prefix + name for index, name in match_files(own, each, parts).items()}
+    return found
+
+
+def other_tensors(
+    files: TensorFiles, model: nn.Module, weights: Collection[str], managed: Container[int],
+    ignored: Collection[str] = (),
+) -> list[Others]:  # fmt: skip
+    """Return the other tensors of a model's files, or of those of each of several models."""
+    if not isinstance(files, JoinedFiles):
+        return [Others(files, model, weights, managed, ignored)]
+    return [
+        Others(own, each, {n.removeprefix(prefix) for n in weights if n.startswith(prefix)},
+               managed, ignored)
+        for prefix, each, own in files.parts
+    ]  # fmt: skip
 
 
 class Others:

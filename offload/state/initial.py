@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import OffloadError
+from ..planning.models import by_model
 from ..planning.partition import Partition
 from ..planning.sections import Section, stacks_of
 from ..planning.unit_discovery import FoundUnit
@@ -62,6 +63,18 @@ def default_init(model: nn.Module) -> Callable[[nn.Module], None]:
             )
 
     return reset
+
+
+def initialiser(
+    model: nn.Module, given: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], None]:
+    """Return the function that initialises a module of a meta model, or of several models."""
+    if given is not None:
+        return on_whole_stacks(model, given)
+    by_module: dict[nn.Module, Callable[[nn.Module], None]] = {}
+    for each in by_model(model).values():
+        by_module |= dict.fromkeys(each.modules(), on_whole_stacks(each, default_init(each)))
+    return lambda module: by_module[module](module)
 
 
 def on_whole_stacks(

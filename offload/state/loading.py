@@ -12,17 +12,18 @@ from ..optim import Rule
 from ..optim.averaged import AVERAGE
 from ..optim.optimizer import torch_state
 from ..optim.streamed import RECORD, StreamedRule
+from ..planning.models import by_model
 from ..planning.partition import Partition
 from ..schedule.units import ParamSpec, Unit
 from .adapters import begin_adapters
 from .contents import Values
 from .edits import spoil
 from .engine_resources import EngineResources
-from .importing import Others, open_weights
-from .initial import default_init, initialise, on_whole_stacks
+from .importing import match_weights, open_weights, other_tensors
+from .initial import initialise, initialiser
 from .original_weights import OriginalWeights
 from .unmanaged import require_values
-from .weight_files import match_files, read_float
+from .weight_files import read_float
 
 LARGEST_SHARE = 0.9  # of a dtype's maximum: a scale that is rounded may be larger
 
@@ -35,17 +36,19 @@ def load(
 ) -> None:
     """Load all weights and state, one unit at a time, from the model or from ``weights=`` files."""
     runtime = resources.runtime
-    begin_adapters(model, trains=runtime.layout.trains)
+    for each in by_model(model).values():
+        begin_adapters(each, trains=runtime.layout.trains)
     parts, config, blueprint = runtime.parts, runtime.config, runtime.blueprint
     files = None if config.weights is None else open_weights(config.weights, model)
-    names = {} if files is None else match_files(files, model, parts)
+    names = {} if files is None else match_weights(files, model, parts)
     managed = frozenset(map(id, parts.parameters))
     if files is not None:
         taken.note()
         ignored = config.ignore_weights or ()
-        Others(files, model, set(names.values()), managed, ignored).load()
+        for others in other_tensors(files, model, set(names.values()), managed, ignored):
+            others.load()
     require_values(model, managed)
-    init = on_whole_stacks(model, config.init or default_init(model))
+    init = initialiser(model, config.init)
     taken.move_unmanaged()
     for index, p in enumerate(parts.parameters):
         rule = blueprint.rule_of(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ..params.resident_param_guard import ResidentParamGuard
 from .param_access import ParamAccess
 
 log = logging.getLogger("overspill")
+T = TypeVar("T")
 
 
 class Materializing:
@@ -31,6 +33,7 @@ class Materializing:
         self._runtime, self._onloaded_units = runtime, onloaded_units
         self._resident_guard, self._weights = resident_guard, weights
         self._block: object | None = None  # the block that has begun and has not ended
+        self._units: frozenset[int] = frozenset()  # whose weights it has
 
     @property
     def active(self) -> bool:
@@ -52,12 +55,16 @@ class Materializing:
         if self._onloaded_units.returning is not None:
             self._onloaded_units.returning()
 
-    def begin(self, block: object) -> None:
-        """Load all weights into ordinary tensors, for a ``block``."""
-        full = self._weights.read_all()
+    def begin(self, block: object, model: nn.Module) -> None:
+        """Load all weights of a model into ordinary tensors, for a ``block``."""
+        parts = self._runtime.parts
+        index_of = {id(p): index for index, p in enumerate(parts.parameters)}
+        mine = (index_of[id(p)] for p in model.parameters() if id(p) in index_of)
+        units = frozenset(parts.unit_of[index] for index in mine)
+        full = self._weights.read_all(units)
         try:
-            self._block = block
-            self._onloaded_units.give_away(full)
+            self._units, self._block = units, block
+            self._onloaded_units.give_away(full, units)
         except BaseException:
             self._onloaded_units.returning = self._return
             self._return()
@@ -66,15 +73,16 @@ class Materializing:
     def end(self) -> Mapping[int, torch.Tensor]:
         """End the block, after an error too, and return what the parameters held."""
         self._onloaded_units.returning = self._return
-        params = self._runtime.parts.parameters
-        found = {index: p.data for index, p in enumerate(params)}
+        parts = self._runtime.parts
+        given = (index for index, unit in enumerate(parts.unit_of) if unit in self._units)
+        found = {index: parts.parameters[index].data for index in given}
         self._return()
         return found
 
     def _return(self) -> None:
         """Make all parameters managed again; if an exception interrupts this, the next use does."""
         if not self._runtime.closed:
-            self._onloaded_units.take_back(self._weights)
+            self._onloaded_units.take_back(self._weights, self._units)
         self._block, self._onloaded_units.returning = None, None
 
     def abandon(self, block: object) -> None:
@@ -97,7 +105,7 @@ class Materializing:
             self._weights.write_all(changed)
 
 
-class Materialized:
+class Materialized(Generic[T]):
     """A block in which every parameter holds its weights, and the model cannot be trained.
 
     Not a generator: its ``finally`` could run late, during garbage collection.
@@ -107,20 +115,22 @@ class Materialized:
 
     def __init__(
         self, materializing: Materializing, require: Callable[[], None], model: nn.Module,
-        *, writeback: bool,
+        given: T, *, writeback: bool,
     ) -> None:  # fmt: skip
         """
         Args:
             require: raises if the model cannot be used.
+            model: the engine's model, or a part of it.
+            given: what the block returns at its start.
         """
         self._materializing, self._require = materializing, require
-        self._model, self._writeback = model, writeback
+        self._model, self._given, self._writeback = model, given, writeback
 
-    def __enter__(self) -> nn.Module:
+    def __enter__(self) -> T:
         self._require()
         self._block = object()
-        self._materializing.begin(self._block)
-        return self._model
+        self._materializing.begin(self._block, self._model)
+        return self._given
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import BudgetError, OffloadError
+from ..params.before_use import BeforeUse
 from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
 from ..params.resident_param_guard import ResidentParamGuard
@@ -30,13 +31,16 @@ class ParamAccess:
 
     A tensor over a parameter follows its weight, and changes to the tensor reach the weight, as in
     plain PyTorch.  See Note [Tensors over parameters].
+
+    Attributes:
+        before_use: called before weights are read or changed.
     """
 
     def __init__(
-        self, onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard,
-        contents: Contents, ledger: Ledger,
-        forward_stack: ForwardStack, trainer: Trainer, edits: Edits,
+        self, onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard, contents: Contents,
+        ledger: Ledger, forward_stack: ForwardStack, trainer: Trainer, edits: Edits,
     ) -> None:  # fmt: skip
+        self.before_use = BeforeUse()
         self._parts, self._executor = onloaded_units.parts, onloaded_units.executor
         self._onloaded_units, self._resident_guard = onloaded_units, resident_guard
         self._contents, self._ledger = contents, ledger
@@ -55,6 +59,7 @@ class ParamAccess:
 
     def tidy(self) -> None:
         """Close what an exception has left open, so that no placeholder is read as a weight."""
+        self.before_use()
         self._forward_stack.tidy()
 
     # -- reading --------------------------------------------------------------------------------
@@ -64,13 +69,15 @@ class ParamAccess:
         self._begin(self._parts.unit_of[index])
         return self._read(index)
 
-    def read_all(self) -> list[torch.Tensor]:
-        """Return copies of all current weights, by parameter index."""
-        values = [self.read(index) for index in range(len(self._parts.parameters))]
+    def read_all(self, units: Container[int]) -> dict[int, torch.Tensor]:
+        """Return copies of all current weights of these units, by parameter index."""
+        chosen = [index for index, unit in enumerate(self._parts.unit_of) if unit in units]
+        values = {index: self.read(index) for index in chosen}
         self._onloaded_units.let_go()
         return values
 
     def _begin(self, unit: int) -> None:
+        self.before_use()
         self._executor.health.check()
         # excluding the current call
         if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):
@@ -412,6 +419,7 @@ class ParamAccess:
 
     def require_writable(self, units: Iterable[int]) -> None:
         """Raise ``OffloadError`` if a unit runs, or this step's backward has updated it already."""
+        self.before_use()
         self._forward_stack.tidy()
         for unit in units:
             if self._onloaded_units.uses[unit]:

@@ -7,7 +7,7 @@ the device; commits and exports include them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -60,19 +60,29 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def renamed_parameters(
+def current_names(
     model: nn.Module, names: Iterable[str], parameters: Iterable[nn.Parameter]
+) -> dict[int, str]:
+    """Return the names of tensors in a model now, by their ids.
+
+    A parameter has the name of ``names`` if it still has it, else the first that it has.
+    """
+    present = tensors_of(model)
+    found = {id(tensor): name for name, tensor in reversed(present.items())}
+    kept = {id(p): n for n, p in zip(names, parameters, strict=True) if present.get(n) is p}
+    return found | kept
+
+
+def renamed_parameters(
+    model: nn.Module, names: Sequence[str], parameters: Sequence[nn.Parameter]
 ) -> dict[str, str | None]:
     """Return the parameters that no longer have their name in the model, by their old name.
 
     The values are the new names, or ``None`` if a parameter has left the model.
     """
-    present = tensors_of(model)
-    moved = {n: p for n, p in zip(names, parameters, strict=True) if present.get(n) is not p}
-    if not moved:
-        return {}
-    name_of = {id(tensor): name for name, tensor in reversed(present.items())}
-    return {name: name_of.get(id(p)) for name, p in moved.items()}
+    found = current_names(model, names, parameters)
+    now = ((name, found.get(id(p))) for name, p in zip(names, parameters, strict=True))
+    return {name: other for name, other in now if other != name}
 
 
 def require_values(model: nn.Module, managed: Container[int]) -> None:

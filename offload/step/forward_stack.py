@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -41,7 +42,8 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        self.roots = 0  # enclosing forwards of the whole model
+        self.roots = 0  # enclosing forwards of a whole model
+        self.inside: list[int] = []  # ids of the entries that run, if there are several
 
 
 class ForwardStack:
@@ -56,13 +58,41 @@ class ForwardStack:
         saved: SavedTensors,
         backward: Backward,
         trainer: Trainer,
+        entries: Iterable[nn.Module],
     ) -> None:
+        """
+        Args:
+            entries: the modules whose forward is one of a whole model.
+        """
+        # Only weak references: autograd graphs that a user keeps refer to this object.
+        self._entries = weakref.WeakSet(entries)
         self._onloaded_units, self._saved, self._backward = onloaded_units, saved, backward
         self._trainer, self._mine = trainer, _Stack()
         self._told_nested = False
 
+    def begins_inside(self, entry: nn.Module) -> bool:
+        """Return whether an entry is called in the forward of another one, as a part of it."""
+        if len(self._entries) == 1:
+            return False
+        running = self._mine.inside
+        if not torch_private.in_backward():
+            around = torch_private.modules_around(entry)
+            if around is not None and not any(module in self._entries for module in around):
+                running.clear()  # an interrupt may have left some
+        running.append(id(entry))
+        return len(running) > 1
+
+    def ends_inside(self, entry: nn.Module) -> bool:
+        """Return whether an entry that has ended was called in the forward of another one."""
+        if len(self._entries) == 1:
+            return False
+        running = self._mine.inside
+        if running and running[-1] == id(entry):
+            running.pop()
+        return bool(running)
+
     def push_root(self) -> None:
-        """Begin a forward of the whole model; activations between units can be offloaded too."""
+        """Begin a forward of a whole model; activations between units can be offloaded too."""
         if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():
             return
         outer = self._saved.around(torch_private.top_saved_tensor_hooks())
@@ -70,7 +100,7 @@ class ForwardStack:
         self._mine.roots += 1
 
     def pop_root(self) -> None:
-        """End a forward of the whole model that has returned or raised."""
+        """End a forward of a whole model that has returned or raised."""
         if self._mine.roots and not self._mine.frames:
             self._mine.roots -= 1
             torch_private.pop_saved_tensor_hooks()
@@ -227,7 +257,7 @@ class ForwardStack:
         return around is not None and not any(m is other for m in mine for other in around)
 
     def begin(self) -> None:
-        """Begin a forward of the whole model, and close what an interrupted one left open."""
+        """Begin a forward of a whole model, and close what an interrupted one left open."""
         if torch_private.in_backward():
             self._leave_all()
         else:

@@ -1,4 +1,4 @@
-"""Counting of forwards of the whole model, which replace steps if nothing is trained."""
+"""Counting of forwards of whole models, which replace steps if nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..planning.models import entries
 from ..private import torch_private
 from ..private.handles import remove_all
 from ..schedule.protocol import Protocol
@@ -37,10 +38,10 @@ class Forwards:
             if (forwards := me()) is not None:
                 forwards._ends()
 
-        self._handles: list[Any] = [
-            model.register_forward_pre_hook(before, with_kwargs=True),
-            model.register_forward_hook(after),
-        ]
+        self._handles: list[Any] = []
+        for entry in entries(model).values():
+            self._handles.append(entry.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(entry.register_forward_hook(after))
 
     def _begins(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         named = [kwargs[name] for name in _INPUTS if kwargs.get(name) is not None]

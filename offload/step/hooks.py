@@ -18,6 +18,7 @@ from ..activations.recompute import Recompute
 from ..facts.trace import Trace
 from ..params.backward import Backward
 from ..params.onloaded_units import OnloadedUnits
+from ..planning.models import entries
 from ..planning.unit_discovery import direct_parameters, read_ahead
 from ..private import torch_private
 from ..private.handles import all_or_none, remove_all
@@ -33,17 +34,17 @@ class Occasions(Protocol):
         """Raise if the engine cannot be used."""
 
     def before_forward(self) -> None:
-        """React to the start of a forward of the whole model, outside of any backward."""
+        """React to the start of a forward of a whole model, outside of any backward."""
 
     def catch_up(self, unit: int) -> None:
         """Bring a unit up to date before a module runs that reads its weights."""
 
     def after_forward(self) -> None:
-        """React to the end of a forward of the whole model."""
+        """React to the end of a forward of a whole model."""
 
 
 class ModuleHooks:
-    """The hooks on units, on modules that read their weights, and on the root module."""
+    """The hooks on units, on modules that read their weights, and on entries."""
 
     def __init__(
         self,
@@ -81,8 +82,9 @@ class ModuleHooks:
         self._hook_read_ahead(me, model)
         if self._onloaded_units.accelerator.stream() is not None:
             self._hook_streams(me, model)
-        self._handles.append(model.register_forward_pre_hook(_root_before(me), prepend=True))
-        self._handles.append(model.register_forward_hook(_root_after(me), always_call=True))
+        for entry in entries(model).values():
+            self._handles.append(entry.register_forward_pre_hook(_root_before(me), prepend=True))
+            self._handles.append(entry.register_forward_hook(_root_after(me), always_call=True))
 
     def _hook_border(self, me: weakref.ref[ModuleHooks], unit: int, module: nn.Module) -> None:
         """Hook a resident unit, to attribute to it what autograd saves while it runs."""
@@ -222,11 +224,17 @@ class ModuleHooks:
                 self._loop.catch_up(unit)
                 self._onloaded_units.open_ahead(unit)
 
-    # -- the root -------------------------------------------------------------------------------
+    # -- entries --------------------------------------------------------------------------------
 
-    def before_root(self) -> None:
-        """Begin a forward of the whole model, and clear what an interrupted one left open."""
+    def before_root(self, model: nn.Module | None = None) -> None:
+        """Begin a forward of a whole model, and clear what an interrupted one left open.
+
+        Args:
+            model: the entry that was called, if it was called as a module.
+        """
         self._loop.require()
+        if model is not None and self._forward_stack.begins_inside(model):
+            return
         self._forward_stack.begin()
         if not torch_private.in_backward():
             self._loop.before_forward()
@@ -237,11 +245,13 @@ class ModuleHooks:
         """Record that the current stream uses these units, which a module is about to read."""
         self._onloaded_units.use_here(units)
 
-    def after_root(self, output: Any) -> None:
-        """End a forward of the whole model; ``output`` is ``None`` if it raised.
+    def after_root(self, output: Any, model: nn.Module | None = None) -> None:
+        """End a forward of a whole model; ``output`` is ``None`` if it raised.
 
         Hooks on the outputs mark the outermost backward pass as open as soon as it starts.
         """
+        if model is not None and self._forward_stack.ends_inside(model):
+            return
         self._forward_stack.pop_root()
         self.runs(NOWHERE)
         if output is not None and torch.is_grad_enabled():
@@ -304,20 +314,20 @@ def _stream_reader(me: weakref.ref[ModuleHooks], own: int, units: Sequence[int])
 
 def _root_before(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any], None]:
     @torch_private.not_compiled
-    def before(_module: nn.Module, _args: Any) -> None:
+    def before(module: nn.Module, _args: Any) -> None:
         hooks = me()
         if hooks is not None:
-            hooks.before_root()
+            hooks.before_root(module)
 
     return before
 
 
 def _root_after(me: weakref.ref[ModuleHooks]) -> Callable[[nn.Module, Any, Any], None]:
     @torch_private.not_compiled
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after(module: nn.Module, _args: Any, output: Any) -> None:
         hooks = me()
         if hooks is not None:
-            hooks.after_root(output)
+            hooks.after_root(output, module)
 
     return after
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,7 +33,6 @@ class ParamGroupCheck:
         """
         self._again = _AGAIN.format(elsewhere=_ELSEWHERE if durable else "")
         self._groups = groups
-        self._others: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._members = self._present()
         mine = {number for group in self._members for number in group}
         self._frozen = [
@@ -47,16 +45,6 @@ class ParamGroupCheck:
             for name, p in own_parameters(module).items()
         ]
 
-    def also(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Call another check, too, as long as its object lives."""
-        self._others.append(check)
-
-    def check_others(self) -> None:
-        """Call the other checks, before every use of the model and its state."""
-        for other in self._others:
-            if (check := other()) is not None:
-                check()
-
     def _present(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self._groups]
 
@@ -68,7 +56,6 @@ class ParamGroupCheck:
                 has no state; another one has taken a parameter's place in the model; or the groups
                 have other members.
         """
-        self.check_others()
         thawed = [name for name, p in self._frozen if p.requires_grad]
         if thawed:
             raise OffloadError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import OffloadError
@@ -55,7 +55,7 @@ class Stepping:
         renew: Callable[[], None],
         random_states: Callable[[], Mapping[str, Any]],
         compute_coupled: Callable[
-            [Mapping[int, frozenset[int]], float], Mapping[int, dict[str, Any]]
+            [Mapping[int, frozenset[int]], float, Container[int]], Mapping[int, dict[str, Any]]
         ],
     ) -> None:
         """
@@ -85,8 +85,10 @@ class Stepping:
         """Count a micro-step: the outermost backward pass has ended."""
         self._ledger.micro_steps += 1
 
-    def step(self) -> None:
+    def step(self, groups: Container[int] | None = None) -> None:
         """Update every parameter that has a gradient, in the background if the mode says so.
+
+        With ``groups``, update only the parameters in these param groups.
 
         An exception at any point leaves either no step or a whole one. Until the machine gets the
         step, nothing has changed except which resident weights are shown.
@@ -105,11 +107,9 @@ class Stepping:
             self._back("the last update gave values that are not finite")
             return
         self._update_waiter.raise_nonfinite()
-        units = {
-            unit.index: present
-            for unit in self._onloaded_units.parts.units
-            if (present := self._collector.present(unit.index))
-        }
+        units = self._present(groups)
+        if groups is not None:
+            self._refuse_others(groups)
         for unit, present in units.items():
             self._collector.refuse_torn(present)
             if unit not in self._ledger.early:
@@ -118,14 +118,40 @@ class Stepping:
         scale = self._verdict(units)
         if scale is None:
             return
-        self._take(units, scale)
+        self._take(units, scale, range(len(self._groups)) if groups is None else groups)
         self._resident_guard.hide_all()  # shown where parts of the model were called
         if not self._background:
             self._update_waiter.wait_for_updates()
             if not alone:
                 self._update_waiter.raise_nonfinite()
 
-    def _take(self, units: Mapping[int, frozenset[int]], scale: float) -> None:
+    def _present(self, groups: Container[int] | None) -> dict[int, frozenset[int]]:
+        """Return, by unit, the parameters that have a gradient and are in one of the groups."""
+        parts, found = self._onloaded_units.parts, {}
+        for unit in parts.units:
+            present = self._collector.present(unit.index)
+            if groups is not None:
+                present = frozenset(i for i in present if parts.groups[i] in groups)
+            if present:
+                found[unit.index] = present
+        return found
+
+    def _refuse_others(self, groups: Container[int]) -> None:
+        """Raise if backward has applied gradients of parameters that are in none of the groups."""
+        parts = self._onloaded_units.parts
+        for unit in sorted(self._ledger.early):
+            if any(parts.groups[index] not in groups for index in self._ledger.turns(unit)):
+                raise OffloadError(
+                    f"update='backward' has applied the gradients of {parts.units[unit].name} "
+                    "already, and step() of its optimizer was not called. No step was taken; call "
+                    "step() of all optimizers before the model or their state is used, freeze a "
+                    "model that a loss only passes through (requires_grad_(False)), or use "
+                    "update='next_forward'"
+                )
+
+    def _take(
+        self, units: Mapping[int, frozenset[int]], scale: float, groups: Container[int]
+    ) -> None:
         ledger, commits = self._ledger, self._commits
         if not ledger.early:
             self._updater.begin_step(self._groups)
@@ -133,10 +159,11 @@ class Stepping:
         for unit in later:
             self._onloaded_units.compute_over(unit)
         self._resident_guard.end_graphs(later)
-        coupled = self._compute_coupled(units, scale)
+        coupled = self._compute_coupled(units, scale, groups)
         commit = commits is not None and commits.wanted(ledger.count + 1)
         random = {} if commits is None else self._random_states()
-        advanced = self._updater.advanced(index for present in units.values() for index in present)
+        indices = [index for present in units.values() for index in present]
+        advanced = self._updater.advanced(indices, groups)
         ledger.next = Prepared(units, scale, commit, random, {**advanced, **coupled})
         self._protocol.step(tuple(units), background=self._background, commit=commit)
 

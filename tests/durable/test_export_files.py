@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from overspill.durable.export import OPTIMIZER, write_export
+from overspill.durable.hub import ModelFiles
 from overspill.durable.sums import SUMS, verify_export
 from overspill.durable.tensors import AHEAD_PARTS, Part, StreamedTensor, in_memory, lazy, stream
 from overspill.errors import IoError, OffloadError
@@ -48,7 +49,7 @@ def export_small(out: Path) -> tuple[list[torch.Tensor], dict[str, Any]]:
     state = {0: {"step": torch.tensor(3.0), "exp_avg": moment}}
     groups = [{"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "params": [0]}]
     streamed = {0: {"step": torch.tensor(3.0), "exp_avg": in_memory("m", moment)}}
-    write_export(out, tensors, {"state": streamed, "param_groups": groups}, "{}", 3,
+    write_export(out, [ModelFiles(tensors, "{}")], {"state": streamed, "param_groups": groups}, 3,
                  shard_bytes=2000)  # fmt: skip
     return values, {"state": state, "param_groups": groups}
 
@@ -102,7 +103,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         files = write_export(
-            tmp_path / "out", weights, {"state": state, "param_groups": []}, None, 1
+            tmp_path / "out", [ModelFiles(weights)], {"state": state, "param_groups": []}, 1
         )
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -151,7 +152,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, broken: str) -> No
     weights = [bad if broken == "weights" else good]
     tree = {"state": state, "param_groups": []}
     with pytest.raises(KeyboardInterrupt):
-        write_export(tmp_path / "out", weights, tree, None, 1, check=check)
+        write_export(tmp_path / "out", [ModelFiles(weights)], tree, 1, check=check)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +160,7 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     with pytest.raises(OffloadError, match="is there already"):
-        write_export(tmp_path / "out", [], None, None, 1)
+        write_export(tmp_path / "out", [ModelFiles([])], None, 1)
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 

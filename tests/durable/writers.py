@@ -242,12 +242,14 @@ def masters(value: int) -> Write:
 
 def export(value: int) -> Write:
     from overspill.durable.export import write_export
+    from overspill.durable.hub import ModelFiles
     from overspill.durable.tensors import in_memory
 
     tensors = [in_memory(f"w{i}", torch.full((300, 300), float(value))) for i in range(4)]
     tree = {"state": {0: {"exp_avg": in_memory("m", torch.full((300, 300), 1.0 * value))}},
             "param_groups": []}  # fmt: skip
-    return lambda: write_export(Path("out"), tensors, tree, "{}", value, shard_bytes=800_000)
+    models = [ModelFiles(tensors, "{}")]
+    return lambda: write_export(Path("out"), models, tree, value, shard_bytes=800_000)
 
 
 def saved(value: int) -> Write:

@@ -210,9 +210,9 @@ def test_a_step_that_is_interrupted_anywhere_is_a_whole_one_or_none(tmp_path: Pa
     taken = 0
     with overspill.wrap(model, Coupled(model.parameters()), nvme=tmp_path, **OPTIONS) as optimizer:
         for within in files:
-            at, reached = -4, True
+            at, reached = -12, True
             while reached:
-                at += 5
+                at += 13
                 number = taken
                 for each in (plain, model):
                     each(normal(number, 4, WIDTH)).square().mean().backward()

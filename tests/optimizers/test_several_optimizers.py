@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,36 +135,143 @@ def wrapped(model: nn.Module, **more: Any) -> list[overspill.OffloadedOptimizer]
     )
 
 
-@about_cpu
-def test_what_separate_steps_would_change_is_refused(tmp_path: Path) -> None:
+def scale_grad(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.125, torch.tensor(1.0))
+
+
+def halve(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def let_go(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+BETWEEN: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda model: model(normal(7, 4, WIDTH)),
+    "without grad": torch.no_grad()(lambda model: model(normal(7, 4, WIDTH))),
+    "a module": lambda model: model[1](normal(7, 4, WIDTH)),
+    "zero_grad": nn.Module.zero_grad,
+    "grads dropped": let_go,
+    "grads scaled": scale_grad,
+    "grads zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "clipped": clip,
+    "weights changed": halve,
+    "weights read": lambda model: [p.sum().item() for p in model.parameters()],
+    "state dict": lambda model: {n: t.clone() for n, t in model.state_dict().items()},
+    "loaded": lambda model: model.load_state_dict(
+        {n: t.clone().fill_(0.25) for n, t in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("update", ["step", "next_forward"])
+def test_what_happens_between_the_steps_is_as_in_torch(update: str, between: str) -> None:
+    """An optimizer that was stepped alone has changed its weights, and only these."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, update=update)
+    for number in range(3):
+        for each, optimizers in ((plain, its), (model, made)):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+            optimizers[number % 2].step()
+        seen = [BETWEEN[between](each) for each in (plain, model)]
+        assert_equal(*seen)
+        for optimizers in (its, made):
+            if between not in ("zero_grad", "grads dropped"):
+                optimizers[1 - number % 2].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    same(model, plain)
+    made[0].close()
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        assert_equal(list(one.values()), list(other.values()))
+    elif isinstance(one, list):
+        for mine, its in zip(one, other, strict=True):
+            assert_equal(mine, its)
+    else:
+        assert one == other or not isinstance(one, float)
+
+
+def test_an_optimizer_may_be_stepped_alone(tmp_path: Path) -> None:
+    """Gradients of the other one stay; state, commits and ``step_count`` are those since."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, nvme=tmp_path)
+    for number in range(4):
+        for each, optimizers in ((plain, its), (model, made)):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            if number % 2:
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+    assert made[0].step_count == 4
+    made[0].step()
+    made[0].commit()
+    same(model, plain)
+    state = made[1].state_dict()["state"]
+    assert {float(each["step"]) for each in state.values()} == {2.0}
+    made[0].close()
+
+
+def test_steps_apart_are_refused_where_backward_updates() -> None:
     model = build()
-    muon, adamw = wrapped(model, nvme=tmp_path)
-    x, missing = normal(0, 4, WIDTH), "step() of torch.optim.adamw.AdamW was not called"
-    matrix = model[0][0].weight
-    for use in (
-        lambda: model(x), muon.step, muon.state_dict, muon.commit,
-        torch.no_grad()(lambda: model(x)),
-    ):  # fmt: skip
-        model(x).sum().backward()
-        muon.step()
-        muon.zero_grad()
-        with says(missing):
-            use()
-        assert matrix.grad is None and muon.step_count == 0
-        model.zero_grad()
-    for change, remedy in (
-        (model.zero_grad, "call model.zero_grad() after the last step()"),
-        (lambda: matrix.grad.mul_(2), "change them before the first step(), or after the last"),
-        (lambda: matrix.grad.add_(1), "change them before the first step(), or after the last"),
-        (lambda: matrix.data.mul_(2), "change them before the first step(), or after the last"),
-    ):
-        model(x).sum().backward()
-        muon.step()
-        change()
-        with says(remedy):
-            adamw.step()
-        assert muon.step_count == 0
-        model.zero_grad()
+    muon, adamw = wrapped(model, update="backward")
+    x = normal(0, 4, WIDTH)
+    model(x).sum().backward()
+    muon.step()
+    with says("call step() of all optimizers before the model or their state is used"):
+        model(x)
+    assert muon.step_count == 0
+    for each in (muon, adamw):
+        each.step()
+    assert muon.step_count == 1
+    muon.close()
+
+
+@about_cpu
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+def test_a_view_that_is_written_between_the_steps_is_refused(what: str) -> None:
+    """Nobody sees the write when it happens."""
+    model = build()
+    made = wrapped(model)
+    model(normal(0, 4, WIDTH)).sum().backward()
+    p = model[0][0].weight
+    view = p.data if what == "weight" else p.grad.view(-1)
+    made[0].step()
+    view.mul_(2)
+    with says("change them before the first step(), or after the last"):
+        made[1].step()
+    assert made[0].step_count == 0
+    model.zero_grad()
+    step(model, made, 0)
+    made[0].close()
+
+
+def test_a_backward_after_the_first_step_is_refused() -> None:
+    """It would add to gradients that are applied already."""
+    model = build()
+    muon, adamw = wrapped(model)
+    one, other = model(normal(0, 4, WIDTH)).sum(), model(normal(1, 4, WIDTH)).sum()
+    one.backward()
+    muon.step()
+    with says("call backward() of all losses before the first step()"):
+        other.backward()
+    assert muon.step_count == 0
+    model.zero_grad()
     step(model, [muon, adamw], 0)
     assert muon.step_count == 1
     muon.close()

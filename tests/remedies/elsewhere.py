@@ -4,17 +4,35 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
-    ("offload/joint_steps.py", "model.zero_grad() after the last step()"): (
-        "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+    ("offload/api.py", "unwrap all of them in one call"): (
+        "tests/parity/test_several_models.py::test_weights_of_one_model_and_of_all"
     ),
-    ("offload/joint_steps.py", "call step() of each of them before the"): (
-        "tests/optimizers/test_several_optimizers.py::test_what_separate_steps_would_change_is_refused"
+    ("offload/arguments.py", "give models by name"): (
+        "tests/parity/test_several_models.py::test_what_cannot_be_models"
+    ),
+    ("offload/arguments.py", "are the same module; give it once"): (
+        "tests/parity/test_several_models.py::test_what_cannot_be_models"
+    ),
+    ("offload/config.py", "give a path for at least one model"): (
+        "tests/parity/test_several_models.py::test_what_cannot_be_models"
+    ),
+    ("offload/state/importing.py", "a dict is for several models"): (
+        "tests/parity/test_several_models.py::test_what_cannot_be_models"
+    ),
+    ("offload/over_ranks.py", "wrap each model on its own"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
+    ("offload/joint_steps.py", "call backward() of all losses before"): (
+        "tests/optimizers/test_several_optimizers.py::test_a_backward_after_the_first_step_is_refused"
+    ),
+    ("offload/step/stepping.py", "call step() of all optimizers before"): (
+        "tests/optimizers/test_several_optimizers.py::test_steps_apart_are_refused_where_backward_updates"
     ),
     ("optim/joint.py", "pass None to train nothing"): (
         "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
     ),
     ("offload/joint_steps.py", "change them before the first step(), or after the"): (
-        "tests/optimizers/test_several_optimizers.py::test_schedulers_may_run_between_the_steps"
+        "tests/optimizers/test_several_optimizers.py::test_a_view_that_is_written_between_the_steps_is_refused"
     ),
     ("optim/joint.py", "build all of them in the same way"): (
         "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"

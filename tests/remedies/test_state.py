@@ -347,7 +347,7 @@ def test_copies_that_are_changed_too_late() -> None:
 # -- the model ----------------------------------------------------------------------------------
 
 
-@tries("offload/engine.py", "Copy it before wrap, or inside", "Save model.state_dict(), or")
+@tries("offload/model_marks.py", "Copy it before wrap, or inside", "Save model.state_dict(), or")
 def test_copies_and_pickles_of_a_wrapped_model(tmp_path: Path) -> None:
     before = copy.deepcopy(net())
     same(before, net())

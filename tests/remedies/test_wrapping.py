@@ -60,10 +60,10 @@ def test_what_is_no_model() -> None:
         trains(model, optimizer)
 
 
-@tries(ARGUMENTS, "put them in a torch.nn.{} and wrap it")
+@tries(ARGUMENTS, "name them, to wrap several")
 def test_several_models_and_optimizers() -> None:
     first, second = net(), nn.Linear(4, 4)
-    with says("; to wrap several modules, put them in a torch.nn."):
+    with says("; name them, to wrap several: wrap({'a': a, 'b': b}, optimizer)"):
         wrapped((first, second), adamw(first))  # type: ignore[arg-type]
     both = nn.Sequential(first, second)
     one = torch.optim.AdamW(
@@ -137,9 +137,7 @@ def test_lazy_modules() -> None:
         trains(model, optimizer)
 
 
-@tries(
-    CHECKS, "build the optimizer from model.parameters(), or wrap all models that it trains as one"
-)
+@tries(CHECKS, "build the optimizer from model.parameters(), or wrap all models that it trains")
 def test_an_optimizer_of_other_parameters() -> None:
     model = net()
     with says("build the optimizer from model.parameters()"):
@@ -148,11 +146,11 @@ def test_an_optimizer_of_other_parameters() -> None:
         trains(model, optimizer)
     models = [net(seed=1), net(seed=2)]
     both = torch.optim.AdamW([p for each in models for p in each.parameters()], lr=0.01)
-    with says("wrap all models that it trains as one: nn.ModuleList([a, b])"):
+    with says("wrap all models that it trains together: wrap({'a': a, 'b': b}, optimizer)"):
         wrapped(models[0], both)
     plain = [net(seed=1), net(seed=2)]
     theirs = plainly(overspill.optim.AdamW, nn.ModuleList(plain).parameters(), lr=0.01)
-    with wrapped(nn.ModuleList(models), both) as optimizer:
+    with wrapped({"a": models[0], "b": models[1]}, both) as optimizer:
         for its, (one, other) in ((optimizer, models), (theirs, plain)):
             for number in range(2):
                 x = normal(number, 5, WIDTH)

@@ -13,7 +13,7 @@ LEVELS = [
     {"overspill.train", "overspill.doctor"},
     {"overspill"},  # the public names
     {"overspill.api"},
-    {"overspill.arguments"},
+    {"overspill.arguments", "overspill.over_ranks"},
     {"overspill.ranks"},
     {"overspill.wrapping", "overspill.joint_steps"},
     {"overspill.optimizer", "overspill.inference"},
@@ -21,7 +21,7 @@ LEVELS = [
     {"overspill.plans"},
     {"overspill.checks", "overspill.open_engines"},
     {"overspill.engine"},
-    {"overspill.loop", "overspill.closeable", "overspill.holders"},
+    {"overspill.loop", "overspill.closeable", "overspill.holders", "overspill.model_marks"},
     {"overspill.durable"},
     {"overspill.state"},
     {"overspill.step"},

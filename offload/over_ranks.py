@@ -1,0 +1,74 @@
+"""Models that are spread over ranks, without importing torch.distributed for those that are not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .errors import OffloadError
+from .optimizer import OffloadedOptimizer, optimizer_of
+from .paths import as_paths
+from .planning.models import named_models
+from .ranks.stores import find_run
+
+if TYPE_CHECKING:
+    from .ranks.optimizer import SpreadOptimizer
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Return whether a model is spread over ranks, without importing torch.distributed."""
+    if "torch.distributed.tensor" not in sys.modules and not isinstance(
+        model, nn.parallel.DistributedDataParallel
+    ):
+        return False
+    from .ranks.wrapping import is_spread as found
+
+    return found(model)
+
+
+def refuse_spread(model: nn.Module) -> None:
+    """Raise if one of several models is spread over ranks.
+
+    Raises:
+        OffloadError: it is.
+    """
+    for name, each in named_models(model).items():
+        if is_spread(each):
+            raise OffloadError(
+                f"model {name!r} is spread over ranks by FSDP2 or DDP, which is possible for a "
+                "single model only; wrap each model on its own"
+            )
+
+
+def over_ranks_of(model: nn.Module) -> SpreadOptimizer | None:
+    """Return what ``wrap`` returned for a model that is spread over ranks."""
+    made = optimizer_of(model) if is_spread(model) else None
+    if made is None:
+        return None
+    from .ranks.optimizer import SpreadOptimizer
+
+    assert isinstance(made, SpreadOptimizer)
+    return made
+
+
+def resumed_of_ranks(
+    model: nn.Module, path: Paths, optimizer: torch.optim.Optimizer | None, options: dict[str, Any]
+) -> tuple[OffloadedOptimizer, Any] | None:
+    """Resume a run of several ranks, or on several ranks; return ``None`` in all other cases."""
+    folders = [each.absolute() for each in as_paths(path, "path")]
+    if is_spread(model):
+        from .ranks.resuming import resumed_shards
+
+        return resumed_shards(model, folders, optimizer, options)
+    if (run := find_run(folders)) is None or not run.ranks:
+        return None
+    from .ranks.resuming import resumed_whole
+
+    return resumed_whole(model, run, folders, optimizer, options)

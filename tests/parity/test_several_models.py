@@ -1,0 +1,248 @@
+"""Several models under one engine: the losses and weights of plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from tests.devices import CPU, DEVICE, SIM, normal
+from tests.parity.nets import (
+    PLACES,
+    UPDATES,
+    WIDTH,
+    Net,
+    Nets,
+    adam,
+    adversarial,
+    apart,
+    chained,
+    distillation,
+    frozen_judge,
+    nets,
+    one,
+    over_all,
+    preference,
+    two,
+    wrapped,
+)  # fmt: skip
+from tests.remedies.table import same, says
+
+Case = Callable[[Nets, list[Any], int], list[torch.Tensor]]
+Optimizers = Callable[..., list[Any]]
+CASES: dict[str, tuple[Case, Optimizers]] = {
+    "preference": (preference, one), "distillation": (distillation, one),
+    "chained": (chained, over_all), "chained, two": (chained, two),
+    "adversarial": (adversarial, two), "apart": (apart, two), "frozen": (frozen_judge, two),
+}  # fmt: skip
+APART = ("adversarial", "apart")  # not possible where backward applies the gradients of all
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_plain_torch(case: str, place: str, update: str, tmp_path: Path) -> None:
+    run, optimizers_of = CASES[case]
+    if case in APART and update == "backward":
+        pytest.skip("backward has applied what the generator's loss leaves in the discriminator")
+    plain, models = nets(), nets()
+    its = optimizers_of(plain, plain=True)
+    made = wrapped(
+        models, optimizers_of(models, plain=False), nvme=tmp_path, update=update, **PLACES[place]
+    )
+    for number in range(5):
+        ours, theirs = run(models, made, number), run(plain, its, number)
+        assert all(map(torch.equal, ours, theirs)), number
+    for name in plain:
+        same(models[name], plain[name])
+    assert made[0].memory[overspill.Tier.HOST].peak_bytes <= 8 << 20
+    made[0].close()
+
+
+@pytest.mark.parametrize("activations", ["host", "nvme", "recompute", "auto"])
+def test_activations_of_all_models_move(activations: str, tmp_path: Path) -> None:
+    plain, models = nets(), nets()
+    its = over_all(plain, plain=True)
+    made = wrapped(
+        models, over_all(models, plain=False), nvme=tmp_path, activations=activations,
+        device=SIM, device_memory="300KiB", host_memory="2MiB",
+    )  # fmt: skip
+    for number in range(3):
+        assert torch.equal(*(chained(n, o, number)[0] for n, o in ((models, made), (plain, its))))
+    for name in plain:
+        same(models[name], plain[name])
+    made[0].close()
+
+
+def test_a_model_may_run_inside_another(tmp_path: Path) -> None:
+    """Or be a part of it, and be called alone, too."""
+
+    class Outer(Net):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(3)
+            self.__dict__["inner"] = inner  # not a child
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.blocks[0](x)
+            x = x + self.inner(x)
+            return super().forward(x)
+
+    def build() -> Nets:
+        inner = Net(1)
+        return {"a": inner, "b": Outer(inner), "c": inner.blocks[1]}
+
+    plain, models = build(), build()
+    both = [adam([*each["a"].parameters(), *each["b"].parameters()], plain=each is plain)
+            for each in (plain, models)]  # fmt: skip
+    made = wrapped(models, both[1:], nvme=tmp_path, **PLACES["device"])
+    for number in range(4):
+        x = normal(number, 6, WIDTH)
+        losses = [(n["b"](x) + n["a"](x) + n["c"](x)).square().mean() for n in (models, plain)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, (made[0], both[0]), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name in plain:
+        same(models[name], plain[name])
+    made[0].close()
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "nested"])
+def test_a_container_that_is_not_called_itself(kind: str, tmp_path: Path) -> None:
+    plain, models = nets(), nets()
+    container = {
+        "dict": nn.ModuleDict(models), "list": nn.ModuleList(models.values()),
+        "nested": nn.ModuleDict({"x": nn.ModuleList([models["a"]]), "y": models["b"]}),
+    }[kind]  # fmt: skip
+    its = one(plain, plain=True)
+    made = overspill.wrap(
+        container, one(models, plain=False)[0], nvme=tmp_path, rates=overspill.Rates(),
+        **PLACES["device"],
+    )  # fmt: skip
+    for number in range(3):
+        assert torch.equal(preference(models, [made], number)[0], preference(plain, its, number)[0])
+    with says("cannot be copied"):
+        copy.deepcopy(models["a"])
+    with says("wrapped together with others, as Module"):
+        overspill.unwrap(models["a"])
+    assert overspill.unwrap(container) is container
+    for name in plain:
+        same(models[name], plain[name])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_of_one_model_and_of_all(place: str, tmp_path: Path) -> None:
+    models, plain = nets(), nets()
+    (optimizer,) = wrapped(models, one(models, plain=False), nvme=tmp_path, **PLACES[place])
+    for given, names in (
+        (models["b"], dict(plain["b"].named_parameters())),
+        (models, {f"{n}.{k}": p for n, m in plain.items() for k, p in m.named_parameters()}),
+    ):
+        found = dict(overspill.named_weights(given))  # type: ignore[arg-type]
+        assert found.keys() == names.keys()
+        assert all(torch.equal(found[name], names[name]) for name in names)
+    with overspill.materialized(models["b"], writeback=True) as given:
+        assert given is models["b"]
+        assert all(type(p) is nn.Parameter for p in given.parameters())
+        assert any(type(p) is not nn.Parameter for p in models["a"].parameters())
+        with torch.no_grad():
+            for p in given.parameters():
+                p.fill_(0.5)
+    for p in plain["b"].parameters():
+        p.data.fill_(0.5)
+    with overspill.materialized(models) as all_of_them:
+        assert all_of_them is models
+        for name in plain:
+            for p, q in zip(models[name].parameters(), plain[name].parameters(), strict=True):
+                assert torch.equal(p, q)
+    same(models["b"], plain["b"])
+    same(models["a"], plain["a"])
+    with says("unwrap all of them in one call, with what was given to wrap"):
+        overspill.unwrap(models["a"])
+    with says("the model is wrapped already"):
+        overspill.wrap(models, one(models, plain=False)[0])
+    with says("wrapped already"):
+        overspill.wrap({"b": models["b"]}, None)
+    assert overspill.unwrap(dict(models)) == models
+    for name in plain:
+        same(models[name], plain[name])
+    assert optimizer.step_count == 0
+
+
+@pytest.mark.parametrize("activations", ["auto", "host", "recompute"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_adapter_outside_of_a_base_without_an_optimizer(
+    activations: str, checkpointed: bool, tmp_path: Path
+) -> None:
+    """As kohya's scripts train LoRA: they replace ``forward`` of layers of the base."""
+    from torch.utils.checkpoint import checkpoint
+
+    def build() -> tuple[Net, nn.ModuleList, Any]:
+        base, adapters = Net(1).requires_grad_(False), nn.ModuleList()
+        for block in base.blocks:
+            layer = block[0]
+            down, up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 2 * WIDTH, bias=False)
+            adapters.append(nn.Sequential(down, up).to(DEVICE))
+            first, adapter = layer.forward, adapters[-1]
+            layer.forward = lambda x, f=first, a=adapter: f(x) + a(x)
+        torch.manual_seed(5)
+        for p in adapters.parameters():
+            nn.init.normal_(p, std=0.1)
+        return base, adapters, torch.optim.AdamW(adapters.parameters(), lr=0.01)
+
+    def loss(base: Net, x: torch.Tensor) -> torch.Tensor:
+        if not checkpointed:
+            return base(x).square().mean()  # type: ignore[no-any-return]
+        x = base.first(x)
+        for block in base.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return base.last(x).square().mean()  # type: ignore[no-any-return]
+
+    base, adapters, optimizer = build()
+    plain, its_adapters, its = build()
+    options = {**PLACES["device"], "activations": activations, "rates": overspill.Rates()}
+    with overspill.wrap(base, nvme=tmp_path, **options) as handle:
+        for number in range(3):
+            inputs = [normal(number, 64, WIDTH).requires_grad_() for _ in range(2)]
+            losses = [loss(b, x) for b, x in zip((base, plain), inputs, strict=True)]
+            assert torch.equal(*losses)
+            for each, after in zip(losses, (optimizer, its), strict=True):
+                each.backward()
+                after.step()
+                after.zero_grad()
+            assert torch.equal(*(x.grad for x in inputs))
+        same(adapters, its_adapters)
+        figures = handle.memory[overspill.Tier.DEVICE]
+        assert figures.peak_bytes <= figures.budget_bytes
+
+
+def test_what_cannot_be_models() -> None:
+    first = Net(1)
+    optimizer = one({"a": first}, plain=False)[0]
+    for given, kind, remedy in (
+        ({}, ValueError, "give models by name"),
+        ({"a.b": first}, ValueError, "models need names without dots, got 'a.b'"),
+        ({1: first}, ValueError, "models need names without dots, got 1"),
+        ({"a": first, "b": first}, ValueError, "are the same module; give it once"),
+        ({"a": first, "b": "text"}, TypeError, "model 'b' must be a torch.nn.Module, got str"),
+    ):
+        for call in (overspill.wrap, overspill.plan):
+            with says(remedy, kind):
+                call(given, optimizer)  # type: ignore[operator]
+    with says("wrap all models that it trains together: wrap({'a': a, 'b': b}, optimizer)"):
+        overspill.wrap({"b": Net(2)}, optimizer)
+    with says("weights: a dict is for several models", ValueError):
+        overspill.wrap(first, optimizer, weights={"a": "/nowhere"})
+    with says("weights is an empty dict", ValueError):
+        overspill.wrap({"a": first}, optimizer, weights={})
+    with says("weights: no model is named 'c'; there are ['a']", ValueError):
+        overspill.wrap({"a": first}, optimizer, weights={"c": "/nowhere"})
+    plan = overspill.plan({"a": first, "b": Net(2)}, optimizer, device=CPU, host_memory="8MiB")
+    assert plan.fits and {name.split(".")[0] for name in plan.placement} == {"a", "b"}
