@@ -12,6 +12,9 @@ Only one name in a script changes::
 
 ``offloaded`` does the same for any trainer: ``offloaded(SFTTrainer)(..., overspill={...})``.
 
+Other models of a trainer, such as ``ref_model`` or ``teacher_model`` of TRL's, share the engine and
+its budgets.  They are not trained.
+
 The model is wrapped when the trainer creates its optimizer, before the first step, evaluation or
 checkpoint load.  Checkpoints have the framework's own format, and are written and read tensor by
 tensor.  A checkpoint appears complete or not at all, and ``resume_from_checkpoint=True`` uses the
@@ -75,8 +78,18 @@ class _Offloaded(Trainer):
         self._options = dict(overspill or {})
         OffloadConfig(**self._options)  # raises before anything is loaded or moved
         self._offloaded: OffloadedOptimizer | None = None
+        self._unplaced: _Unplaced | None = None
         super().__init__(*args, **more)
+        if self._unplaced is not None:
+            self._unplaced.__exit__()
+            self._unplaced = None
         self._refuse()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._unplaced is None:  # trainers place other models before `__init__` returns
+            self._unplaced = self._in_place()
+            self._unplaced.__enter__()
 
     def _refuse(self) -> None:
         """Raises for what would take the weights from the engine, or copy all of them.
@@ -119,8 +132,26 @@ class _Offloaded(Trainer):
                 inner = super().create_optimizer(*args, **more)
             finally:
                 self.optimizer_cls_and_kwargs = theirs
-            self._offloaded = self.optimizer = wrap(self.model, inner, **options)
+            models = {"model": self.model, **self._other_models()}
+            if len(models) == 1:
+                self._offloaded = self.optimizer = wrap(self.model, inner, **options)
+            else:
+                options |= _for_several(options, models)
+                log.info("overspill: wrapping %s together", " and ".join(models))
+                self._offloaded = self.optimizer = wrap(models, inner, **options)
         return self._offloaded
+
+    def _other_models(self) -> dict[str, torch.nn.Module]:
+        """Return models that the trainer has besides the one that it trains, by attribute."""
+        mine, found = set(self.model.modules()), dict[str, torch.nn.Module]()
+        for name, value in vars(self).items():
+            if (
+                isinstance(value, torch.nn.Module) and mine.isdisjoint(value.modules())
+                and any(p.numel() for p in value.parameters())
+                and all(value is not other for other in found.values())
+            ):  # fmt: skip
+                found[name] = value
+        return found
 
     def _as_adamw(self, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """AdamW in the place of one with compact or paged state, whose format ``options`` get."""
@@ -251,7 +282,7 @@ class _Offloaded(Trainer):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         log.info("overspill: loading weights from %s", folder)
         self.create_optimizer()
-        self._engine().load_weights(folder)
+        self._engine().load_weights(folder, part=self.model)
         return None
 
     def _load_best_model(self) -> None:
@@ -261,7 +292,7 @@ class _Offloaded(Trainer):
         if best is None or not self._loads_itself(Path(best)):
             return super()._load_best_model()
         log.info("overspill: loading the best model from %s", best)
-        self._engine().load_weights(Path(best))
+        self._engine().load_weights(Path(best), part=self.model)
         return None
 
     def _loads_itself(self, folder: Path) -> bool:
@@ -357,6 +388,22 @@ def _load_adapter(model: Any, file: Path) -> None:
     found: Any = set_peft_model_state_dict(model, tensors, adapter_name=model.active_adapters()[0])
     if found.unexpected_keys:
         raise ValueError(f"{file} does not match the model: it has {found.unexpected_keys[0]}")
+
+
+def _for_several(
+    options: Mapping[str, Any], models: Mapping[str, torch.nn.Module]
+) -> dict[str, Any]:
+    """Return options about modules and files of the trained model, as several models need them."""
+    found: dict[str, Any] = {}
+    for name in ("units", "resident"):
+        if options.get(name) is not None:
+            found[name] = [
+                each if each.partition(".")[0] in models else f"model.{each}"
+                for each in options[name]
+            ]
+    if options.get("weights") is not None and not isinstance(options["weights"], Mapping):
+        found["weights"] = {"model": options["weights"]}
+    return found
 
 
 class _Unplaced:

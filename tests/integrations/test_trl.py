@@ -52,8 +52,8 @@ def rows(*columns: tuple[str, int], count: int = 32) -> Any:
     )
 
 
-def llama(kind: Any = transformers.LlamaForCausalLM, **more: Any) -> Any:
-    torch.manual_seed(0)
+def llama(kind: Any = transformers.LlamaForCausalLM, seed: int = 0, **more: Any) -> Any:
+    torch.manual_seed(seed)
     return kind(transformers.LlamaConfig(**SHAPE, **more))
 
 
@@ -84,6 +84,17 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any
     "dpo": (
         trl.DPOTrainer, trl.DPOConfig, PAIRS, {"precompute_ref_log_probs": True},
         lambda: {"ref_model": llama()},
+    ),
+    "dpo with a reference": (
+        trl.DPOTrainer, trl.DPOConfig, PAIRS, {}, lambda: {"ref_model": llama(seed=1)},
+    ),
+    "kto with a reference": (
+        trl.KTOTrainer, trl.KTOConfig, PAIRS, {}, lambda: {"ref_model": llama(seed=1)},
+    ),
+    "distillation": (
+        trl.DistillationTrainer, trl.DistillationConfig, [("prompt", 6)],
+        {"max_completion_length": 8, "max_steps": 3},
+        lambda: {"teacher_model": llama(seed=1)},
     ),
     "dpo lora": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}, lambda: {"peft_config": lora()}),
     "reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}, dict),
@@ -121,6 +132,9 @@ def test_the_losses_are_those_of_the_trainer_alone(case: str, words: Any, tmp_pa
         optimizer = getattr(made.optimizer, "optimizer", None)
         if mine:
             assert isinstance(optimizer, overspill.OffloadedOptimizer)
+            named = {name.partition(".")[0] for name in optimizer.plan.placement}
+            beside = {n for n in ("ref_model", "teacher_model") if getattr(made, n, None)}
+            assert not beside or named == {"model", *beside}
             optimizer.close()
     assert len(logs[0]) == len(logs[1]) == given["max_steps"]
     assert max(abs(a - b) for one, other in zip(*logs, strict=True)
