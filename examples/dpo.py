@@ -1,4 +1,4 @@
-"""TRL's DPO over tiers of memory, the reference's log probabilities computed beforehand.
+"""TRL's DPO over tiers of memory; the reference model shares the budgets.
 
 python examples/dpo.py OUT
 """
@@ -16,8 +16,9 @@ from overspill.integrations.transformers import offloaded
 out = sys.argv[1]
 trainer = offloaded(DPOTrainer)(
     words.model(),
+    ref_model=words.model(),
     args=DPOConfig(
-        out, max_steps=20, logging_steps=5, learning_rate=1e-3, precompute_ref_log_probs=True,
+        out, max_steps=20, logging_steps=5, learning_rate=1e-3,
         per_device_train_batch_size=4, report_to=[], bf16=torch.cuda.is_available(),
     ),
     train_dataset=words.pairs(),
