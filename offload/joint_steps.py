@@ -19,7 +19,7 @@ from .optimizer import OffloadedOptimizer
 from .private.torch_private import in_backward
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
-from .state.torch_state import OptimizerState
+from .state.torch_state import Make, OptimizerState
 
 # Note [Several optimizers]
 # Each optimizer of a list has a step of its own, as in plain PyTorch.  But a step of the engine
@@ -53,10 +53,15 @@ class _Waiting:
 
 
 class JointStep:
-    """The steps of several optimizers, which are taken together."""
+    """The steps of several optimizers, which are taken together.
+
+    Attributes:
+        parts: what ``wrap`` returns.
+    """
 
     def __init__(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._engine, self._optimizers = engine, optimizers
+        self.parts: list[OffloadedOptimizer] = []
         self._given: dict[int, _Waiting] = {}  # by optimizer
         self._afterwards: list[Callable[[], None]] = []
         firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
@@ -197,6 +202,11 @@ class OptimizerPart(OffloadedOptimizer):
         self._first = sum(groups[:number])
         self._number, self._steps = number, steps
 
+    @property
+    def together(self) -> Sequence[OffloadedOptimizer]:
+        """See ``OffloadedOptimizer.together``."""
+        return self._steps.parts
+
     def _take_step(self) -> None:
         self._steps.take(self._number)
 
@@ -209,7 +219,15 @@ class OptimizerPart(OffloadedOptimizer):
 
     def _state(self) -> dict[str, Any]:
         self._steps.take_waiting()
-        whole = self._engine.state_dict()
+        return self._own_part(self._engine.state_dict())
+
+    def streamed_state(self, make: Make) -> dict[str, Any]:
+        """See ``OffloadedOptimizer.streamed_state``."""
+        self._steps.take_waiting()
+        return self._own_part(self._engine.streamed_state(make))
+
+    def _own_part(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of this optimizer, out of that of all."""
         groups = whole["param_groups"][self._own_groups()]
         start = min((n for group in groups for n in group["params"]), default=0)
         own = {n for group in groups for n in group["params"]}
@@ -218,7 +236,7 @@ class OptimizerPart(OffloadedOptimizer):
             "param_groups": [
                 {**group, "params": [n - start for n in group["params"]]} for group in groups
             ],
-            NAMES: whole[NAMES][self._own_groups()],
+            **({NAMES: whole[NAMES][self._own_groups()]} if NAMES in whole else {}),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -258,8 +276,7 @@ def in_parts(
     steps = JointStep(engine, joint.optimizers)
     for inner in joint.optimizers:
         inner.state.clear()  # the engine has it
-    parts: list[OffloadedOptimizer] = [
-        OptimizerPart(engine, joint, n, steps) for n in range(len(joint.optimizers))
-    ]
-    engine.model_holds(parts[0])
-    return parts
+    for number in range(len(joint.optimizers)):
+        steps.parts.append(OptimizerPart(engine, joint, number, steps))
+    engine.model_holds(steps.parts[0])
+    return list(steps.parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from .private.reentrancy import refuse_reentry
 from .state.averages import Averaged
 from .state.importing import open_state
 from .state.lazy_state import LazyState
+from .state.torch_state import Make
 
 Given = TypeVar("Given", bound=torch.optim.Optimizer)
 
@@ -120,6 +121,11 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         return self._engine.declared(final)
 
     @property
+    def together(self) -> Sequence[OffloadedOptimizer]:
+        """All optimizers of the same ``wrap``, in the order in which they were given."""
+        return (self,)
+
+    @property
     def step_count(self) -> int:
         """The number of steps taken since ``wrap``."""
         return self._engine.step_count
@@ -158,6 +164,14 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
 
     def _state(self) -> dict[str, Any]:
         return self._engine.state_dict()
+
+    def streamed_state(self, make: Make) -> dict[str, Any]:
+        """Return ``state_dict()`` with what ``make`` returns for each tensor, in place of it.
+
+        Args:
+            make: called with a name, a shape, and a function that reads the tensor.
+        """
+        return self._engine.streamed_state(make)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any] | str | os.PathLike[str]

@@ -6,15 +6,15 @@
         strategy=OverspillStrategy(host_memory="24GiB", nvme="/scratch/run"), accelerator="auto"
     )
 
-The optimizer that ``configure_optimizers`` gives is wrapped when a fit begins.  Checkpoints are
-Lightning's own, written and read tensor by tensor.  For Fabric: wrap first, then
-``fabric.setup(model, optimizer, move_to_device=False)``.
+What ``configure_optimizers`` gives is wrapped when a fit begins: an optimizer, or several for
+manual optimization.  Checkpoints are Lightning's own, written and read tensor by tensor.  For
+Fabric: wrap first, then ``fabric.setup(model, optimizer, move_to_device=False)``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,27 @@ class OverspillStrategy(SingleDeviceStrategy):
         """Makes them, and wraps the model.
 
         Raises:
-            ValueError: there is not just one.
+            ValueError: there are none, or others than in the fit before.
         """
         super().setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"OverspillStrategy trains with one optimizer, and configure_optimizers gave "
-                f"{len(self.optimizers)}"
-            )
-        made, wrapped = self.optimizers[0], optimizer_of(self._module)
-        if wrapped is None:
+        made = list(self.optimizers)
+        if not any(each.param_groups for each in made):
+            raise ValueError("OverspillStrategy needs an optimizer; configure_optimizers gave none")
+        if engine_of(self._module) is None:
             micro_steps = trainer.accumulate_grad_batches
             options = {"accumulate": micro_steps, "durable": False, **self._options}
-            self.optimizers = [wrap(self._module, made, **options)]
-        elif made is not wrapped:  # a fit before this one has wrapped the model
-            _start_anew(wrapped, made)
-            self.optimizers = [wrapped]
+            wrap(self._module, made if len(made) > 1 else made[0], **options)
+            self.optimizers = self._wrapped
+        else:  # a fit before this one has wrapped the model
+            _start_anew(self._wrapped, made)
+            self.optimizers = self._wrapped
+
+    @property
+    def _wrapped(self) -> list[Any]:
+        """The optimizers of a wrapped module."""
+        one = optimizer_of(self._module)
+        assert one is not None
+        return list(one.together)
 
     def teardown(self) -> None:
         """Ends the run; the model stays wrapped, and where it is."""
@@ -114,10 +119,9 @@ class OverspillStrategy(SingleDeviceStrategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """As ``lightning_module_state_dict``."""
-        engine = engine_of(self._module)
-        if engine is None:
+        if not isinstance(optimizer, OffloadedOptimizer):
             return super().optimizer_state(optimizer)
-        return engine.streamed_state(
+        return optimizer.streamed_state(
             lambda name, shape, read: lazy(name, torch.float32, shape, read)
         )
 
@@ -160,20 +164,31 @@ class OverspillStrategy(SingleDeviceStrategy):
             optimizer.load_state_dict(state)
 
 
-def _start_anew(wrapped: OffloadedOptimizer, made: torch.optim.Optimizer) -> None:
-    """Begin a fit with the new optimizer's hyper-parameters, and without state.
+def _start_anew(
+    wrapped: Sequence[OffloadedOptimizer], made: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Begin a fit with the new optimizers' hyper-parameters, and without state.
 
     Raises:
-        ValueError: it is another kind, or has other param groups, than the one that the model is
+        ValueError: one is another kind, or has other param groups, than that which the model is
             wrapped with.
     """
-    mine, theirs = wrapped.param_groups, made.param_groups
-    groups = [[list(map(id, group["params"])) for group in each] for each in (mine, theirs)]
-    if groups[0] != groups[1] or made.defaults.keys() != wrapped.defaults.keys():
+    pairs = list(zip(wrapped, made, strict=False))
+    alike = len(wrapped) == len(made) and all(
+        _members(ours) == _members(theirs) and ours.defaults.keys() == theirs.defaults.keys()
+        for ours, theirs in pairs
+    )
+    if not alike:
         raise ValueError(
             "the model is wrapped with another optimizer than configure_optimizers now gives; "
             "overspill.unwrap(model) before this fit"
         )
-    wrapped.load_state_dict({**made.state_dict(), "state": {}})
-    made.param_groups = mine  # which its schedulers change
-    optimizer_private.count_step(made)
+    for ours, theirs in pairs:
+        if ours is not theirs:
+            ours.load_state_dict({**theirs.state_dict(), "state": {}})
+            theirs.param_groups = ours.param_groups  # which its schedulers change
+            optimizer_private.count_step(theirs)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import overspill
 from overspill.integrations.lightning import OverspillStrategy
-from tests.devices import CPU, SIM
+from tests.devices import CPU, SIM, about_sim
 from tests.models import TinyLM, batch
 
 pytestmark = [
@@ -122,24 +122,91 @@ def test_a_fit_and_its_checkpoints(tmp_path: Path) -> None:
     end(ours, again, there)
 
 
-def test_one_optimizer_and_known_options(tmp_path: Path) -> None:
+def test_known_options_and_an_optimizer(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="host_memry"):
         OverspillStrategy(host_memry="1GiB")
 
-    class Two(Module):
+    class Without(Module):
         def configure_optimizers(self) -> Any:
-            parameters = list(self.parameters())
-            return [torch.optim.SGD(parameters[:2]), torch.optim.SGD(parameters[2:])]
+            return None
 
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
         default_root_dir=tmp_path, strategy=OverspillStrategy(**OTHER, nvme=tmp_path),
         enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Two()
-    module.automatic_optimization = False
-    with pytest.raises(ValueError, match="one optimizer"):
-        trainer.fit(module, torch.utils.data.DataLoader(Rows(4), batch_size=2))
+    with pytest.raises(ValueError, match="configure_optimizers gave none"):
+        trainer.fit(Without(), torch.utils.data.DataLoader(Rows(4), batch_size=2))
+
+
+class Adversaries(lightning.LightningModule):
+    """A generator and a discriminator with an optimizer each, as Lightning's own example has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.discriminator = (
+            torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))) for _ in range(2)
+        )
+        self.automatic_optimization = False
+        self.losses: list[float] = []
+
+    def training_step(self, rows: torch.Tensor, _: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        fooled = torch.nn.functional.softplus(-self.discriminator(self.generator(rows))).mean()
+        self.manual_backward(fooled)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        judged = torch.nn.functional.softplus(-self.discriminator(rows)).mean()
+        fake = self.generator(rows).detach()
+        judged = judged + torch.nn.functional.softplus(self.discriminator(fake)).mean()
+        self.manual_backward(judged)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+        self.losses += [fooled.item(), judged.item()]
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+            torch.optim.Adam(self.discriminator.parameters(), lr=1e-2),
+        ]
+
+
+def adversaries(
+    out: Path, steps: int, options: dict[str, Any] | None, resume: Path | None = None
+) -> Adversaries:
+    more: dict[str, Any] = {}
+    if options is not None:
+        (out / "store").mkdir(parents=True)
+        more["strategy"] = OverspillStrategy(nvme=out / "store", **options)
+    module, draw = Adversaries(), torch.Generator().manual_seed(1)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=out, enable_checkpointing=False, **more,
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.randn(24, 32, generator=draw), batch_size=4)
+    trainer.fit(module, data, ckpt_path=resume)
+    trainer.save_checkpoint(out / "last.ckpt")
+    return module
+
+
+@about_sim
+def test_two_optimizers_and_manual_optimization(tmp_path: Path) -> None:
+    """Losses are those of Lightning alone, and so is a run that goes on from a checkpoint."""
+    tight = {**TIGHT, "device_memory": "60KiB"}
+    plain = adversaries(tmp_path / "plain", 12, None)
+    module = adversaries(tmp_path / "ours", 12, tight)
+    assert len(module.losses) == len(plain.losses) == 12
+    assert module.losses == pytest.approx(plain.losses, rel=1e-4)
+    overspill.unwrap(module)
+    on = adversaries(tmp_path / "on", 24, tight, tmp_path / "ours/last.ckpt")
+    theirs = adversaries(tmp_path / "theirs", 24, None, tmp_path / "plain/last.ckpt")
+    assert on.losses == pytest.approx(theirs.losses, rel=1e-3)
+    overspill.unwrap(on)
 
 
 def test_what_is_only_validated_stays_as_it_is(tmp_path: Path) -> None:
