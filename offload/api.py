@@ -16,7 +16,7 @@ from .arguments import as_model, as_one
 from .closeable import end_unused
 from .config import OffloadConfig
 from .durable.meta import decode_facts
-from .durable.resume import optimizer_for, warn_of_kept_options, with_formats
+from .durable.resume import models_in, optimizer_for, warn_of_kept_options, with_formats
 from .engine import Engine, engine_of
 from .errors import OffloadError
 from .facts.machine import Machine
@@ -28,6 +28,7 @@ from .open_engines import describe, engines_in, open_engines, refuse_folders_in_
 from .optimizer import OffloadedOptimizer
 from .over_ranks import is_spread, over_ranks_of, refuse_spread, resumed_of_ranks
 from .paths import as_path, as_paths
+from .planning.models import reorder
 from .planning.plan import Plan
 from .plans import make_plan
 from .ranks.stores import in_the_way, runs_in, with_ranks
@@ -250,8 +251,8 @@ def wrap(
     budgets and one store.  Each model is called on its own, in any order.  Names of parameters and
     units begin with the model's name.
 
-    A list of optimizers, such as Muon for matrices and AdamW for the rest, gives a list.  They take
-    their steps together: once ``step()`` of each was called.
+    A list of optimizers, such as Muon for matrices and AdamW for the rest, gives a list.  Each
+    takes its own steps.
 
     Without an optimizer nothing is trained: weights are streamed for inference, including
     ``generate``, and the returned object has ``plan``, ``stats``, ``memory``, ``trace`` and
@@ -365,6 +366,7 @@ def _resumed(
     generation = store.last()
     config = OffloadConfig.from_options(with_formats(store, options))
     facts = decode_facts(generation.meta)
+    reorder(model, models_in(store.layout.description))
     if optimizer is None:
         optimizer = optimizer_for(model, store.layout.description, facts)
     if len(optimizer.param_groups) != len(facts["groups"]):

@@ -18,7 +18,7 @@ def as_model(model: object) -> nn.Module:
 
     Raises:
         TypeError: it is neither.
-        ValueError: the dict is empty, has a name with a dot, or a model twice.
+        ValueError: the dict is empty, has a name with a dot or a slash, or a model twice.
     """
     if isinstance(model, nn.Module):
         return model
@@ -43,14 +43,14 @@ def _together(models: Mapping[object, object]) -> nn.Module:
         raise ValueError("model must not be an empty dict; give models by name")
     found: dict[str, nn.Module] = {}
     for name, model in models.items():
-        if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"models need names without dots, got {name!r}")
+        if not isinstance(name, str) or not name or set(name) & set("./\\\0"):
+            raise ValueError(f"models need names without dots and slashes, got {name!r}")
         if not isinstance(model, nn.Module):
             raise TypeError(f"model {name!r} must be a torch.nn.Module, got {_kind_of(model)}")
         if (other := next((n for n, m in found.items() if m is model), None)) is not None:
             raise ValueError(f"models {other!r} and {name!r} are the same module; give it once")
         found[name] = model
-    engine = engine_of(next(iter(found.values())))
+    engine = next(filter(None, map(engine_of, found.values())), None)
     if engine is not None and named_models(engine.model) == found:
         return engine.model
     return Models(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -255,15 +255,13 @@ class Engine(Closeable):
 
     # -- training -------------------------------------------------------------------------------
 
-    def step(
-        self, check: Callable[[], None] = lambda: None, groups: Container[int] | None = None
-    ) -> None:
-        """Update every parameter that has a gradient, after a ``check``.
+    def step(self, groups: Container[int] | None = None) -> None:
+        """Update every parameter that has a gradient.
 
         Args:
             groups: the param groups of the optimizers that take a step; ``None``: all.
         """
-        self._loop.step(check, groups)
+        self._loop.step(groups)
         self._figures.taken(self.step_count)
 
     def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -284,10 +282,11 @@ class Engine(Closeable):
         if not self.finished:
             self._weights.require_gradients_unused()
 
-    def write_changes(self) -> list[tuple[int, int]]:
-        """Write users' changes; return, by parameter, how often weight and gradient changed."""
-        self._loop.write_changes()
-        return list(zip(self.runtime.ledger.edits, self.runtime.ledger.gradient_edits, strict=True))
+    def most_steps(self, params: Collection[torch.Tensor]) -> int:
+        """Return the largest number of steps that one of some parameters has taken."""
+        mine = set(map(id, params))
+        pairs = zip(self.parameters, self.runtime.ledger.steps, strict=True)
+        return max((steps for p, steps in pairs if id(p) in mine), default=0)
 
     def declared(self, final: bool) -> Declared:
         """Declare every backward in this block to be (or not to be) the last one of the step."""

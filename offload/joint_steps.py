@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,46 +14,26 @@ import torch
 from .engine import Engine
 from .errors import OffloadError
 from .optim.joint import JointOptimizer
-from .optim.single_step import name_of, same_value, shared_copies
+from .optim.single_step import same_value, shared_copies
 from .optimizer import OffloadedOptimizer
-from .private.torch_private import in_backward
 from .state.lazy_state import LazyState
 from .state.state_matching import NAMES
 from .state.torch_state import Make, OptimizerState
 
 # Note [Several optimizers]
-# Each optimizer of a list has a step of its own, as in plain PyTorch.  But a step of the engine
-# passes over all units, its updates run behind the next forward, and a norm for clipping is that of
-# all gradients.  So optimizers that are stepped one after the other, such as Muon for matrices and
-# AdamW for the rest, share a step of the engine: ``step()`` of an optimizer only records it, with
-# its present hyper-parameters, and the last one takes the engine's step for all.
+# Each optimizer of a list takes a step of its own, as in plain PyTorch: a step of the engine that
+# updates the parameters in its param groups.  Gradients of the others stay as they are.
 #
-# Where they take turns (a generator and its discriminator), the step is taken for those that wait
-# as soon as the user's code uses anything that could show the difference: a forward, weights,
-# gradients or state, also those of the other models.  See ``BeforeUse``.  Gradients that a loss has
-# left with the others stay as they are.
-#
-# With ``update="backward"`` the gradients of all are applied as they come, so that steps apart are
-# an error unless the others have no gradients.
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """An optimizer whose ``step()`` was called, and not yet those of all others.
-
-    Attributes:
-        members: its parameters that have a gradient.
-        groups: its hyper-parameters.
-        marks: differ if a weight or gradient was changed since.
-    """
-
-    members: Sequence[torch.Tensor]
-    groups: Sequence[dict[str, Any]]
-    marks: Sequence[tuple[int, ...]]
+# With ``update="backward"``, backward has applied the gradients of all by the time of the first
+# ``step()``.  The engine's step then completes the updates of all at once, so ``step()`` of an
+# optimizer only records it, with its present hyper-parameters, and the last one takes the engine's
+# step.  ``zero_grad()`` in between takes effect after it.  If anything else is used in between, the
+# step is taken for those that wait, which raises an error if backward has applied gradients of the
+# others; see ``BeforeUse``.
 
 
 class JointStep:
-    """The steps of several optimizers, which are taken together.
+    """The steps of several optimizers.  See Note [Several optimizers].
 
     Attributes:
         parts: what ``wrap`` returns.
@@ -62,33 +42,50 @@ class JointStep:
     def __init__(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._engine, self._optimizers = engine, optimizers
         self.parts: list[OffloadedOptimizer] = []
-        self._given: dict[int, _Waiting] = {}  # by optimizer
+        # By optimizer whose step() was called, its hyper-parameters.
+        self._given: dict[int, Sequence[dict[str, Any]]] = {}
         self._afterwards: list[Callable[[], None]] = []
         firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
         self._groups = [  # their numbers, by optimizer
             range(first, first + len(o.param_groups))
             for first, o in zip(firsts, optimizers, strict=False)
         ]
-        self._index = {id(p): index for index, p in enumerate(engine.parameters)}
-        engine.check_before_use(weakref.WeakMethod(self.take_waiting))
+        # A run that goes on from a store counts the steps before, too.
+        self._before = [
+            0 if engine.step_count else self._steps_of(n) for n in range(len(optimizers))
+        ]
+        plan = engine.plan
+        self._together = plan.detail.update == "backward"
+        if self._together:
+            engine.check_before_use(weakref.WeakMethod(self.take_waiting))
+
+    @property
+    def groups(self) -> int:
+        """The number of param groups of all optimizers."""
+        return sum(map(len, self._groups))
 
     def take(self, number: int) -> None:
-        """Note that ``step()`` of an optimizer was called; take the engine's step after the last.
+        """Take the step of an optimizer; with ``update="backward"``, that of all after the last.
 
         Raises:
-            OffloadError: it was called twice, or what it applies was changed since.
+            OffloadError: it was called twice, and backward has applied gradients of the others.
         """
+        if not self._together:
+            self._engine.step(self._groups[number])
+            return
         if number in self._given:
             self.take_waiting()
-        groups = self._optimizers[number].param_groups
-        members = [p for g in groups for p in g["params"] if p.grad is not None]
-        self._given[number] = _Waiting(members, shared_copies(groups), self._marks(members))
+        self._given[number] = shared_copies(self._optimizers[number].param_groups)
         if len(self._given) == len(self._optimizers):
             self._apply()
 
-    def _marks(self, members: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-        changes = self._engine.write_changes()
-        return [(*changes[self._index[id(p)]], id(p.grad)) for p in members]
+    def count(self, number: int) -> int:
+        """Return the number of steps that an optimizer has taken."""
+        return self._steps_of(number) - self._before[number]
+
+    def _steps_of(self, number: int) -> int:
+        groups = self._optimizers[number].param_groups
+        return self._engine.most_steps([p for group in groups for p in group["params"]])
 
     def _apply(self) -> None:
         """Take the engine's step, and then do what was put off, also after an error."""
@@ -96,29 +93,24 @@ class JointStep:
         self._given, self._afterwards = {}, []
         newer: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
-            for number, waiting in given.items():
+            for number, kept in given.items():
                 groups = self._optimizers[number].param_groups
-                for group, old in zip(groups, waiting.groups, strict=True):
+                for group, old in zip(groups, kept, strict=True):
                     changed = {k for k in old if k in group and not same_value(group[k], old[k])}
                     newer.append((group, {k: group[k] for k in changed}))
                     group.update({k: old[k] for k in changed})
             chosen = [n for number in given for n in self._groups[number]]
-            self._engine.step(partial(self._require_unchanged, given), chosen)
+            self._engine.step(chosen)
+        except BaseException:
+            for work in afterwards:
+                with contextlib.suppress(OffloadError):  # the first error is the one to report
+                    work()
+            raise
         finally:
             for group, values in newer:
                 group.update(values)
-            for work in afterwards:
-                work()
-
-    def _require_unchanged(self, given: Mapping[int, _Waiting]) -> None:
-        for number, waiting in given.items():
-            name = name_of(self._optimizers[number])
-            if self._marks(waiting.members) != waiting.marks:
-                raise OffloadError(
-                    f"weights or gradients of {name} were changed through another tensor (a view, "
-                    "or .data) between its step() and that of the other optimizers, which are "
-                    "applied together; change them before the first step(), or after the last"
-                )
+        for work in afterwards:
+            work()
 
     def after(self, number: int, work: Callable[[], None]) -> None:
         """Call ``work`` now, or after the engine's step if the optimizer waits for the others."""
@@ -131,21 +123,10 @@ class JointStep:
         """Take the engine's step for the optimizers that wait for others.
 
         Raises:
-            OffloadError: a backward has begun, or has applied gradients of the others; no step is
-                taken.
+            OffloadError: backward has applied gradients of the others; no step is taken.
         """
         if not self._given:
             return
-        if in_backward():
-            given, self._given, afterwards, self._afterwards = self._given, {}, self._afterwards, []
-            for work in afterwards:
-                work()
-            missing = [o for number, o in enumerate(self._optimizers) if number not in given]
-            raise OffloadError(
-                f"a backward has begun before step() of {', '.join(map(name_of, missing))} was "
-                "called, and would add to gradients that are applied together; call backward() of "
-                "all losses before the first step(). No step was taken"
-            )
         self._apply()
 
 
@@ -207,6 +188,11 @@ class OptimizerPart(OffloadedOptimizer):
         """See ``OffloadedOptimizer.together``."""
         return self._steps.parts
 
+    @property
+    def step_count(self) -> int:
+        """The number of steps that its parameters have taken since ``wrap``."""
+        return self._steps.count(self._number)
+
     def _take_step(self) -> None:
         self._steps.take(self._number)
 
@@ -240,6 +226,8 @@ class OptimizerPart(OffloadedOptimizer):
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        if len(state["param_groups"]) == self._steps.groups != len(self.param_groups):
+            state = self._own_part(state)  # of an export, which has the state of all
         if len(state["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(state['param_groups'])} param groups, the optimizer "

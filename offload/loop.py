@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -190,12 +191,7 @@ class Loop:
             self._stepping.backward_over()
         self._trace.compute_pause()
 
-    def write_changes(self) -> None:
-        """Write in-place changes of copies of weights, state and gradients that users have."""
-        self.write_copies()
-        self._held.reconcile()
-
-    def step(self, check: Callable[[], None], groups: Container[int] | None) -> None:
+    def step(self, groups: Container[int] | None) -> None:
         """See ``Engine.step``."""
         self._trainer.claim()
         self.require_usable()
@@ -211,7 +207,6 @@ class Loop:
             self._commits.require_whole()
         self._trace.compute_pause()
         self._held.reconcile()
-        check()
         self._stepping.step(groups)
         self._weights.reconcile()  # refreshes tensors over weights
         self._state.renew()
@@ -238,7 +233,8 @@ class Loop:
     def rollback(self) -> Any:
         """Return to the last commit, and return its ``extra``."""
         self._require_commits("rollback")
-        self._before_use()
+        with suppress(OffloadError):  # a step that waits would be rolled back, too
+            self._before_use()
         self._state.forget_changes()
         extra = self._stepping.rollback()
         self._state.renew()

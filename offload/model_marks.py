@@ -10,16 +10,16 @@ from torch import nn
 
 from .errors import OffloadError
 from .params.pickling import copied, reduced, spawning
-from .planning.models import entries
+from .planning.models import entries, named_models
 
 ENGINE, MADE = "_overspill_engine", "_overspill_optimizer"
 COPY, PICKLE = "__deepcopy__", "__reduce_ex__"
 
 
 def marked(model: nn.Module) -> list[nn.Module]:
-    """Return a model and the modules in it that users call, if they do not call the model."""
-    called = (each for each in entries(model).values() if each is not model)
-    return [model, *called]
+    """Return a model, several models, and the modules in them that users call instead."""
+    inside = (*named_models(model).values(), *entries(model).values())
+    return list(dict.fromkeys((model, *inside)))
 
 
 def hold(model: nn.Module, made: object) -> None:

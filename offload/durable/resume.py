@@ -178,3 +178,10 @@ def optimizer_for(
          for kept, names in zip(groups, members, strict=True)], lr=1e-3,
     )  # fmt: skip
     return made
+
+
+def models_in(description: Mapping[str, Any]) -> list[str]:
+    """Return the first parts of parameter names in a store, in order: several models' names."""
+    chunks = (chunk for unit in description["units"] for chunk in unit["chunks"])
+    names = (p["name"].partition(".")[0] for chunk in chunks for p in chunk["params"])
+    return list(dict.fromkeys(names))

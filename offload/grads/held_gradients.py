@@ -90,7 +90,6 @@ class HeldGradients:
     def zero(self, number: int) -> None:
         """Set a gradient to zero, as for ``p.grad.zero_()`` or ``zero_grad(set_to_none=False)``."""
         self._backward_updates.require_unused()
-        self._ledger.gradient_edits[number] += 1
         self._collector.zero(number)
         if (loan := self._loans.get(number)) is not None:
             loan.tensor.zero_()
@@ -126,7 +125,6 @@ class HeldGradients:
             loan.accept()
 
     def _write(self, number: int, value: torch.Tensor) -> None:
-        self._ledger.gradient_edits[number] += 1
         if number in self._collector.zeroed:
             self._collector.replace(number, value)
             return
@@ -234,7 +232,6 @@ class HeldGradients:
             if (loan := self._loans.get(number)) is not None:
                 loan.tensor.mul_(factor)
                 loan.accept()
-            self._ledger.gradient_edits[number] += factor != 1.0
             if factor != 1.0 and number not in self._collector.zeroed:
                 before = self._ledger.scales.get(number, 1.0)
                 self._ledger.scales[number] = before * factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NoReturn
 
 from torch import nn
@@ -15,6 +15,10 @@ class Models(nn.Module):
         super().__init__()
         # Not `add_module`, which refuses names of methods, such as "train".
         self._modules.update(models)
+
+    def reorder(self, names: Iterable[str]) -> None:
+        """Bring the models into this order."""
+        self._modules = {name: self._modules[name] for name in names}
 
     def forward(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Raise ``TypeError``."""
@@ -47,6 +51,13 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _entries(f"{name}.{child_name}" if name else child_name, child)
     else:
         yield name, module
+
+
+def reorder(model: nn.Module, names: Iterable[str]) -> None:
+    """Bring several models into the order of ``names``, if these are their names."""
+    order = list(names)
+    if isinstance(model, Models) and set(order) == set(named_models(model)):
+        model.reorder(order)
 
 
 def by_model(model: nn.Module) -> dict[str, nn.Module]:

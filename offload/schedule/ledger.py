@@ -45,7 +45,6 @@ class Ledger:
         edits: by parameter, how often its weight has changed otherwise.
         squares: by parameter, the sum of squares of its gradient as it arrived.
         scales: by parameter, the factor applied to its gradient since.
-        gradient_edits: by parameter, how often its gradient was changed since it arrived.
         measures: whether ``squares`` are computed as gradients arrive.
         early: units that the backward of the current step has updated already.
         changing: parameters that their modules have changed in forward.
@@ -66,7 +65,6 @@ class Ledger:
         self.versions = [0] * units
         self.updates = [0] * units
         self.edits = [0] * parameters
-        self.gradient_edits = [0] * parameters
         self.squares: dict[int, float] = {}
         self.scales: dict[int, float] = {}
         self.early: set[int] = set()

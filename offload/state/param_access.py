@@ -29,8 +29,8 @@ T = TypeVar("T")
 class ParamAccess:
     """Reads and writes weights for code outside of the engine; see ``WeightAccess``.
 
-    A tensor over a parameter follows its weight, and changes to the tensor reach the weight, as in
-    plain PyTorch.  See Note [Tensors over parameters].
+    A tensor over a parameter follows its weight, and changes to it reach the weight, as in plain
+    PyTorch.  See Note [Tensors over parameters].
 
     Attributes:
         before_use: called before weights are read or changed.
@@ -48,8 +48,7 @@ class ParamAccess:
         self._loans: dict[int, Loan] = {}
         self._in_dicts: LentCopies[int] = LentCopies()  # see Note [Copies in state dicts]
         self._outside: list[Callable[[], None]] = []
-        # Called before ``p.grad`` is set.  With update='backward', it raises for gradients already
-        # applied.
+        # Called before ``p.grad`` is set; raises for gradients that update='backward' has applied.
         self.require_gradients_unused: Callable[[], None] = lambda: None
 
     def name(self, index: int) -> str:
@@ -77,8 +76,9 @@ class ParamAccess:
         return values
 
     def _begin(self, unit: int) -> None:
-        self.before_use()
         self._executor.health.check()
+        self._trainer.require()
+        self.before_use()
         # excluding the current call
         if not any(frame.f_code in _AMID_READING for frame in callers()[2:]):
             self._forward_stack.tidy(reading=True)  # not in a signal handler during a read

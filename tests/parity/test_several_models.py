@@ -137,6 +137,20 @@ def test_a_container_that_is_not_called_itself(kind: str, tmp_path: Path) -> Non
         same(models[name], plain[name])
 
 
+def test_a_model_without_a_forward_of_its_own() -> None:
+    """Such as an agent, whose methods call its networks; it may be the first one."""
+    agent = nn.ModuleDict({"actor": Net(1), "critic": Net(2)})
+    models: Nets = {"agent": agent, "other": Net(3)}
+    made = wrapped(models, [torch.optim.AdamW(agent.parameters())], device=CPU)
+    found = dict(overspill.named_weights(agent))
+    assert found.keys() == dict(agent.named_parameters()).keys()
+    assert dict(overspill.named_weights(models))
+    with overspill.materialized(agent) as given:
+        assert type(given["actor"].first.weight) is nn.Parameter
+    assert overspill.unwrap(models) is models
+    assert made[0].step_count == 0
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_of_one_model_and_of_all(place: str, tmp_path: Path) -> None:
     models, plain = nets(), nets()
@@ -228,8 +242,9 @@ def test_what_cannot_be_models() -> None:
     optimizer = one({"a": first}, plain=False)[0]
     for given, kind, remedy in (
         ({}, ValueError, "give models by name"),
-        ({"a.b": first}, ValueError, "models need names without dots, got 'a.b'"),
-        ({1: first}, ValueError, "models need names without dots, got 1"),
+        ({"a.b": first}, ValueError, "models need names without dots and slashes, got 'a.b'"),
+        ({"/a": first}, ValueError, "models need names without dots and slashes, got '/a'"),
+        ({1: first}, ValueError, "models need names without dots and slashes, got 1"),
         ({"a": first, "b": first}, ValueError, "are the same module; give it once"),
         ({"a": first, "b": "text"}, TypeError, "model 'b' must be a torch.nn.Module, got str"),
     ):

@@ -22,17 +22,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/over_ranks.py", "wrap each model on its own"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/joint_steps.py", "call backward() of all losses before"): (
-        "tests/optimizers/test_several_optimizers.py::test_a_backward_after_the_first_step_is_refused"
-    ),
     ("offload/step/stepping.py", "call step() of all optimizers before"): (
         "tests/optimizers/test_several_optimizers.py::test_steps_apart_are_refused_where_backward_updates"
     ),
     ("optim/joint.py", "pass None to train nothing"): (
         "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
-    ),
-    ("offload/joint_steps.py", "change them before the first step(), or after the"): (
-        "tests/optimizers/test_several_optimizers.py::test_a_view_that_is_written_between_the_steps_is_refused"
     ),
     ("optim/joint.py", "build all of them in the same way"): (
         "tests/optimizers/test_several_optimizers.py::test_lists_that_make_no_sense_are_refused"
