@@ -43,10 +43,13 @@ def _together(models: Mapping[object, object]) -> nn.Module:
         raise ValueError("model must not be an empty dict; give models by name")
     found: dict[str, nn.Module] = {}
     for name, model in models.items():
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, got a dict in which {name!r} is "
+                f"{_kind_of(model)}; give modules by name"
+            )
         if not isinstance(name, str) or not name or set(name) & set("./\\\0"):
             raise ValueError(f"models need names without dots and slashes, got {name!r}")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model {name!r} must be a torch.nn.Module, got {_kind_of(model)}")
         if (other := next((n for n, m in found.items() if m is model), None)) is not None:
             raise ValueError(f"models {other!r} and {name!r} are the same module; give it once")
         found[name] = model

@@ -118,7 +118,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_options_that_say_how_to_train_are_refused(tmp_path: Path) -> None:
     wrong: dict[str, Any]
     for wrong in ({"accumulate": 2}, {"update": "step"}, {"max_grad_norm": 1.0},
-                  {"moments": "bf16"}, {"activations": "host"}, {"on_nonfinite": "skip"},
+                  {"moments": "bf16"}, {"on_nonfinite": "skip"},
                   {"commit_every": 2, "nvme": tmp_path}):  # fmt: skip
         with pytest.raises(ValueError, match="says how to train"):
             overspill.wrap(build(), device=CPU, **wrong)

@@ -246,7 +246,11 @@ def test_what_cannot_be_models() -> None:
         ({"/a": first}, ValueError, "models need names without dots and slashes, got '/a'"),
         ({1: first}, ValueError, "models need names without dots and slashes, got 1"),
         ({"a": first, "b": first}, ValueError, "are the same module; give it once"),
-        ({"a": first, "b": "text"}, TypeError, "model 'b' must be a torch.nn.Module, got str"),
+        (
+            {"a": first, "b": "text"},
+            TypeError,
+            "got a dict in which 'b' is str; give modules by name",
+        ),
     ):
         for call in (overspill.wrap, overspill.plan):
             with says(remedy, kind):

@@ -10,6 +10,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/arguments.py", "give models by name"): (
         "tests/parity/test_several_models.py::test_what_cannot_be_models"
     ),
+    ("offload/arguments.py", "give modules by name"): (
+        "tests/parity/test_several_models.py::test_what_cannot_be_models"
+    ),
     ("offload/arguments.py", "are the same module; give it once"): (
         "tests/parity/test_several_models.py::test_what_cannot_be_models"
     ),

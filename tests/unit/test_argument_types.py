@@ -13,7 +13,7 @@ from torch import nn
 import overspill
 
 KEPT: dict[str, Any] = {"device": "cpu", "host_memory": "1MiB"}
-SEVERAL = r"put them in a torch\.nn\.ModuleList and wrap it"
+SEVERAL = "name them, to wrap several"
 
 
 def _model() -> nn.Module:
@@ -33,13 +33,13 @@ class Other:
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "tuple": (lambda: (_model(), _model()), f"got tuple; .*{SEVERAL}"),
     "list": (lambda: [_model()], f"got list; .*{SEVERAL}"),
-    "dict": (lambda: {"a": _model()}, r"got dict; .*torch\.nn\.ModuleDict"),
+    "dict": (lambda: {"a": "gpt2"}, "got a dict in which 'a' is str"),
     "None": (lambda: None, "got NoneType"),
     "text": (lambda: "gpt2", "got str"),
     "class": (lambda: nn.Linear, "got the class Linear; call it"),
     "optimizer": (lambda: _adamw(_model()), r"got the optimizer AdamW; .*wrap\(model, optimizer\)"),
     "parameters": (lambda: _model().parameters(), "got generator"),
-    "state dict": (lambda: _model().state_dict(), "got collections.OrderedDict"),
+    "state dict": (lambda: _model().state_dict(), "got a dict in which .* is torch.Tensor"),
     "tensor": (lambda: torch.zeros(3), r"got torch\.Tensor"),
 }
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
