@@ -176,7 +176,7 @@ class Engine(Closeable):
             hooks.append(Conversions(model, in_engine, lambda: runtime.closed))
             if not groups:
                 protocol = runtime.executor.protocol
-                hooks.append(Forwards(model, protocol, engine.forwarded))
+                hooks.append(Forwards(model, protocol, engine.forwarded, engine.running))
             engine.may_close()
             marks = ModelMarks(model, lambda: engine.ordinary)
             hooks.append(marks)
@@ -271,6 +271,10 @@ class Engine(Closeable):
     def forwarded(self, count: int, tokens: int) -> None:
         """Record, for inference, that forward number ``count`` with this many tokens has ended."""
         self._figures.taken(count, tokens)
+
+    def running(self) -> int:
+        """Return the number of entries that run in this thread, if there are several."""
+        return self._loop.entries_inside
 
     @property
     def step_count(self) -> int:

@@ -37,6 +37,7 @@ class JointStep:
 
     Attributes:
         parts: what ``wrap`` returns.
+        groups: by optimizer, the numbers of its param groups among those of all.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -46,7 +47,7 @@ class JointStep:
         self._given: dict[int, Sequence[dict[str, Any]]] = {}
         self._afterwards: list[Callable[[], None]] = []
         firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
-        self._groups = [  # their numbers, by optimizer
+        self.groups = [  # their numbers, by optimizer
             range(first, first + len(o.param_groups))
             for first, o in zip(firsts, optimizers, strict=False)
         ]
@@ -59,11 +60,6 @@ class JointStep:
         if self._together:
             engine.check_before_use(weakref.WeakMethod(self.take_waiting))
 
-    @property
-    def groups(self) -> int:
-        """The number of param groups of all optimizers."""
-        return sum(map(len, self._groups))
-
     def take(self, number: int) -> None:
         """Take the step of an optimizer; with ``update="backward"``, that of all after the last.
 
@@ -71,7 +67,7 @@ class JointStep:
             OffloadError: it was called twice, and backward has applied gradients of the others.
         """
         if not self._together:
-            self._engine.step(self._groups[number])
+            self._engine.step(self.groups[number])
             return
         if number in self._given:
             self.take_waiting()
@@ -99,7 +95,7 @@ class JointStep:
                     changed = {k for k in old if k in group and not same_value(group[k], old[k])}
                     newer.append((group, {k: group[k] for k in changed}))
                     group.update({k: old[k] for k in changed})
-            chosen = [n for number in given for n in self._groups[number]]
+            chosen = [n for number in given for n in self.groups[number]]
             self._engine.step(chosen)
         except BaseException:
             for work in afterwards:
@@ -179,8 +175,6 @@ class OptimizerPart(OffloadedOptimizer):
         inner = joint.optimizers[number]
         super().__init__(engine, inner)
         self.__dict__["state"] = PartState(engine.state, inner)
-        groups = [len(each.param_groups) for each in joint.optimizers]
-        self._first = sum(groups[:number])
         self._number, self._steps = number, steps
 
     @property
@@ -201,7 +195,8 @@ class OptimizerPart(OffloadedOptimizer):
         self._steps.after(self._number, partial(super().zero_grad, set_to_none))
 
     def _own_groups(self) -> slice:
-        return slice(self._first, self._first + len(self.param_groups))
+        own = self._steps.groups[self._number]
+        return slice(own.start, own.stop)
 
     def _state(self) -> dict[str, Any]:
         self._steps.take_waiting()
@@ -226,7 +221,7 @@ class OptimizerPart(OffloadedOptimizer):
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        if len(state["param_groups"]) == self._steps.groups != len(self.param_groups):
+        if len(state["param_groups"]) == self._steps.groups[-1].stop != len(self.param_groups):
             state = self._own_part(state)  # of an export, which has the state of all
         if len(state["param_groups"]) != len(self.param_groups):
             raise ValueError(

@@ -256,6 +256,11 @@ class Loop:
         assert self._commits is not None
         return self._commits.restart()
 
+    @property
+    def entries_inside(self) -> int:
+        """See ``ForwardStack.entries_inside``."""
+        return self._forward_stack.entries_inside
+
     def leave(self) -> None:
         """Remove hooks that an interrupted forward has left on the calling thread."""
         self._forward_stack.forget()

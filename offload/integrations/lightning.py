@@ -82,10 +82,9 @@ class OverspillStrategy(SingleDeviceStrategy):
             micro_steps = trainer.accumulate_grad_batches
             options = {"accumulate": micro_steps, "durable": False, **self._options}
             wrap(self._module, made if len(made) > 1 else made[0], **options)
-            self.optimizers = self._wrapped
         else:  # a fit before this one has wrapped the model
             _start_anew(self._wrapped, made)
-            self.optimizers = self._wrapped
+        self.optimizers = self._wrapped
 
     @property
     def _wrapped(self) -> list[Any]:

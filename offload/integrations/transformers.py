@@ -28,6 +28,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,23 +74,21 @@ class _Offloaded(Trainer):
     model: Any
     args: Any
     lr_scheduler: Any
+    _while_made: ExitStack | None
 
     def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
         self._options = dict(overspill or {})
         OffloadConfig(**self._options)  # raises before anything is loaded or moved
         self._offloaded: OffloadedOptimizer | None = None
-        self._unplaced: _Unplaced | None = None
-        super().__init__(*args, **more)
-        if self._unplaced is not None:
-            self._unplaced.__exit__()
-            self._unplaced = None
+        with ExitStack() as self._while_made:
+            super().__init__(*args, **more)
+        self._while_made = None
         self._refuse()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self._unplaced is None:  # trainers place other models before `__init__` returns
-            self._unplaced = self._in_place()
-            self._unplaced.__enter__()
+        if self._while_made is not None:  # trainers move other models to the device in `__init__`
+            self._while_made.enter_context(self._in_place())
 
     def _refuse(self) -> None:
         """Raises for what would take the weights from the engine, or copy all of them.

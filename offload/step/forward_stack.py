@@ -91,6 +91,11 @@ class ForwardStack:
             running.pop()
         return bool(running)
 
+    @property
+    def entries_inside(self) -> int:
+        """The number of entries that run in this thread, if there are several."""
+        return len(self._mine.inside)
+
     def push_root(self) -> None:
         """Begin a forward of a whole model; activations between units can be offloaded too."""
         if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():

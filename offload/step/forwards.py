@@ -21,21 +21,27 @@ class Forwards:
     """A counter of forwards, which reports each one to the residency machine and to ``over``."""
 
     def __init__(
-        self, model: nn.Module, protocol: Protocol, over: Callable[[int, int], None]
-    ) -> None:
-        """Install hooks; ``over`` is called with each forward's number and its input tokens."""
+        self, model: nn.Module, protocol: Protocol, over: Callable[[int, int], None],
+        running: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """Install hooks.
+
+        Args:
+            over: called with each forward's number and its input tokens.
+            running: returns how many entries run: one may run inside another, as a part of it.
+        """
         self.count = self._tokens = 0
-        self._protocol, self._over = protocol, over
+        self._protocol, self._over, self._running = protocol, over, running
         me = weakref.ref(self)
 
         @torch_private.not_compiled
         def before(_model: nn.Module, args: Any, kwargs: Any) -> None:
-            if (forwards := me()) is not None:
+            if (forwards := me()) is not None and forwards._running() <= 1:
                 forwards._begins(args, kwargs)
 
         @torch_private.not_compiled
         def after(_model: nn.Module, _args: Any, _output: Any) -> None:
-            if (forwards := me()) is not None:
+            if (forwards := me()) is not None and forwards._running() == 0:
                 forwards._ends()
 
         self._handles: list[Any] = []

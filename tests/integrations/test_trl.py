@@ -106,6 +106,17 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], Callable[[], dict[str, Any
 }  # fmt: skip
 
 
+def test_an_accelerator_that_is_made_again_places_batches(words: Any, tmp_path: Path) -> None:
+    """As ``hyperparameter_search`` does; only while the trainer is made, nothing is placed."""
+    made = offloaded(trl.SFTTrainer)(
+        model=llama(), train_dataset=rows(*TEXT), processing_class=words,
+        args=trl.SFTConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False),
+    )  # fmt: skip
+    assert made.accelerator.device_placement
+    made.create_accelerator_and_postprocess()
+    assert made.accelerator.device_placement
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_losses_are_those_of_the_trainer_alone(case: str, words: Any, tmp_path: Path) -> None:
     if NAME == "testdev" and case == "grpo":

@@ -114,6 +114,30 @@ def test_a_model_may_run_inside_another(tmp_path: Path) -> None:
     made[0].close()
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_inference_of_a_model_that_calls_another(place: str, tmp_path: Path) -> None:
+    """A forward inside another one is a part of it, in the figures, too."""
+
+    class Outer(Net):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__(3)
+            self.__dict__["inner"] = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + self.inner(x))
+
+    plain, inner = Outer(Net(1)), Net(1)
+    outer = Outer(inner)
+    with torch.no_grad(), overspill.wrap(
+        {"outer": outer, "inner": inner}, nvme=tmp_path, rates=overspill.Rates(), **PLACES[place]
+    ) as handle:  # fmt: skip
+        for number in range(4):
+            x = normal(number, 6, WIDTH)
+            assert torch.equal(outer(x), plain(x))
+        assert handle._engine.trace.steps[-1].index == 4
+        assert torch.equal(inner(x), plain.inner(x))
+
+
 @pytest.mark.parametrize("kind", ["dict", "list", "nested"])
 def test_a_container_that_is_not_called_itself(kind: str, tmp_path: Path) -> None:
     plain, models = nets(), nets()
