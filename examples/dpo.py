@@ -5,6 +5,7 @@ python examples/dpo.py OUT
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import torch
@@ -13,10 +14,10 @@ from trl import DPOConfig, DPOTrainer
 
 from overspill.integrations.transformers import offloaded
 
-out = sys.argv[1]
+out, policy = sys.argv[1], words.model()
 trainer = offloaded(DPOTrainer)(
-    words.model(),
-    ref_model=words.model(),
+    policy,
+    ref_model=copy.deepcopy(policy),
     args=DPOConfig(
         out, max_steps=20, logging_steps=5, learning_rate=1e-3,
         per_device_train_batch_size=4, report_to=[], bf16=torch.cuda.is_available(),

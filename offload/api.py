@@ -28,7 +28,7 @@ from .open_engines import describe, engines_in, open_engines, refuse_folders_in_
 from .optimizer import OffloadedOptimizer
 from .over_ranks import is_spread, over_ranks_of, refuse_spread, resumed_of_ranks
 from .paths import as_path, as_paths
-from .planning.models import reorder
+from .planning.models import named_models, reorder
 from .planning.plan import Plan
 from .plans import make_plan
 from .ranks.stores import in_the_way, runs_in, with_ranks
@@ -41,9 +41,9 @@ log = logging.getLogger("overspill")
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Given = nn.Module | Mapping[str, nn.Module]
-Files = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-M = TypeVar("M", bound=Given)
+OneOrMore = nn.Module | Mapping[str, nn.Module]
+WeightPaths = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+M = TypeVar("M", bound=OneOrMore)
 
 
 def _options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
@@ -67,6 +67,12 @@ def _wrapped(model: nn.Module) -> Engine:
         OffloadError: it is not wrapped.
     """
     engine = engine_of(model)
+    parts = named_models(model).values()
+    if engine is None and (of_part := next(filter(None, map(engine_of, parts)), None)) is not None:
+        raise OffloadError(
+            f"these models were wrapped as {describe(of_part)}; give the same dict, or, to "
+            "named_weights and materialized, one of the models"
+        )
     if engine is None:
         raise OffloadError(
             "the model is not wrapped by overspill; overspill.wrap(model, ...) first"
@@ -75,7 +81,7 @@ def _wrapped(model: nn.Module) -> Engine:
 
 
 def plan(
-    model: Given,
+    model: OneOrMore,
     optimizer: Optimizers | None = None,
     *,
     machine: Machine | None = None,
@@ -97,7 +103,7 @@ def plan(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: Files | None = None,
+    weights: WeightPaths | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -142,7 +148,7 @@ def plan(
 
 @overload
 def wrap(
-    model: Given,
+    model: OneOrMore,
     optimizer: torch.optim.Optimizer,
     *,
     device: str | torch.device | None = None,
@@ -161,7 +167,7 @@ def wrap(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: Files | None = None,
+    weights: WeightPaths | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -178,13 +184,13 @@ def wrap(
 
 @overload
 def wrap(
-    model: Given, optimizer: Sequence[torch.optim.Optimizer], **options: Any
+    model: OneOrMore, optimizer: Sequence[torch.optim.Optimizer], **options: Any
 ) -> list[OffloadedOptimizer]: ...
 
 
 @overload
 def wrap(
-    model: Given,
+    model: OneOrMore,
     optimizer: None = None,
     *,
     device: str | torch.device | None = None,
@@ -193,11 +199,12 @@ def wrap(
     nvme: Paths | None = None,
     nvme_memory: int | str = "auto",
     precision: Literal["bf16", "fp16", "fp32"] | None = None,
+    activations: Literal["auto", "keep", "host", "nvme", "recompute"] = "auto",
     frozen: Literal["int8", "nf4"] | None = None,
     tokens: int = 0,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: Files | None = None,
+    weights: WeightPaths | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -209,7 +216,7 @@ def wrap(
 
 
 def wrap(
-    model: Given,
+    model: OneOrMore,
     optimizer: Optimizers | None = None,
     *,
     device: str | torch.device | None = None,
@@ -228,7 +235,7 @@ def wrap(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: Files | None = None,
+    weights: WeightPaths | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -255,7 +262,8 @@ def wrap(
     takes its own steps.
 
     Without an optimizer nothing is trained: weights are streamed for inference, including
-    ``generate``, and the returned object has ``plan``, ``stats``, ``memory``, ``trace`` and
+    ``generate``.  Gradients pass through to parameters outside of the model, and ``activations``
+    applies.  The returned object has ``plan``, ``stats``, ``memory``, ``trace`` and
     ``close``.
 
     Example::
@@ -285,7 +293,7 @@ def wrap(
 
 
 def resume(
-    model: Given,
+    model: OneOrMore,
     path: Paths,
     optimizer: Optimizers | None = None,
     *,
@@ -305,7 +313,7 @@ def resume(
     accumulate: int = 1,
     units: Sequence[str] | None = None,
     resident: Sequence[str] | None = None,
-    weights: Files | None = None,
+    weights: WeightPaths | None = None,
     ignore_weights: Sequence[str] | None = None,
     init: Callable[[nn.Module], None] | None = None,
     prefetch_depth: int | None = None,
@@ -388,7 +396,7 @@ def unwrap(model: M) -> M: ...
 def unwrap(model: str | os.PathLike[str]) -> None: ...
 
 
-def unwrap(model: Given | str | os.PathLike[str]) -> Given | None:
+def unwrap(model: OneOrMore | str | os.PathLike[str]) -> OneOrMore | None:
     """Return the model to an ordinary one with its trained weights, and close its engine.
 
     Needs memory for the whole model on its device.  Gradients are dropped.  Models that were
@@ -440,8 +448,8 @@ def _close_engines_in(folder: Path) -> None:
 def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]:
     """Load all weights into ordinary tensors, for code that reads or edits ``p.data``.
 
-    Returns a context manager.  Needs memory for the whole model on its device.  Of models that were
-    wrapped together, one may be given, or the dict of all.  With ``writeback``,
+    Returns a context manager.  Needs memory for the whole model on its device.  For
+    models that were wrapped together, pass one of them or the dict of all.  With ``writeback``,
     edited weights are written back (and to their masters); without, edits are dropped.
 
     Raises:
@@ -457,10 +465,10 @@ def materialized(model: M, writeback: bool = False) -> AbstractContextManager[M]
     return _wrapped(whole).materialized(whole, model, writeback=writeback)
 
 
-def named_weights(model: Given) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: OneOrMore) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the full, current weights of a wrapped model, to export, average or send them.
 
-    Of models that were wrapped together, one may be given, or the dict of all.
+    For models that were wrapped together, pass one of them or the dict of all.
 
     They come in the engine's order, unit by unit, and each is fetched once, so the caller need not
     hold more than one.  Tied parameters come once, as in ``model.named_parameters()``; buffers are

@@ -33,14 +33,14 @@ def as_model(model: object) -> nn.Module:
         )
     hint = ""
     if isinstance(model, (tuple, list)):
-        hint = "; name them, to wrap several: wrap({'a': a, 'b': b}, optimizer)"
+        hint = "; to wrap several models, pass a dict: wrap({'a': a, 'b': b}, optimizer)"
     raise TypeError(f"model must be a torch.nn.Module, got {_kind_of(model)}{hint}")
 
 
 def _together(models: Mapping[object, object]) -> nn.Module:
-    """Return the module that has these models: that of their engine, if they are wrapped so."""
+    """Return the module that has these models: the existing one if they are wrapped together."""
     if not models:
-        raise ValueError("model must not be an empty dict; give models by name")
+        raise ValueError("the dict of models is empty; pass at least one model")
     found: dict[str, nn.Module] = {}
     for name, model in models.items():
         if not isinstance(model, nn.Module):
@@ -49,7 +49,9 @@ def _together(models: Mapping[object, object]) -> nn.Module:
                 f"{_kind_of(model)}; give modules by name"
             )
         if not isinstance(name, str) or not name or set(name) & set("./\\\0"):
-            raise ValueError(f"models need names without dots and slashes, got {name!r}")
+            raise ValueError(
+                f"names of models must be strings without dots and slashes, got {name!r}"
+            )
         if (other := next((n for n, m in found.items() if m is model), None)) is not None:
             raise ValueError(f"models {other!r} and {name!r} are the same module; give it once")
         found[name] = model

@@ -265,7 +265,7 @@ class Engine(Closeable):
         self._figures.taken(self.step_count)
 
     def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
-        """Call ``check`` before weights, gradients and state are read or changed, and forward."""
+        """Call ``check`` before each forward, and before weights, gradients or state are used."""
         self._loop.check_before_use(check)
 
     def forwarded(self, count: int, tokens: int) -> None:

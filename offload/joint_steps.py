@@ -27,12 +27,12 @@ from .state.torch_state import Make, OptimizerState
 # With ``update="backward"``, backward has applied the gradients of all by the time of the first
 # ``step()``.  The engine's step then completes the updates of all at once, so ``step()`` of an
 # optimizer only records it, with its present hyper-parameters, and the last one takes the engine's
-# step.  ``zero_grad()`` in between takes effect after it.  If anything else is used in between, the
-# step is taken for those that wait, which raises an error if backward has applied gradients of the
-# others; see ``BeforeUse``.
+# step.  ``zero_grad()`` of an optimizer whose step is recorded runs after that.  Any other use of
+# the models applies the recorded steps first, which raises an error if backward has applied
+# gradients of the others; see ``UseCallbacks``.
 
 
-class JointStep:
+class OptimizerSteps:
     """The steps of several optimizers.  See Note [Several optimizers].
 
     Attributes:
@@ -44,35 +44,36 @@ class JointStep:
         self._engine, self._optimizers = engine, optimizers
         self.parts: list[OffloadedOptimizer] = []
         # By optimizer whose step() was called, its hyper-parameters.
-        self._given: dict[int, Sequence[dict[str, Any]]] = {}
-        self._afterwards: list[Callable[[], None]] = []
+        self._recorded: dict[int, Sequence[dict[str, Any]]] = {}
+        self._deferred: list[Callable[[], None]] = []
         firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
         self.groups = [  # their numbers, by optimizer
             range(first, first + len(o.param_groups))
             for first, o in zip(firsts, optimizers, strict=False)
         ]
-        # A run that goes on from a store counts the steps before, too.
+        # A resumed run counts the steps before, too.
         self._before = [
             0 if engine.step_count else self._steps_of(n) for n in range(len(optimizers))
         ]
         plan = engine.plan
-        self._together = plan.detail.update == "backward"
-        if self._together:
-            engine.check_before_use(weakref.WeakMethod(self.take_waiting))
+        self._joint = plan.detail.update == "backward"
+        if self._joint:
+            engine.check_before_use(weakref.WeakMethod(self.apply_recorded))
 
-    def take(self, number: int) -> None:
+    def step(self, number: int) -> None:
         """Take the step of an optimizer; with ``update="backward"``, that of all after the last.
 
         Raises:
-            OffloadError: it was called twice, and backward has applied gradients of the others.
+            OffloadError: it was called twice, and the others, whose gradients backward has applied,
+                were not.
         """
-        if not self._together:
+        if not self._joint:
             self._engine.step(self.groups[number])
             return
-        if number in self._given:
-            self.take_waiting()
-        self._given[number] = shared_copies(self._optimizers[number].param_groups)
-        if len(self._given) == len(self._optimizers):
+        if number in self._recorded:
+            self.apply_recorded()
+        self._recorded[number] = shared_copies(self._optimizers[number].param_groups)
+        if len(self._recorded) == len(self._optimizers):
             self._apply()
 
     def count(self, number: int) -> int:
@@ -85,43 +86,43 @@ class JointStep:
 
     def _apply(self) -> None:
         """Take the engine's step, and then do what was put off, also after an error."""
-        given, afterwards = self._given, self._afterwards
-        self._given, self._afterwards = {}, []
+        recorded, deferred = self._recorded, self._deferred
+        self._recorded, self._deferred = {}, []
         newer: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
-            for number, kept in given.items():
+            for number, kept in recorded.items():
                 groups = self._optimizers[number].param_groups
                 for group, old in zip(groups, kept, strict=True):
                     changed = {k for k in old if k in group and not same_value(group[k], old[k])}
                     newer.append((group, {k: group[k] for k in changed}))
                     group.update({k: old[k] for k in changed})
-            chosen = [n for number in given for n in self.groups[number]]
+            chosen = [n for number in recorded for n in self.groups[number]]
             self._engine.step(chosen)
         except BaseException:
-            for work in afterwards:
+            for work in deferred:
                 with contextlib.suppress(OffloadError):  # the first error is the one to report
                     work()
             raise
         finally:
             for group, values in newer:
                 group.update(values)
-        for work in afterwards:
+        for work in deferred:
             work()
 
-    def after(self, number: int, work: Callable[[], None]) -> None:
-        """Call ``work`` now, or after the engine's step if the optimizer waits for the others."""
-        if number in self._given:
-            self._afterwards.append(work)
+    def run_after_step(self, number: int, work: Callable[[], None]) -> None:
+        """Call ``work`` now, or after the engine's step if the optimizer's own is recorded."""
+        if number in self._recorded:
+            self._deferred.append(work)
         else:
             work()
 
-    def take_waiting(self) -> None:
-        """Take the engine's step for the optimizers that wait for others.
+    def apply_recorded(self) -> None:
+        """Take the engine's step for the optimizers whose ``step()`` was recorded.
 
         Raises:
             OffloadError: backward has applied gradients of the others; no step is taken.
         """
-        if not self._given:
+        if not self._recorded:
             return
         self._apply()
 
@@ -170,7 +171,7 @@ class OptimizerPart(OffloadedOptimizer):
     """
 
     def __init__(
-        self, engine: Engine, joint: JointOptimizer, number: int, steps: JointStep
+        self, engine: Engine, joint: JointOptimizer, number: int, steps: OptimizerSteps
     ) -> None:
         inner = joint.optimizers[number]
         super().__init__(engine, inner)
@@ -178,33 +179,33 @@ class OptimizerPart(OffloadedOptimizer):
         self._number, self._steps = number, steps
 
     @property
-    def together(self) -> Sequence[OffloadedOptimizer]:
-        """See ``OffloadedOptimizer.together``."""
+    def all_optimizers(self) -> Sequence[OffloadedOptimizer]:
+        """See ``OffloadedOptimizer.all_optimizers``."""
         return self._steps.parts
 
     @property
     def step_count(self) -> int:
-        """The number of steps that its parameters have taken since ``wrap``."""
+        """The number of steps that it has taken, including those before ``resume``."""
         return self._steps.count(self._number)
 
     def _take_step(self) -> None:
-        self._steps.take(self._number)
+        self._steps.step(self._number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of its parameters, or set them to zero, once they are applied."""
-        self._steps.after(self._number, partial(super().zero_grad, set_to_none))
+        self._steps.run_after_step(self._number, partial(super().zero_grad, set_to_none))
 
     def _own_groups(self) -> slice:
         own = self._steps.groups[self._number]
         return slice(own.start, own.stop)
 
     def _state(self) -> dict[str, Any]:
-        self._steps.take_waiting()
+        self._steps.apply_recorded()
         return self._own_part(self._engine.state_dict())
 
     def streamed_state(self, make: Make) -> dict[str, Any]:
         """See ``OffloadedOptimizer.streamed_state``."""
-        self._steps.take_waiting()
+        self._steps.apply_recorded()
         return self._own_part(self._engine.streamed_state(make))
 
     def _own_part(self, whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +257,7 @@ def in_parts(
     if not isinstance(joint, JointOptimizer):
         return made
     engine = made._engine
-    steps = JointStep(engine, joint.optimizers)
+    steps = OptimizerSteps(engine, joint.optimizers)
     for inner in joint.optimizers:
         inner.state.clear()  # the engine has it
     for number in range(len(joint.optimizers)):

@@ -122,7 +122,7 @@ class Loop:
 
     def check_before_use(self, check: weakref.WeakMethod[Callable[[], None]]) -> None:
         """See ``Engine.check_before_use``."""
-        self._before_use.also(check)
+        self._before_use.add(check)
 
     def before_forward(self) -> None:
         """Prepare for a forward of the whole model, outside of any backward."""

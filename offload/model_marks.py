@@ -1,4 +1,4 @@
-"""Attributes that a wrapped model has: its engine, and what refuses to copy or pickle it."""
+"""Attributes that ``wrap`` sets on modules: the engine, and methods that refuse copies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ENGINE, MADE = "_overspill_engine", "_overspill_optimizer"
 COPY, PICKLE = "__deepcopy__", "__reduce_ex__"
 
 
-def marked(model: nn.Module) -> list[nn.Module]:
-    """Return a model, several models, and the modules in them that users call instead."""
+def marked_modules(model: nn.Module) -> list[nn.Module]:
+    """Return a model and the modules in it that users call or pass to our functions."""
     inside = (*named_models(model).values(), *entries(model).values())
     return list(dict.fromkeys((model, *inside)))
 
 
 def hold(model: nn.Module, made: object) -> None:
     """Store what ``wrap`` returns in the modules of a model that users call."""
-    for module in marked(model):
+    for module in marked_modules(model):
         module.__dict__[MADE] = made
 
 
@@ -40,7 +40,7 @@ class ModelMarks:
         Args:
             ordinary: returns whether the parameters are ordinary ones now.
         """
-        self._modules, self._ordinary = marked(model), ordinary
+        self._modules, self._ordinary = marked_modules(model), ordinary
 
     def put(self, engine: object | None) -> None:
         """Set the attributes; with an ``engine`` if these modules are its own."""

@@ -121,7 +121,7 @@ class OffloadedOptimizer(EngineHandle, torch.optim.Optimizer):
         return self._engine.declared(final)
 
     @property
-    def together(self) -> Sequence[OffloadedOptimizer]:
+    def all_optimizers(self) -> Sequence[OffloadedOptimizer]:
         """All optimizers of the same ``wrap``, in the order in which they were given."""
         return (self,)
 

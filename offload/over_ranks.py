@@ -42,8 +42,8 @@ def refuse_spread(model: nn.Module) -> None:
     for name, each in named_models(model).items():
         if is_spread(each):
             raise OffloadError(
-                f"model {name!r} is spread over ranks by FSDP2 or DDP, which is possible for a "
-                "single model only; wrap each model on its own"
+                f"model {name!r} is under FSDP2 or DDP, which is not possible in a dict of models; "
+                "wrap it in a call of its own"
             )
 
 

@@ -28,7 +28,7 @@ class ModelFiles:
 
     Attributes:
         config: the text of its ``config.json``, if it has one.
-        folder: its folder in the export; ``""``: the export's own.
+        folder: its folder in the export; ``""`` for that of the export itself.
     """
 
     weights: Sequence[StreamedTensor]

@@ -12,7 +12,7 @@ from ..activations.saved import SavedTensors
 from ..config import OffloadConfig
 from ..errors import OffloadError
 from ..movement.updates import Updater
-from ..params.before_use import BeforeUse
+from ..params.before_use import UseCallbacks
 from ..params.onloaded_units import OnloadedUnits
 from ..params.resident_param_guard import ResidentParamGuard
 from ..private import torch_private
@@ -68,7 +68,7 @@ class BackwardUpdatePolicy:
         resident_guard: ResidentParamGuard,
         update_waiter: UpdateWaiter,
         commits: Seals | None,
-        before_use: BeforeUse,
+        before_use: UseCallbacks,
     ) -> None:
         self.before_use = before_use
         self._config, self._update, self._groups = config, update, groups
@@ -121,7 +121,8 @@ class BackwardUpdatePolicy:
         if self.consumed(params):
             raise OffloadError(
                 "update='backward' has applied this gradient already; for several backward() per "
-                "step set accumulate=N or use overspill.accumulate(optimizer, final=...), or use "
+                "step set accumulate=N or use overspill.accumulate(optimizer, final=...); freeze a "
+                "model that a loss only passes through (requires_grad_(False)); or use "
                 "update='next_forward' to use gradients between backward and step"
             )
 

@@ -69,15 +69,17 @@ class OverspillStrategy(SingleDeviceStrategy):
             super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes them, and wraps the model.
+        """Create the optimizers, and wrap the model.
 
         Raises:
-            ValueError: there are none, or others than in the fit before.
+            ValueError: there are none, or they differ from those of the fit before.
         """
         super().setup_optimizers(trainer)
         made = list(self.optimizers)
         if not any(each.param_groups for each in made):
-            raise ValueError("OverspillStrategy needs an optimizer; configure_optimizers gave none")
+            raise ValueError(
+                "OverspillStrategy needs an optimizer; configure_optimizers returned none"
+            )
         if engine_of(self._module) is None:
             micro_steps = trainer.accumulate_grad_batches
             options = {"accumulate": micro_steps, "durable": False, **self._options}
@@ -91,7 +93,7 @@ class OverspillStrategy(SingleDeviceStrategy):
         """The optimizers of a wrapped module."""
         one = optimizer_of(self._module)
         assert one is not None
-        return list(one.together)
+        return list(one.all_optimizers)
 
     def teardown(self) -> None:
         """Ends the run; the model stays wrapped, and where it is."""
@@ -179,8 +181,8 @@ def _start_anew(
     )
     if not alike:
         raise ValueError(
-            "the model is wrapped with another optimizer than configure_optimizers now gives; "
-            "overspill.unwrap(model) before this fit"
+            "configure_optimizers returned another optimizer, or other param groups, than in the "
+            "fit before; call overspill.unwrap(model) before this fit"
         )
     for ours, theirs in pairs:
         if ours is not theirs:

@@ -12,8 +12,8 @@ Only one name in a script changes::
 
 ``offloaded`` does the same for any trainer: ``offloaded(SFTTrainer)(..., overspill={...})``.
 
-Other models of a trainer, such as ``ref_model`` or ``teacher_model`` of TRL's, share the engine and
-its budgets.  They are not trained.
+Other models of a trainer, such as ``ref_model`` or ``teacher_model`` of TRL's trainers, share the
+engine and its budgets.  They are not trained.
 
 The model is wrapped when the trainer creates its optimizer, before the first step, evaluation or
 checkpoint load.  Checkpoints have the framework's own format, and are written and read tensor by
@@ -74,21 +74,23 @@ class _Offloaded(Trainer):
     model: Any
     args: Any
     lr_scheduler: Any
-    _while_made: ExitStack | None
+    _in_init: ExitStack | None
 
     def __init__(self, *args: Any, overspill: Mapping[str, Any] | None = None, **more: Any) -> None:
         self._options = dict(overspill or {})
         OffloadConfig(**self._options)  # raises before anything is loaded or moved
         self._offloaded: OffloadedOptimizer | None = None
-        with ExitStack() as self._while_made:
+        with ExitStack() as self._in_init:
             super().__init__(*args, **more)
-        self._while_made = None
+        self._in_init = None
         self._refuse()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self._while_made is not None:  # trainers move other models to the device in `__init__`
-            self._while_made.enter_context(self._in_place())
+        # Trainers move other models to the device in `__init__`, and may compute there with one.
+        computes = getattr(self.args, "precompute_ref_log_probs", False)
+        if self._in_init is not None and not computes:
+            self._in_init.enter_context(self._in_place())
 
     def _refuse(self) -> None:
         """Raises for what would take the weights from the engine, or copy all of them.
@@ -392,12 +394,13 @@ def _load_adapter(model: Any, file: Path) -> None:
 def _for_several(
     options: Mapping[str, Any], models: Mapping[str, torch.nn.Module]
 ) -> dict[str, Any]:
-    """Return options about modules and files of the trained model, as several models need them."""
+    """Prefix names of modules with that of the trained model, and give its files to it."""
     found: dict[str, Any] = {}
+    others = set(models) - {"model"}
     for name in ("units", "resident"):
         if options.get(name) is not None:
             found[name] = [
-                each if each.partition(".")[0] in models else f"model.{each}"
+                each if each.partition(".")[0] in others else f"model.{each}"
                 for each in options[name]
             ]
     if options.get("weights") is not None and not isinstance(options["weights"], Mapping):

@@ -17,7 +17,7 @@ class Models(nn.Module):
         self._modules.update(models)
 
     def reorder(self, names: Iterable[str]) -> None:
-        """Bring the models into this order."""
+        """Reorder the models."""
         self._modules = {name: self._modules[name] for name in names}
 
     def forward(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -54,7 +54,7 @@ def _entries(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def reorder(model: nn.Module, names: Iterable[str]) -> None:
-    """Bring several models into the order of ``names``, if these are their names."""
+    """Reorder several models to match ``names``, if these are their names."""
     order = list(names)
     if isinstance(model, Models) and set(order) == set(named_models(model)):
         model.reorder(order)

@@ -60,7 +60,7 @@ def described_sources(
     Args:
         digests: the units for which a commit has a checksum.  Other units cannot be verified if
             their files were written to.
-        moved: the folder that contains the files now, or the only file; or such paths by model.
+        moved: the folder that contains the files now, or the only file, or a dict of these.
 
     Raises:
         OffloadError: a file no longer exists, has another length, or may have other contents.

@@ -43,7 +43,8 @@ def open_weights(weights: Path | Mapping[str, Path], model: nn.Module | None) ->
     models = {} if model is None else named_models(model)
     if not models:
         raise ValueError(
-            "weights: a dict is for several models, wrap({name: model}, ...); give a path"
+            "weights is a dict, and there is only one model; pass one path, or pass a dict of "
+            "models: wrap({name: model}, ...)"
         )
     if strange := sorted(set(weights) - set(models)):
         raise ValueError(f"weights: no model is named {strange[0]!r}; there are {list(models)}")

@@ -33,7 +33,7 @@ class Materializing:
         self._runtime, self._onloaded_units = runtime, onloaded_units
         self._resident_guard, self._weights = resident_guard, weights
         self._block: object | None = None  # the block that has begun and has not ended
-        self._units: frozenset[int] = frozenset()  # whose weights it has
+        self._units: frozenset[int] = frozenset()  # the units that it materializes
 
     @property
     def active(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import BudgetError, OffloadError
-from ..params.before_use import BeforeUse
+from ..params.before_use import UseCallbacks
 from ..params.onloaded_units import OnloadedUnits
 from ..params.param_handle import PlaceholderParam
 from ..params.resident_param_guard import ResidentParamGuard
@@ -40,7 +40,7 @@ class ParamAccess:
         self, onloaded_units: OnloadedUnits, resident_guard: ResidentParamGuard, contents: Contents,
         ledger: Ledger, forward_stack: ForwardStack, trainer: Trainer, edits: Edits,
     ) -> None:  # fmt: skip
-        self.before_use = BeforeUse()
+        self.before_use = UseCallbacks()
         self._parts, self._executor = onloaded_units.parts, onloaded_units.executor
         self._onloaded_units, self._resident_guard = onloaded_units, resident_guard
         self._contents, self._ledger = contents, ledger

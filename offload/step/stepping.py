@@ -142,10 +142,10 @@ class Stepping:
         for unit in sorted(self._ledger.early):
             if any(parts.groups[index] not in groups for index in self._ledger.turns(unit)):
                 raise OffloadError(
-                    f"update='backward' has applied the gradients of {parts.units[unit].name} "
-                    "already, and step() of its optimizer was not called. No step was taken; call "
-                    "step() of all optimizers before the model or their state is used, freeze a "
-                    "model that a loss only passes through (requires_grad_(False)), or use "
+                    f"update='backward' has applied the gradients of {parts.units[unit].name!r} "
+                    "already, but step() of their optimizer was not called. No step was taken. "
+                    "Call step() of all optimizers before you use the model or their state; freeze "
+                    "a model that a loss only passes through (requires_grad_(False)); or use "
                     "update='next_forward'"
                 )
 

@@ -135,7 +135,7 @@ def test_known_options_and_an_optimizer(tmp_path: Path) -> None:
         default_root_dir=tmp_path, strategy=OverspillStrategy(**OTHER, nvme=tmp_path),
         enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="configure_optimizers gave none"):
+    with pytest.raises(ValueError, match="configure_optimizers returned none"):
         trainer.fit(Without(), torch.utils.data.DataLoader(Rows(4), batch_size=2))
 
 

@@ -234,7 +234,7 @@ def test_steps_apart_are_refused_where_backward_updates() -> None:
     x = normal(0, 4, WIDTH)
     model(x).sum().backward()
     muon.step()
-    with says("call step() of all optimizers before the model or their state is used"):
+    with says("Call step() of all optimizers before you use the model or their state"):
         model(x)
     assert muon.step_count == 0
     for each in (muon, adamw):

@@ -208,6 +208,8 @@ def test_weights_of_one_model_and_of_all(place: str, tmp_path: Path) -> None:
         overspill.wrap(models, one(models, plain=False)[0])
     with says("wrapped already"):
         overspill.wrap({"b": models["b"]}, None)
+    with says("these models were wrapped as a and b"):
+        overspill.unwrap({"b": models["b"]})
     assert overspill.unwrap(dict(models)) == models
     for name in plain:
         same(models[name], plain[name])
@@ -265,10 +267,18 @@ def test_what_cannot_be_models() -> None:
     first = Net(1)
     optimizer = one({"a": first}, plain=False)[0]
     for given, kind, remedy in (
-        ({}, ValueError, "give models by name"),
-        ({"a.b": first}, ValueError, "models need names without dots and slashes, got 'a.b'"),
-        ({"/a": first}, ValueError, "models need names without dots and slashes, got '/a'"),
-        ({1: first}, ValueError, "models need names without dots and slashes, got 1"),
+        ({}, ValueError, "pass at least one model"),
+        (
+            {"a.b": first},
+            ValueError,
+            "names of models must be strings without dots and slashes, got 'a.b'",
+        ),
+        (
+            {"/a": first},
+            ValueError,
+            "names of models must be strings without dots and slashes, got '/a'",
+        ),
+        ({1: first}, ValueError, "names of models must be strings without dots and slashes, got 1"),
         ({"a": first, "b": first}, ValueError, "are the same module; give it once"),
         (
             {"a": first, "b": "text"},
@@ -281,7 +291,7 @@ def test_what_cannot_be_models() -> None:
                 call(given, optimizer)  # type: ignore[operator]
     with says("wrap all models that it trains together: wrap({'a': a, 'b': b}, optimizer)"):
         overspill.wrap({"b": Net(2)}, optimizer)
-    with says("weights: a dict is for several models", ValueError):
+    with says("weights is a dict, and there is only one model", ValueError):
         overspill.wrap(first, optimizer, weights={"a": "/nowhere"})
     with says("weights is an empty dict", ValueError):
         overspill.wrap({"a": first}, optimizer, weights={})

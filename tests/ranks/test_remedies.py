@@ -57,7 +57,7 @@ def of_sharding(rank: int, size: int, folder: Path) -> None:
         overspill.wrap(model, torch.optim.NAdam(model.parameters()), **OPTIONS)
     with pytest.raises(TypeError, match="give all parameters to the param groups of one"):
         overspill.wrap(model, [adamw(model)], **OPTIONS)
-    with pytest.raises(overspill.OffloadError, match="wrap each model on its own"):
+    with pytest.raises(overspill.OffloadError, match="wrap it in a call of its own"):
         overspill.wrap({"a": model, "b": net()}, adamw(model), **OPTIONS)
     trains(model, rank)
     model = net()

@@ -7,7 +7,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/api.py", "unwrap all of them in one call"): (
         "tests/parity/test_several_models.py::test_weights_of_one_model_and_of_all"
     ),
-    ("offload/arguments.py", "give models by name"): (
+    ("offload/api.py", "give the same dict, or, to"): (
+        "tests/parity/test_several_models.py::test_weights_of_one_model_and_of_all"
+    ),
+    ("offload/arguments.py", "pass at least one model"): (
         "tests/parity/test_several_models.py::test_what_cannot_be_models"
     ),
     ("offload/arguments.py", "give modules by name"): (
@@ -19,13 +22,13 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/config.py", "give a path for at least one model"): (
         "tests/parity/test_several_models.py::test_what_cannot_be_models"
     ),
-    ("offload/state/importing.py", "a dict is for several models"): (
+    ("offload/state/importing.py", "pass a dict of models"): (
         "tests/parity/test_several_models.py::test_what_cannot_be_models"
     ),
-    ("offload/over_ranks.py", "wrap each model on its own"): (
+    ("offload/over_ranks.py", "wrap it in a call of its own"): (
         "tests/ranks/test_remedies.py::test_remedies"
     ),
-    ("offload/step/stepping.py", "call step() of all optimizers before"): (
+    ("offload/step/stepping.py", "Call step() of all optimizers before"): (
         "tests/optimizers/test_several_optimizers.py::test_steps_apart_are_refused_where_backward_updates"
     ),
     ("optim/joint.py", "pass None to train nothing"): (
@@ -192,7 +195,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("offload/integrations/experts.py", ") computes otherwise than sections do; try arithmetic="): (
         "tests/integrations/test_experts_split.py::test_experts_that_compute_otherwise_are_refused"
     ),
-    ("offload/integrations/lightning.py", "gives; overspill.unwrap(model) before this"): (
+    ("offload/integrations/lightning.py", "call overspill.unwrap(model) before this fit"): (
         "tests/integrations/test_lightning.py::test_a_fit_with_another_kind_of_optimizer"
     ),
     ("offload/integrations/transformers.py", "(set max_grad_norm=0)"): (

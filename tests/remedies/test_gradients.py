@@ -48,7 +48,7 @@ def reference(micro: int = 1, steps: int = 2) -> nn.Module:
 # -- update="backward" ----------------------------------------------------------------------------
 
 
-@tries(EARLY, "set accumulate=N or use overspill.accumulate(optimizer, final=...), or use",
+@tries(EARLY, "set accumulate=N or use overspill.accumulate(optimizer, final=...); freeze a",
        "call step() after it, also where that batch is to be left out",
        "pass accumulate=N, at least 2, to wrap")  # fmt: skip
 @pytest.mark.parametrize("way", ["accumulate=", "accumulate()", "next_forward"])
@@ -76,7 +76,7 @@ def test_several_backward_passes_a_step(way: str) -> None:
     model = net()
     with wrapped(model, update="backward") as optimizer:
         loss_of(model).backward()
-        with says("set accumulate=N or use overspill.accumulate(optimizer, final=...), or use"):
+        with says("set accumulate=N or use overspill.accumulate(optimizer, final=...); freeze a"):
             model[0][0].weight.grad.mul_(2)  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()

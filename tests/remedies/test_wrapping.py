@@ -60,10 +60,10 @@ def test_what_is_no_model() -> None:
         trains(model, optimizer)
 
 
-@tries(ARGUMENTS, "name them, to wrap several")
+@tries(ARGUMENTS, "to wrap several models, pass a dict")
 def test_several_models_and_optimizers() -> None:
     first, second = net(), nn.Linear(4, 4)
-    with says("; name them, to wrap several: wrap({'a': a, 'b': b}, optimizer)"):
+    with says("; to wrap several models, pass a dict: wrap({'a': a, 'b': b}, optimizer)"):
         wrapped((first, second), adamw(first))  # type: ignore[arg-type]
     both = nn.Sequential(first, second)
     one = torch.optim.AdamW(

@@ -13,7 +13,7 @@ from torch import nn
 import overspill
 
 KEPT: dict[str, Any] = {"device": "cpu", "host_memory": "1MiB"}
-SEVERAL = "name them, to wrap several"
+SEVERAL = "to wrap several models, pass a dict"
 
 
 def _model() -> nn.Module:
