@@ -117,6 +117,21 @@ def test_an_accelerator_that_is_made_again_places_batches(words: Any, tmp_path: 
     assert made.accelerator.device_placement
 
 
+def test_options_name_modules_of_the_trained_model(words: Any, tmp_path: Path) -> None:
+    """Its first child is called ``model``, too."""
+    made = offloaded(trl.DPOTrainer)(
+        model=llama(), ref_model=llama(seed=1), train_dataset=rows(*PAIRS), processing_class=words,
+        args=trl.DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False),
+        overspill={**TIGHT, "nvme": tmp_path, "resident": ["model.embed_tokens"]},
+    )  # fmt: skip
+    optimizer = made.create_optimizer()
+    assert isinstance(optimizer, overspill.OffloadedOptimizer)
+    with optimizer:
+        placed = optimizer.plan.placement
+        assert placed["model.model.embed_tokens"].resident
+        assert "ref_model.model.embed_tokens" in placed
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_losses_are_those_of_the_trainer_alone(case: str, words: Any, tmp_path: Path) -> None:
     if NAME == "testdev" and case == "grpo":
