@@ -286,6 +286,11 @@ class Engine(Closeable):
         if not self.finished:
             self._weights.require_gradients_unused()
 
+    @property
+    def returns(self) -> int:
+        """How often the state was set back to that of a commit."""
+        return self.runtime.ledger.returns
+
     def most_steps(self, params: Collection[torch.Tensor]) -> int:
         """Return the largest number of steps that one of some parameters has taken."""
         mine = set(map(id, params))

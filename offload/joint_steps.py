@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 
 from .engine import Engine
-from .errors import OffloadError
 from .optim.joint import JointOptimizer
 from .optim.single_step import same_value, shared_copies
 from .optimizer import OffloadedOptimizer
@@ -46,6 +44,8 @@ class OptimizerSteps:
         # By optimizer whose step() was called, its hyper-parameters.
         self._recorded: dict[int, Sequence[dict[str, Any]]] = {}
         self._deferred: list[Callable[[], None]] = []
+        self._failed = set[int]()  # those of them whose step could not be taken yet
+        self._returns = engine.returns
         firsts = itertools.accumulate((len(o.param_groups) for o in optimizers), initial=0)
         self.groups = [  # their numbers, by optimizer
             range(first, first + len(o.param_groups))
@@ -70,8 +70,10 @@ class OptimizerSteps:
         if not self._joint:
             self._engine.step(self.groups[number])
             return
-        if number in self._recorded:
+        if number in self._recorded and number not in self._failed:
             self.apply_recorded()
+        self._failed.discard(number)
+        self._returns = self._engine.returns
         self._recorded[number] = shared_copies(self._optimizers[number].param_groups)
         if len(self._recorded) == len(self._optimizers):
             self._apply()
@@ -85,9 +87,12 @@ class OptimizerSteps:
         return self._engine.most_steps([p for group in groups for p in group["params"]])
 
     def _apply(self) -> None:
-        """Take the engine's step, and then do what was put off, also after an error."""
-        recorded, deferred = self._recorded, self._deferred
-        self._recorded, self._deferred = {}, []
+        """Take the engine's step, and then do what was put off.
+
+        After an error without a step, all stays recorded, and ``step()`` may be called again.
+        """
+        recorded, deferred, count = self._recorded, self._deferred, self._engine.step_count
+        self._recorded, self._deferred = {}, []  # first, because the engine's step uses weights
         newer: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for number, kept in recorded.items():
@@ -99,9 +104,8 @@ class OptimizerSteps:
             chosen = [n for number in recorded for n in self.groups[number]]
             self._engine.step(chosen)
         except BaseException:
-            for work in deferred:
-                with contextlib.suppress(OffloadError):  # the first error is the one to report
-                    work()
+            if self._engine.step_count == count:
+                self._recorded, self._deferred, self._failed = recorded, deferred, set(recorded)
             raise
         finally:
             for group, values in newer:
@@ -122,9 +126,10 @@ class OptimizerSteps:
         Raises:
             OffloadError: backward has applied gradients of the others; no step is taken.
         """
-        if not self._recorded:
-            return
-        self._apply()
+        if self._returns != self._engine.returns:  # a rollback has undone what was recorded
+            self._recorded, self._deferred, self._failed = {}, [], set()
+        if self._recorded:
+            self._apply()
 
 
 class PartState(LazyState):

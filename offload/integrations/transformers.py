@@ -37,7 +37,7 @@ from transformers import Trainer, trainer_utils
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.training_args import OptimizerNames
 
-from ..api import wrap
+from ..api import unwrap, wrap
 from ..config import OffloadConfig
 from ..durable.files import WEIGHTS, is_of_weights, torch_bytes, write_shards, write_torch
 from ..durable.hub import of_model
@@ -80,6 +80,7 @@ class _Offloaded(Trainer):
         self._options = dict(overspill or {})
         OffloadConfig(**self._options)  # raises before anything is loaded or moved
         self._offloaded: OffloadedOptimizer | None = None
+        self._others: dict[str, torch.nn.Module] = {}
         with ExitStack() as self._in_init:
             super().__init__(*args, **more)
         self._in_init = None
@@ -121,7 +122,10 @@ class _Offloaded(Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         if self._offloaded is not None:  # for another model than this
-            self._offloaded.close()
+            if self._others:
+                unwrap({"model": self.model, **self._others})  # the others are used again
+            else:
+                self._offloaded.close()
             self._offloaded = None
         return super().call_model_init(trial)
 
@@ -133,8 +137,9 @@ class _Offloaded(Trainer):
                 inner = super().create_optimizer(*args, **more)
             finally:
                 self.optimizer_cls_and_kwargs = theirs
-            models = {"model": self.model, **self._other_models()}
-            if len(models) == 1:
+            self._others = self._other_models()
+            models = {"model": self.model, **self._others}
+            if not self._others:
                 self._offloaded = self.optimizer = wrap(self.model, inner, **options)
             else:
                 options |= _for_several(options, models)

@@ -133,10 +133,16 @@ class Updater:
         self._scalars.clear()
         self._snapshot = [{k: _kept(v) for k, v in g.items() if k != "params"} for g in groups]
 
-    def changed_since_begin(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the name of a hyper-parameter that was changed after the step's first update."""
-        for taken, group in zip(self._snapshot or (), groups, strict=False):
-            for key, value in taken.items():
+    def changed_since_begin(
+        self, groups: Sequence[Mapping[str, Any]], chosen: Container[int] | None
+    ) -> str | None:
+        """Return the name of a hyper-parameter that was changed after the step's first update.
+
+        Args:
+            chosen: the param groups of the optimizers that take a step; ``None``: all.
+        """
+        for number, (taken, group) in enumerate(zip(self._snapshot or (), groups, strict=False)):
+            for key, value in taken.items() if chosen is None or number in chosen else ():
                 if key in group and not _same(group[key], value):
                     return key
         return None

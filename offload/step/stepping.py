@@ -98,7 +98,7 @@ class Stepping:
             self._commits.seal()
         with self._backward_updates.all_final():
             self._collector.take_user_grads()
-        self._refuse_changed_groups()
+        self._refuse_changed_groups(groups)
         if not self._ledger.early:
             self._update_waiter.wait_for_updates()
         # Several ranks cannot roll back on their own: some may not have this step's commit.
@@ -171,8 +171,10 @@ class Stepping:
         for number, values in step.groups.items():
             self._groups[number].update(values)
 
-    def _refuse_changed_groups(self) -> None:
-        changed = self._updater.changed_since_begin(self._groups) if self._ledger.early else None
+    def _refuse_changed_groups(self, groups: Container[int] | None) -> None:
+        changed = None
+        if self._ledger.early:
+            changed = self._updater.changed_since_begin(self._groups, groups)
         if changed is not None:
             raise OffloadError(
                 f"{changed!r} was changed after update='backward' had begun to apply it; change "

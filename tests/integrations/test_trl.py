@@ -117,6 +117,41 @@ def test_an_accelerator_that_is_made_again_places_batches(words: Any, tmp_path: 
     assert made.accelerator.device_placement
 
 
+class WithTeacher(transformers.Trainer):
+    """Its loss uses a model of its own."""
+
+    teacher: Any
+
+    def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        with torch.no_grad():
+            target = self.teacher(**inputs).logits
+        return torch.nn.functional.mse_loss(model(**inputs).logits, target)
+
+
+def test_a_teacher_outlives_the_models_of_several_runs(tmp_path: Path) -> None:
+    """As in a search over hyper-parameters: each run makes its model anew."""
+    ids = [{"input_ids": torch.arange(8) + n, "labels": torch.arange(8) + n} for n in range(8)]
+    losses = []
+    for kind in (WithTeacher, offloaded(WithTeacher)):
+        mine = {} if kind is WithTeacher else {"overspill": {**TIGHT, "nvme": tmp_path}}
+        made = kind(
+            model_init=lambda: llama(), train_dataset=ids,
+            args=transformers.TrainingArguments(
+                str(tmp_path / kind.__name__), max_steps=3, report_to=[], use_cpu=True,
+                save_strategy="no", logging_steps=1, disable_tqdm=True, learning_rate=1e-3,
+            ), **mine,
+        )  # fmt: skip
+        made.teacher = teacher = llama(seed=1)
+        for _ in range(2):
+            made.train()
+        losses.append([e["loss"] for e in made.state.log_history if "loss" in e])
+        if mine:
+            overspill.unwrap({"model": made.model, "teacher": teacher})
+            for p, q in zip(teacher.parameters(), llama(seed=1).parameters(), strict=True):
+                assert torch.equal(p, q)
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
 def test_options_name_modules_of_the_trained_model(words: Any, tmp_path: Path) -> None:
     """Its first child is called ``model``, too."""
     made = offloaded(trl.DPOTrainer)(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.step import stepping
 from tests.devices import CPU, about_cpu, normal, plainly
 from tests.remedies.table import says
+from tests.robust.test_interrupted_anywhere import Interrupted, Tripwire
 
 from .test_streamed_optimizers import TIGHT, WIDTH, ScheduleFree, build, same
 
@@ -303,6 +306,60 @@ def test_another_thread_that_reads_takes_no_step() -> None:
     assert errors and "another one trains it" in errors[0]
     made[1].step()
     assert made[0].step_count == 1
+    made[0].close()
+
+
+def test_a_refused_use_loses_no_step(tmp_path: Path) -> None:
+    """With ``update="backward"``, a loop that catches the error, or an interrupt, goes on."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, update="backward", nvme=tmp_path)
+    for number in range(4):
+        for each in (plain, model):
+            each(normal(number, 4, WIDTH)).square().mean().backward()
+        made[0].step()
+        made[0].zero_grad()
+        if number == 1:
+            with says("Call step() of all optimizers"):
+                model[0][0].weight.sum().item()
+        if number == 2:
+            with Tripwire(3, str(stepping.__file__)), contextlib.suppress(Interrupted):
+                made[1].step()
+        if made[0].step_count == number:
+            made[1].step()
+        made[1].zero_grad()
+        for optimizer in its:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [each.step_count for each in made] == [number + 1] * 2
+        same(model, plain)
+    model(normal(0, 4, WIDTH)).sum().backward()
+    made[0].step()
+    made[1].rollback()  # and with it the step that waits
+    assert [each.step_count for each in made] == [4, 4]
+    same(model, plain)
+    made[0].close()
+
+
+def test_schedulers_of_frozen_parts_may_run_later() -> None:
+    """One part learns, then the other, then both schedulers step, with ``update="backward"``."""
+    plain, model = build(), build()
+    its, made = pair(plain, plain=True), wrapped(model, update="backward")
+    for each, optimizers in ((plain, its), (model, made)):
+        then = schedules(optimizers)
+        for number in range(4):
+            for mine, other in (optimizers, optimizers[::-1]):
+                for group in other.param_groups:
+                    for p in group["params"]:
+                        p.requires_grad_(False)
+                each(normal(number, 4, WIDTH)).square().mean().backward()
+                mine.step()
+                mine.zero_grad()
+                for group in other.param_groups:
+                    for p in group["params"]:
+                        p.requires_grad_(True)
+            for schedule in then:
+                schedule.step()
+    same(model, plain)
     made[0].close()
 
 
