@@ -39,8 +39,15 @@ def any_accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
 
 
 @pytest.fixture(params=WITH_MEMORY)
-def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
+def accelerator(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Accelerator]:
     accelerator = make(request.param)
+    arenas: list[torch.Tensor] = []  # kept until nothing is in progress on them
+    allocate = accelerator.allocate
+    monkeypatch.setattr(
+        accelerator, "allocate", lambda nbytes: arenas.append(allocate(nbytes)) or arenas[-1]
+    )
     yield accelerator
     accelerator.close()
 
