@@ -27,6 +27,7 @@ MOST_WORKERS = 16
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
 _MAP_NORESERVE = 0x4000
+_MADV_DONTNEED = 4
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
@@ -212,6 +213,32 @@ class Lease:
         if _libc.mincore(self.address, self._mapping.nbytes, there.ctypes.data) != 0:
             return 0  # it has been returned meanwhile
         return page * int(np.count_nonzero(there & 1))
+
+    def discard(self) -> None:
+        """Returns the pages to the system and keeps the addresses: what is read next is zeros.
+
+        No transfer may be on its way, and nothing may have locked the pages (``IoEngine.forget``).
+
+        Raises:
+            OffloadError: the system refuses, since something has locked them.
+        """
+        mapping = self._mapping
+        if mapping is None:
+            return
+        if _libc.madvise(mapping.address, mapping.nbytes, _MADV_DONTNEED) != 0:
+            code = ctypes.get_errno()
+            raise OffloadError(
+                f"cannot return {mapping.nbytes} bytes of host memory: {os.strerror(code)}"
+            )
+
+    def populate(self) -> None:
+        """Takes all pages now, as ``allocate_host`` does, such as after ``discard``.
+
+        Raises:
+            OffloadError: the system has not that much memory to give.
+        """
+        if self._mapping is not None:
+            self._mapping.populate()
 
     def before_release(self, act: Callable[[], None]) -> None:
         """Has ``act`` called before the memory is returned, by whom and whenever that is done.

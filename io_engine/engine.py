@@ -238,6 +238,15 @@ class IoEngine:
         known = lease.address, lease.nbytes, os.getpid()
         lease.before_release(partial(forget_memory, mover, *known))
 
+    def forget(self, lease: Lease) -> None:
+        """Undoes ``register`` for now: the pages are not locked any more, once the backend's thread
+        has heard of it, and may be discarded.  ``remember`` locks them again."""
+        self._backend.drop_memory(lease.address, lease.nbytes)
+
+    def remember(self, lease: Lease) -> None:
+        """Uses a lease as after ``register``, although it was forgotten meanwhile."""
+        self._backend.add_memory(lease.address, lease.nbytes)
+
     def _buffer_back(self, nbytes: int) -> None:
         with self._buffer_lock:
             self._buffer_held -= nbytes

@@ -84,9 +84,7 @@ class Engine(Closeable):
         config, blueprint, parts = runtime.config, runtime.blueprint, runtime.parts
         executor, updater, ledger = runtime.executor, runtime.updater, runtime.ledger
         accelerator, writer = runtime.accelerator, runtime.store.writer
-        units = OnloadedUnits(
-            parts, executor, accelerator, resources.slot_refs, resources.stubs, ledger.changing
-        )
+        units = OnloadedUnits(runtime, resources.slot_refs, resources.stubs)
         runtime.when_still(units.close)
         backward = Backward(units, runtime.trace)
         tuner = ActivationTuner(runtime, model, backward)
@@ -313,6 +311,14 @@ class Engine(Closeable):
         """Restore random generators from the last commit, and return its ``extra``."""
         return self._loop.restart()
 
+    def sleep(self, *, host: bool) -> None:
+        """See ``EngineHandle.sleep``."""
+        self._loop.sleep(host=host)
+
+    def wake(self) -> None:
+        """See ``EngineHandle.wake``."""
+        self._loop.wake()
+
     def quiesce(self) -> None:
         """Wait for all updates and transfers, and drop caches."""
         self._loop.require_usable()
@@ -406,12 +412,7 @@ class Engine(Closeable):
             yield from self._contents.masters(unit.index)
 
     def materialized(self, model: nn.Module, given: T, *, writeback: bool) -> Materialized[T]:
-        """See ``overspill.materialized``.
-
-        Args:
-            model: the engine's, or a part of it.
-            given: what the user has given, to return at the start of the block.
-        """
+        """See ``overspill.materialized``; the block returns ``given`` at its start."""
         return Materialized(
             self._materializing, self._loop.require_usable, model, given, writeback=writeback
         )
@@ -421,11 +422,7 @@ class Engine(Closeable):
         return Averaged(self.state.averages, self._loop.require_usable, self.model)
 
     def require_average(self) -> None:
-        """Raise unless averages are kept.
-
-        Raises:
-            OffloadError: no average is kept.
-        """
+        """Raise ``OffloadError`` unless averages are kept."""
         self.state.averages.require_kept()
 
     def average(self, index: int) -> torch.Tensor:

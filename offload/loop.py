@@ -71,6 +71,7 @@ class Loop:
         self._weights, self._materializing, self._averages = weights, materializing, averages
         self._backward_updates, self._collector, self._held = backward_updates, collector, held
         self._stepping, self._commits, self._tuner = stepping, commits, tuner
+        runtime.sleeping.around(collector.leave_memory, collector.enter_memory)
 
     def require(self) -> None:
         """Raise after ``close`` and after a failure."""
@@ -176,6 +177,7 @@ class Loop:
     def backward_begins(self) -> None:
         """Prepare for a backward, when its first graph task begins."""
         self._before_use()
+        self._direct.finish()
         self._weights.reconcile()
         self._onloaded_units.let_go()  # a unit kept open for reading may be updated
 
@@ -215,6 +217,29 @@ class Loop:
     def declared(self, final: bool) -> Declared:
         """Declare every backward in this block to be (or not to be) the last one of the step."""
         return self._backward_updates.declared(final)
+
+    # -- sleep ----------------------------------------------------------------------------------
+
+    def sleep(self, *, host: bool) -> None:
+        """See ``EngineHandle.sleep``."""
+        self.require_usable()
+        sleeping = self._runtime.sleeping
+        if not sleeping.asleep:
+            self.quiesce()
+            if self._onloaded_units.in_use or self._forward_stack.in_use:
+                raise OffloadError("sleep() cannot be called while the model runs, as in a hook")
+            if self._commits is not None:
+                self._executor.health.require_commits()
+                self._commits.commit()
+            self._onloaded_units.let_go()
+            self._direct.quiesce()
+        self._trace.compute_pause()
+        sleeping.sleep(host=host)
+
+    def wake(self) -> None:
+        """See ``EngineHandle.wake``."""
+        self.require_usable()
+        self._runtime.sleeping.wake()
 
     # -- commits --------------------------------------------------------------------------------
 

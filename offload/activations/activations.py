@@ -127,11 +127,7 @@ class SavedTensorOffloader:
             for t in stays
             if torch_private.has_memory(t)
         }
-        self._arenas = [
-            (arena.data_ptr(), arena.data_ptr() + arena.numel())
-            for arena in (executor.arenas.host, executor.arenas.device)
-            if arena is not None
-        ]
+        self._arenas = executor.arenas
         self._known: dict[int, weakref.ref[SharedStorage]] = {}  # by storage
         self._numbers = itertools.count()
         self._untold: list[weakref.ref[SharedStorage]] = []
@@ -220,10 +216,7 @@ class SavedTensorOffloader:
         stays = self._stays.get(torch_private.identity(storage))
         if stays is not None and not stays.expired:
             return None
-        start = storage.data_ptr()
-        if any(low <= start < high for low, high in self._arenas):
-            return None
-        return storage
+        return None if self._arenas.contain(storage.data_ptr()) else storage
 
     def enter(self, unit: int) -> None:
         """Record that ``unit`` runs from now on, or none, and report what the last one saved."""

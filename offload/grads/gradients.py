@@ -420,6 +420,14 @@ class GradientCollector:
                 "was kept from before; put a clone() of it there"
             )
 
+    def leave_memory(self) -> tuple[str, ...]:
+        """Drop views of the memory of gradients, which is about to be freed."""
+        self._own.clear()
+        return ()
+
+    def enter_memory(self) -> None:
+        """Do nothing: views are made when they are needed."""
+
     def drop(self) -> None:
         """Forget all gradients."""
         for indices in self.trained:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..facts.tier import Tier
@@ -26,8 +28,10 @@ class DirectAccess:
 
     def __init__(
         self, layout: Layout, executor: Executor, io: IoEngine | None, disks: Disks,
-        extents: Extents,
+        extents: Extents, wake: Callable[[], None],
     ) -> None:  # fmt: skip
+        """Set up; ``wake``: called before anything is used, in case memory was given back."""
+        self._wake = wake
         self._layout, self._executor, self._io, self._extents = layout, executor, io, extents
         self._disks = disks
         self._transfers = UninterruptibleThread("overspill-direct")
@@ -95,6 +99,7 @@ class DirectAccess:
         Args:
             first: these are the item's first bytes, which go to the extent that is read next.
         """
+        assert self._executor.arenas.elsewhere is None, f"{item} is written while the engine sleeps"
         role: int | None = None
         if self._on_disk(item):
             place, _, target = self._locate(item)
@@ -130,8 +135,9 @@ class DirectAccess:
         self._transfers.run(lambda: self._disks.write(extent, memory.numpy(), urgent=True).wait())
 
     def finish(self) -> None:
-        """Wait for a transfer that an exception left in progress."""
+        """Wait for a transfer that an exception left in progress, and wake the engine."""
         self._transfers.finish()
+        self._wake()
 
     def close(self) -> None:
         """End the thread that runs the transfers."""

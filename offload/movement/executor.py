@@ -15,6 +15,7 @@ from functools import partial
 
 from ..facts.trace import Trace
 from ..io_engine.one_shot_event import OneShotEvent
+from ..schedule.arena import Place
 from ..schedule.invariants import validate
 from ..schedule.layout import Layout
 from ..schedule.ledger import Ledger
@@ -126,6 +127,11 @@ class Executor:
         self._thread = threading.Thread(target=self._pump, name="overspill-pump", daemon=True)
         self._thread.start()
 
+    def occupied(self) -> list[Place]:
+        """Return the places in the regions that hold data, while nothing moves."""
+        with self.engine_port.lock:
+            return self._machine.occupied()
+
     # -- the pump -------------------------------------------------------------------------------
 
     def _pump(self) -> None:
@@ -186,6 +192,9 @@ class Executor:
                 self._finished(instruction, error)
 
     def _start(self, work: Work) -> None:
+        # A commit only waits for writes that are over, and records where the items are.
+        sound = self.arenas.elsewhere is None or isinstance(work, Commit)
+        assert sound, f"{work} while the engine sleeps"
         if isinstance(work, Update) and work.visit is not None:
             self._device_updates.start(work)
         elif isinstance(work, (Clear, Accumulate, Update)):

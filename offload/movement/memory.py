@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from ..io_engine import Lease, allocate_host
 from ..planning.plan import Budgets
 from ..schedule.layout import Layout
 from .accelerators.base import Accelerator
-from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch
+from .pools import Annex, Arenas, Budget, HeldMemory, MemoryWatch, Reservation
 
 
 class Memory:
@@ -43,6 +43,9 @@ class Memory:
         self.lease: Lease | None = None
         self.pageable_bytes = 0
         self._annexed: Lease | None = None
+        self._unpacked: Lease | None = None
+        self._away: set[Tier] = set()
+        self._device_bytes = regions.device_bytes
         self._held = HeldMemory()
         try:
             self._held.take_host(
@@ -50,13 +53,14 @@ class Memory:
             )
             if accelerator.has_device_memory:
                 self._held.take_device(
-                    self._budgets[Tier.DEVICE], regions.device_bytes, accelerator.allocate,
-                    accelerator.free,
+                    self._budgets[Tier.DEVICE], regions.device_bytes, self._allocate_device,
+                    self._free_device,
                 )  # fmt: skip
             elif regions.device_bytes:
                 self._held.take_unpacked(
-                    self._budgets[Tier.HOST], regions.device_bytes, self._allocate_unpacked
-                )
+                    self._budgets[Tier.HOST], regions.device_bytes, self._allocate_unpacked,
+                    self._free_unpacked,
+                )  # fmt: skip
             if layout.saved.host:
                 # Only address space is allocated here, so that ulimit -v fails in wrap, not later.
                 self._held.take_annex(
@@ -84,14 +88,27 @@ class Memory:
         self._lock(self.lease.address, self.lease.nbytes)
         return torch.from_numpy(self.lease.array)[:nbytes]
 
-    def _allocate_unpacked(self, nbytes: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        lease = allocate_host(nbytes)
-        return torch.from_numpy(lease.array)[:nbytes], lease.release
-
     def _free(self) -> None:
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+    def _allocate_unpacked(self, nbytes: int) -> torch.Tensor:
+        self._unpacked = allocate_host(nbytes)
+        return torch.from_numpy(self._unpacked.array)[:nbytes]
+
+    def _free_unpacked(self) -> None:
+        if self._unpacked is not None:
+            self._unpacked.release()
+            self._unpacked = None
+
+    def _allocate_device(self) -> None:
+        self.arenas.device = self._accelerator.allocate(self._device_bytes)
+
+    def _free_device(self) -> None:
+        arena, self.arenas.device = self.arenas.device, None
+        if arena is not None:
+            self._accelerator.free(arena)
 
     @property
     def arenas(self) -> Arenas:
@@ -115,6 +132,70 @@ class Memory:
         remedy = "raise host_memory"
         self._budgets[Tier.HOST].reserve(nbytes, "the reader of weight files", remedy)
 
+    def reserve_copy(self, tier: Tier, nbytes: int) -> Reservation:
+        """Reserve memory, or disk space, for a copy of memory that is given back.
+
+        Raises:
+            BudgetError: the budget has less.
+        """
+        remedy = {
+            Tier.HOST: "raise host_memory, or pass nvme= to wrap, so that the copy can be on disk",
+            Tier.NVME: "raise nvme_memory",
+        }[tier]
+        return self._budgets[tier].reserve(nbytes, "a copy of what sleep() gives back", remedy)
+
+    # -- giving back ----------------------------------------------------------------------------
+
+    def has(self, tier: Tier) -> bool:
+        """Return whether there is memory of a tier that ``give_back`` would free."""
+        if tier is Tier.DEVICE:
+            return self._accelerator.has_device_memory and self.arenas.device is not None
+        return bool(self._leases)
+
+    @property
+    def _leases(self) -> list[Lease]:
+        leases = self.lease, self._unpacked, self._annexed
+        return [lease for lease in leases if lease is not None]
+
+    def give_back(self, tier: Tier) -> None:
+        """Free the memory of a tier, but not its addresses in host memory; contents are lost."""
+        self._away.add(tier)
+        if tier is Tier.DEVICE:
+            self._free_device()
+            self._accelerator.trim()
+        else:
+            for lease in self._leases:
+                self._accelerator.page_unlock(lease.address, lease.nbytes)
+                lease.discard()
+            self.pageable_bytes = 0
+            if self.arenas.annex is not None:
+                self.arenas.annex.taken_bytes = 0
+            self._count_saved()
+        self._held.release(self._budgets[tier])
+
+    def take_back(self, tier: Tier) -> None:
+        """Allocate what ``give_back`` has freed.
+
+        Raises:
+            OffloadError, RuntimeError: there is not that much memory now; nothing stays allocated.
+        """
+        if tier is Tier.DEVICE:
+            self._allocate_device()
+        else:
+            try:
+                for lease in filter(None, (self.lease, self._unpacked)):
+                    if self._at_once or lease is self._unpacked:
+                        lease.populate()
+                if self.lease is not None:
+                    self._lock(self.lease.address, self.lease.nbytes)
+            except BaseException:
+                self.give_back(tier)
+                raise
+        self._held.renew(self._budgets[tier])
+        self._away.discard(tier)
+
+    # -- figures --------------------------------------------------------------------------------
+
     def count_saved(self, nbytes: int, disk: int) -> None:
         """Account for saved tensors: ``nbytes`` where compute has them, ``disk`` bytes on disk.
 
@@ -122,21 +203,26 @@ class Memory:
         """
         self._budgets[Tier.NVME].count(disk)
         self._saved_here = nbytes
-        annex = self.arenas.annex
+        self._count_saved()
+
+    def _count_saved(self) -> None:
+        annex, here = self.arenas.annex, self._saved_here
         taken = 0 if annex is None else annex.taken_bytes
         if self._accelerator.has_device_memory:
-            self._budgets[Tier.DEVICE].count(nbytes)
+            self._budgets[Tier.DEVICE].count(here)
             self._budgets[Tier.HOST].count(taken)
         else:
-            self._budgets[Tier.HOST].count(nbytes + taken)
+            self._budgets[Tier.HOST].count(here + taken)
 
     def untaken(self) -> dict[Tier, int]:
         """Return the bytes by tier that may still be used within the budgets.
 
         These are pages not touched yet, and the room for activations.
         """
-        leases = [lease for lease in (self.lease, self._annexed) if lease is not None]
-        host = sum(lease.nbytes - min(lease.nbytes, lease.resident_bytes()) for lease in leases)
+        host = 0
+        if Tier.HOST not in self._away:
+            host = sum(each.nbytes - min(each.nbytes, each.resident_bytes())
+                       for each in self._leases if each is not self._unpacked)  # fmt: skip
         saved = max(0, self._room.compute - self._saved_here)
         if self._accelerator.has_device_memory:
             return {Tier.HOST: host, Tier.DEVICE: saved}

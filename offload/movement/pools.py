@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,17 +16,23 @@ ANNEX_PIECE = 64 << 20
 
 
 class Reservation:
-    """Bytes taken from a budget until ``release``."""
+    """Bytes taken from a budget until ``release``; ``renew`` takes them again."""
 
     def __init__(self, budget: Budget, nbytes: int) -> None:
-        self._budget, self.nbytes = budget, nbytes
+        self.budget, self.nbytes = budget, nbytes
         self._held = True
 
     def release(self) -> None:
         """Return the bytes to the budget; a second call does nothing."""
         if self._held:
             self._held = False
-            self._budget._give_back(self.nbytes)
+            self.budget._give_back(self.nbytes)
+
+    def renew(self) -> None:
+        """Take the bytes again that ``release`` has returned, which nothing else has taken."""
+        if not self._held:
+            self._held = True
+            self.budget._take_again(self.nbytes)
 
 
 class Budget:
@@ -72,6 +77,11 @@ class Budget:
         with self._lock:
             self._held -= nbytes
 
+    def _take_again(self, nbytes: int) -> None:
+        with self._lock:
+            self._held += nbytes
+            self._peak = max(self._peak, self._held + self._counted)
+
 
 class Annex:
     """Host memory beyond the arena, allocated as it is used, from its beginning."""
@@ -99,16 +109,28 @@ class Annex:
         return self._memory.narrow(0, place.offset - self._base, place.nbytes)
 
 
-@dataclass(frozen=True)
 class Arenas:
-    """One flat uint8 tensor per memory tier, and typed views into them."""
+    """One flat uint8 tensor per memory tier, and typed views into them.
 
-    host: torch.Tensor | None
-    device: torch.Tensor | None
-    annex: Annex | None = None
+    Attributes:
+        elsewhere: while memory of the arenas is given back, returns a copy of a place in it, or
+            ``None`` for a place without contents; else ``None``.
+    """
+
+    def __init__(
+        self, host: torch.Tensor | None = None, device: torch.Tensor | None = None,
+        annex: Annex | None = None,
+    ) -> None:  # fmt: skip
+        self.host, self.device, self.annex = host, device, annex
+        self.elsewhere: Callable[[Place], torch.Tensor | None] | None = None
 
     def bytes_of(self, place: Place) -> torch.Tensor:
-        """Return the flat uint8 view of a place."""
+        """Return the flat uint8 view of a place.
+
+        While its memory is given back, this is a copy, which must only be read.
+        """
+        if self.elsewhere is not None and (copy := self.elsewhere(place)) is not None:
+            return copy
         if self.annex is not None and self.annex.has(place):
             return self.annex.bytes_of(place)
         arena = self.device if place.tier is Tier.DEVICE else self.host
@@ -120,6 +142,14 @@ class Arenas:
         nbytes = numel * dtype.itemsize
         assert offset + nbytes <= place.nbytes, f"{offset} + {nbytes} bytes of {place}"
         return self.bytes_of(Place(place.tier, place.offset + offset, nbytes)).view(dtype)
+
+    def contain(self, address: int) -> bool:
+        """Return whether an address is in one of the arenas."""
+        return any(
+            arena.data_ptr() <= address < arena.data_ptr() + arena.numel()
+            for arena in (self.host, self.device)
+            if arena is not None
+        )
 
 
 class MemoryWatch(Protocol):
@@ -141,7 +171,8 @@ class HeldMemory:
 
     def __init__(self) -> None:
         self.sweep()
-        self.arenas = Arenas(None, None)
+        self.arenas = Arenas()
+        self._reserved: list[Reservation] = []
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
@@ -151,43 +182,52 @@ class HeldMemory:
         for memory, watches in lingering:
             memory.close(watches)
 
+    def _reserve(self, budget: Budget, nbytes: int, what: str, remedy: str) -> None:
+        self._reserved.append(budget.reserve(nbytes, what, remedy))
+        self._undo.append(self._reserved[-1].release)
+
     def take_host(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
                   free: Callable[[], None]) -> None:  # fmt: skip
         """Reserve and allocate the host arena."""
         if nbytes:
-            reservation = budget.reserve(nbytes, "the host arena", "raise host_memory")
-            self._undo.append(reservation.release)
+            self._reserve(budget, nbytes, "the host arena", "raise host_memory")
             self._undo.append(free)
-            self.arenas = replace(self.arenas, host=allocate(nbytes))
+            self.arenas.host = allocate(nbytes)
 
     def take_annex(self, allocate: Callable[[], Annex], free: Callable[[], None]) -> None:
         """Allocate the address space of host memory beyond the arena, but none of its pages."""
         self._undo.append(free)
-        self.arenas = replace(self.arenas, annex=allocate())
+        self.arenas.annex = allocate()
 
-    def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
-                    free: Callable[[torch.Tensor], None]) -> None:  # fmt: skip
-        """Reserve and allocate the device arena."""
+    def take_device(self, budget: Budget, nbytes: int, allocate: Callable[[], None],
+                    free: Callable[[], None]) -> None:  # fmt: skip
+        """Reserve and allocate the device arena, which may be freed and allocated again later."""
         if nbytes:
-            reservation = budget.reserve(nbytes, "the device arena", "raise device_memory")
-            self._undo.append(reservation.release)
-            arena = allocate(nbytes)
-            self._undo.append(lambda: free(arena))
-            self.arenas = replace(self.arenas, device=arena)
+            self._reserve(budget, nbytes, "the device arena", "raise device_memory")
+            self._undo.append(free)
+            allocate()
 
-    def take_unpacked(
-        self, budget: Budget, nbytes: int,
-        allocate: Callable[[int], tuple[torch.Tensor, Callable[[], None]]],
-    ) -> None:  # fmt: skip
+    def take_unpacked(self, budget: Budget, nbytes: int, allocate: Callable[[int], torch.Tensor],
+                      free: Callable[[], None]) -> None:  # fmt: skip
         """Reserve and allocate host memory for unpacked weights.
 
         Used if compute has no memory of its own.
         """
-        reservation = budget.reserve(nbytes, "the arena of unpacked weights", "raise host_memory")
-        self._undo.append(reservation.release)
-        memory, free = allocate(nbytes)
+        self._reserve(budget, nbytes, "the arena of unpacked weights", "raise host_memory")
         self._undo.append(free)
-        self.arenas = replace(self.arenas, device=memory)
+        self.arenas.device = allocate(nbytes)
+
+    def release(self, budget: Budget) -> None:
+        """Release what is reserved in a budget: the memory is freed until ``renew``."""
+        for each in self._reserved:
+            if each.budget is budget:
+                each.release()
+
+    def renew(self, budget: Budget) -> None:
+        """Reserve again what ``release`` has released."""
+        for each in self._reserved:
+            if each.budget is budget:
+                each.renew()
 
     def close(self, watches: Sequence[MemoryWatch] = ()) -> None:
         """Free everything, in reverse order; a second call does nothing.
@@ -199,6 +239,6 @@ class HeldMemory:
         if alive and self._undo:
             HeldMemory._lingering.append((self, alive))
             return
-        self.arenas = Arenas(None, None)
         while self._undo:
             self._undo.pop()()
+        self.arenas = Arenas()

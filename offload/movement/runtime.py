@@ -25,6 +25,7 @@ from .direct import DirectAccess
 from .executor import Executor
 from .memory import Memory
 from .pools import MemoryWatch
+from .sleeping import Sleeping
 from .store import Store
 from .updates import Updater
 
@@ -86,9 +87,14 @@ class Runtime:
             check=os.environ.get("OVERSPILL_VALIDATE") == "1",
             commits=self.store.writer, saved_changed=self.memory.count_saved,
         )  # fmt: skip
+        self.sleeping = Sleeping(
+            self.memory, self.executor, self.accelerator, self.store.io, config.nvme or (),
+            checksum=config.checksum,
+        )  # fmt: skip
         self.direct = DirectAccess(
-            layout, self.executor, self.store.io, self.store.disks, self.store.extents
-        )
+            layout, self.executor, self.store.io, self.store.disks, self.store.extents,
+            self.sleeping.wake,
+        )  # fmt: skip
 
     def _open_store(self) -> Store:
         disk_bytes = self.blueprint.plan.disk_bytes
@@ -140,7 +146,11 @@ class Runtime:
             for each in self._hide:
                 watches.extend(each())
 
-        parts = [getattr(self, n) for n in ("store", "executor", "direct") if hasattr(self, n)]
+        parts = [
+            getattr(self, n)
+            for n in ("store", "sleeping", "executor", "direct")
+            if hasattr(self, n)
+        ]
         with ExitStack() as stack:  # runs the callbacks from the last to the first
             if hasattr(self, "memory"):
                 stack.callback(lambda: self.memory.close(watches))

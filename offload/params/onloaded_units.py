@@ -16,17 +16,14 @@ import torch
 from torch import nn
 
 from ..errors import BudgetError, OffloadError
-from ..movement.accelerators.base import Accelerator
-from ..movement.executor import Executor
-from ..planning.partition import Partition
+from ..movement.runtime import Runtime
 from ..private import torch_private
 from ..schedule.arena import Place
-from ..schedule.units import Unit
-from .edit_watch import Change, EditWatch
-from .param_handle import ParamHandle, WeightAccess, managed
-from .parameters import manage
+from .edit_watch import Change
+from .param_handle import WeightAccess, managed
 from .slot_refs import SlotRefTracker
 from .stubs import Stubs
+from .unit_params import UnitParams
 from .views import OnloadedUnit, View, make_views
 
 _KEPT_VIEWS = 4  # whole and transposed ones per parameter; slices could be countless
@@ -36,16 +33,15 @@ _TRIES, _LOOK_S = 10, 0.02  # to find room while other threads still hold slots
 class OnloadedUnits:
     """Units that are onloaded for compute; the first use opens one, the last closes it."""
 
-    def __init__(
-        self, parts: Partition, executor: Executor, accelerator: Accelerator, held: SlotRefTracker,
-        stubs: Stubs, changing: set[int],
-    ) -> None:  # fmt: skip
-        """Set up; ``changing``: parameters that their modules have changed in forward."""
-        self.parts, self.executor, self.accelerator = parts, executor, accelerator
-        self._held, self._stubs = held, stubs
+    def __init__(self, runtime: Runtime, held: SlotRefTracker, stubs: Stubs) -> None:
+        parts = self.parts = runtime.parts
+        self.executor, self.accelerator = runtime.executor, runtime.accelerator
+        self._held, self._stubs, self._wake = held, stubs, runtime.sleeping.wake
+        runtime.sleeping.around(self.leave_memory, self.enter_memory)
         count = len(parts.units)
-        layout = executor.layout
+        layout = runtime.layout
         self.fixed = [home.resident for home in layout.homes]
+        self._fixed_units = [unit for unit, stays in enumerate(self.fixed) if stays]
         # By unit, where compute finds its weights; for units that move, only while they are open.
         self.places: list[Place | None] = [
             home.device_place if there else home.host_place
@@ -60,69 +56,77 @@ class OnloadedUnits:
         self._viewers = [0] * count  # uses that need it visible, as for ``open``
         self.current: list[OnloadedUnit | None] = [None] * count
         self.by_storage: dict[int, OnloadedUnit] = {}
-        self._hidden: list[tuple[torch.Tensor, ...]] = [()] * count  # their data while hidden
-        self._params: list[tuple[nn.Parameter, ...]] = [
-            tuple(parts.parameters[spec.index] for _, spec in unit.params) for unit in parts.units
-        ]
-        self._managed: list[tuple[ParamHandle, ...]] = [()] * count
+        self._unit_params = UnitParams(parts, stubs, runtime.ledger.changing)
         self._place_in_unit = {
             spec.index: place for unit in parts.units for place, (_, spec) in enumerate(unit.params)
         }
-        self._edits = EditWatch(parts, self._params, changing)
+        self._edits = self._unit_params.edits
+        # Resident weights that tensors may still refer to, although memory was to be left
+        self._left: list[tuple[int, torch_private.StorageWatch]] = []
         # Undoes a ``give_away`` that an exception interrupted.
         self.returning: Callable[[], None] | None = None
 
     def install(self, access: WeightAccess) -> None:
         """Take over the parameters and hide them all."""
-        for unit in self.parts.units:
-            if self.fixed[unit.index]:
-                # While hidden they keep their weights, because graphs may have saved them.
-                onloaded = self.current[unit.index] = self._onloaded_unit(unit.index)
-                self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
-                self._hidden[unit.index] = tuple(onloaded.views)
-            else:
-                self._hidden[unit.index] = self._stubs.of(unit)
-            torch_private.outdate(self._params[unit.index])  # earlier graphs lose their weights
-            self._manage(unit, access)
-            self._to_stubs(unit.index)
+        for unit in range(len(self.fixed)):
+            self._put_at_rest(unit)
+            torch_private.outdate(self.params_of(unit))  # earlier graphs lose their weights
+            self._unit_params.manage(unit, access)
+            self._unit_params.hide(unit)
 
-    def _manage(self, unit: Unit, access: WeightAccess) -> None:
-        pairs = zip(self._params[unit.index], unit.params, strict=True)
-        self._managed[unit.index] = tuple(manage(p, spec, access) for p, (_, spec) in pairs)
+    def _put_at_rest(self, unit: int) -> None:
+        """Set what hidden parameters point at: resident ones, which graphs may have saved, keep
+        their weights."""
+        views: Sequence[torch.Tensor] | None = None
+        if self.fixed[unit]:
+            onloaded = self.current[unit] = self._onloaded_unit(unit)
+            self.by_storage[torch_private.identity(onloaded.storage)] = onloaded
+            views = onloaded.views
+        self._unit_params.hides_as(unit, views)
 
     def give_away(self, values: Mapping[int, torch.Tensor], units: Iterable[int]) -> None:
         """Make parameters ordinary, with ``values`` by index; repeatable after an exception."""
-        for unit in units:
-            for p, known in zip(self._params[unit], self._managed[unit], strict=False):
-                known.release(p, values[known.index])
-            self._managed[unit] = ()
+        self._unit_params.give_away(values, units)
 
     def take_back(self, access: WeightAccess, units: Iterable[int]) -> None:
         """Manage parameters again that were given away, visible or hidden as they were before."""
-        for unit in (self.parts.units[each] for each in units):
-            self._manage(unit, access)
-            if self._visible[unit.index]:
-                self._to_views(unit.index)
+        for unit in units:
+            self._unit_params.manage(unit, access)
+            if self._visible[unit]:
+                self._show(unit)
             else:
-                self._to_stubs(unit.index)
+                self._unit_params.hide(unit)
 
     def close(self) -> list[torch_private.StorageWatch]:
-        """Point all parameters at placeholders for good.
+        """Point all parameters at placeholders for good, and return watches of the storages over
+        engine memory that may still be in use."""
+        for unit in range(len(self.fixed)):
+            self._withdraw(unit)
+        return [*(watch for _, watch in self._left), *self._held.watches]
 
-        Returns watches of the storages over engine memory that may still be in use.
-        """
-        watches = self._held.watches
-        for unit, onloaded in enumerate(self.current):
-            self._hidden[unit] = ()  # a resident unit's weights: drop the reference
-            if self._managed[unit]:  # not given away
-                self._hidden[unit] = self._stubs.of(self.parts.units[unit])
-                self._to_stubs(unit)
-                torch_private.outdate(self._params[unit])
-            if onloaded is not None:
-                watches.append(torch_private.StorageWatch(onloaded.storage))
-        self.by_storage.clear()
-        self.current = [None] * len(self.current)
-        return watches
+    def _withdraw(self, unit: int) -> None:
+        """Drop all references to a unit's memory, and point its parameters at placeholders."""
+        if (onloaded := self.current[unit]) is not None:
+            self._left.append((unit, torch_private.StorageWatch(onloaded.storage)))
+            self.by_storage.pop(torch_private.identity(onloaded.storage), None)
+            self.current[unit] = None
+        self._unit_params.withdraw(unit)
+
+    def leave_memory(self) -> list[str]:
+        """Point resident parameters at placeholders, so that their memory can be freed; return the
+        names of units, resident or not, to whose memory tensors still refer."""
+        for unit in self._fixed_units:
+            self._withdraw(unit)
+        self._left = [(unit, watch) for unit, watch in self._left if not watch.expired]
+        found = self._held.in_use.union(unit for unit, _ in self._left)
+        return [self.parts.units[unit].name for unit in sorted(found)]
+
+    def enter_memory(self) -> None:
+        """Point resident parameters at their weights again, which may have moved."""
+        for unit in self._fixed_units:
+            if self.current[unit] is None:
+                self._put_at_rest(unit)
+                self._unit_params.hide(unit)
 
     def _onloaded_unit(self, unit: int) -> OnloadedUnit:
         storage = torch_private.storage_over(self.executor.arenas.bytes_of(self.place(unit)))
@@ -134,27 +138,15 @@ class OnloadedUnits:
         assert place is not None, f"unit {unit} is not in memory"
         return place
 
-    # A unit that was given away has no managed parameters, so these two do nothing for it.
-
-    def _to_stubs(self, unit: int) -> None:
-        params = zip(self._params[unit], self._managed[unit], self._hidden[unit], strict=False)
-        for p, known, stub in params:
-            known.hide(p, stub)
-        self._edits.hidden(unit)
-
-    def _to_views(self, unit: int) -> None:
-        self._edits.end_of_hiding(unit)
+    def _show(self, unit: int) -> None:
         onloaded = self.current[unit]
         assert onloaded is not None
-        params = zip(self._params[unit], self._managed[unit], onloaded.views, strict=False)
-        for p, known, view in params:
-            known.show(p, view)
-        self._edits.shown(unit)
+        self._unit_params.show(unit, onloaded.views)
 
     def suspend(self, unit: int) -> None:
         """Copy changes made to a unit's weights, and hide them until ``resume``."""
         self._edits.look_while_shown(unit, partial(self._join, unit))
-        self._to_stubs(unit)
+        self._unit_params.hide(unit)
         self._visible[unit] = False
 
     def _join(self, unit: int) -> None:
@@ -164,7 +156,7 @@ class OnloadedUnits:
     def resume(self, unit: int) -> None:
         """Show the weights of a unit again."""
         self._visible[unit] = True  # first, so that ``reset`` finds it after an exception
-        self._to_views(unit)
+        self._show(unit)
 
     def outdate(self, unit: int, changed: Container[int] | None = None) -> None:
         """Make graphs that saved these parameters themselves fail in backward: weights change.
@@ -180,7 +172,7 @@ class OnloadedUnits:
 
     def params_of(self, unit: int) -> tuple[nn.Parameter, ...]:
         """Return the unit's own parameters."""
-        return self._params[unit]
+        return self._unit_params.of[unit]
 
     def weight(self, index: int) -> torch.Tensor:
         """Return the current weights of a parameter; its unit must be open or resident."""
@@ -307,6 +299,7 @@ class OnloadedUnits:
 
     def _need(self, unit: int) -> tuple[Place, ...]:
         """Bring a unit's group to compute and return where its members are."""
+        self._wake()
         for left in reversed(range(_TRIES)):
             try:
                 return self.executor.protocol.need(unit)
@@ -364,7 +357,7 @@ class OnloadedUnits:
     def _check(self, unit: int, expected: Sequence[torch.Tensor]) -> None:
         """Raise if a parameter of the unit does not have the data that the engine gave it."""
         specs = self.parts.units[unit].params
-        for p, given, (_, spec) in zip(self._params[unit], expected, specs, strict=True):
+        for p, given, (_, spec) in zip(self.params_of(unit), expected, specs, strict=True):
             if torch_private.storage_key(p) != torch_private.storage_key(given):
                 raise OffloadError(
                     f"the data of parameter {spec.name!r} was replaced outside of the engine "

@@ -69,6 +69,11 @@ class SlotRefTracker:
                 self._held.pop(held, None)
 
     @property
+    def in_use(self) -> set[int]:
+        """The units whose slots are still referenced."""
+        return {held.unit for held, watch in self._held.items() if not watch.expired}
+
+    @property
     def watches(self) -> list[StorageWatch]:
         """The watches of all slots that are still referenced."""
         return list(self._held.values())

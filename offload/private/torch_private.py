@@ -146,6 +146,12 @@ def modules_around(module: torch.nn.Module) -> list[torch.nn.Module] | None:
     return [frames[n].f_locals["self"] for n in calls[1:]]
 
 
+def running_modules() -> list[torch.nn.Module]:
+    """Return the modules whose forward this thread runs, innermost first."""
+    code = torch.nn.Module._call_impl.__code__
+    return [frame.f_locals["self"] for frame in callers() if frame.f_code is code]
+
+
 def _is_compiled(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch._dynamo")
 

@@ -202,6 +202,16 @@ class Items:
         # Without a device, the regions called DEVICE are in host memory too.
         return (device, host) if self._layout.has_device else (0, host + device)
 
+    def occupied(self) -> list[Place]:
+        """Return the places of all copies in the regions, except where bytes are only counted."""
+        return [
+            copy.place
+            for region, (arena, tenants) in self._regions.items()
+            if not arena.counts_only
+            for item in tenants
+            if (copy := item.copy(region.tier)) is not None and copy.place.nbytes
+        ]
+
     # -- room -----------------------------------------------------------------------------------
 
     def make_room(

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..facts.tier import Tier
 from .activations import Activations
+from .arena import Place
 from .demands import Demands
 from .gradients import Gradients
 from .items import Items
@@ -185,6 +186,10 @@ class Residency:
         beside = self.saved.beside_bytes
         there = beside if self.layout.has_device else 0
         return device + in_device + there, host + in_host + beside - there
+
+    def occupied(self) -> list[Place]:
+        """Return the places in the regions of memory that hold data, while nothing moves."""
+        return self.items.occupied()
 
     def saved_bytes(self) -> tuple[int, int, int]:
         """Return the bytes of saved storages at compute, offloaded, and on disk."""

@@ -273,6 +273,30 @@ class Contents:
 
     # -- reading --------------------------------------------------------------------------------
 
+    @property
+    def asleep(self) -> bool:
+        """Whether memory was given back, so that weights are read without being onloaded."""
+        return self._arenas.elsewhere is not None
+
+    def wake(self) -> None:
+        """Take memory back that was given back."""
+        self._direct.finish()
+
+    def weight(self, unit: int, index: int) -> torch.Tensor:
+        """Return a copy of a parameter's weight on the CPU, in its shape and dtype."""
+        place, each = self._direct.bring(Key(Kind.WEIGHTS, unit)), self._layout.units[unit]
+        for number, (chunk, spec) in enumerate(each.params):
+            if spec.index != index:
+                continue
+            value = torch.empty(spec.numel, dtype=chunk.dtype, device="cpu")
+            if self._in_page(each):
+                unpack_param(spec, each.page[number], self._arenas.bytes_of(place).cpu(), value)
+            else:
+                flat = self._arenas.typed(place, chunk.byte_offset, chunk.dtype, chunk.numel)
+                value.copy_(flat[spec.offset : spec.offset + spec.numel])
+            return spec.shaped(value)
+        raise KeyError(index)
+
     def is_finite(self, unit: int) -> bool:
         """Return whether all trained weights, masters and moments of a unit are finite."""
         for number, chunk in enumerate(self._layout.units[unit].chunks):

@@ -53,8 +53,7 @@ class ParamAccess:
 
     def name(self, index: int) -> str:
         """Return the parameter's name in the model."""
-        unit = self._parts.units[self._parts.unit_of[index]]
-        return next(spec.name for _, spec in unit.params if spec.index == index)
+        return self._parts.names[index]
 
     def tidy(self) -> None:
         """Close what an exception has left open, so that no placeholder is read as a weight."""
@@ -92,6 +91,8 @@ class ParamAccess:
     @torch_private.without_grad
     def _copy(self, index: int) -> torch.Tensor:
         unit = self._parts.unit_of[index]
+        if self._contents.asleep:
+            return self._contents.weight(unit, index).to(self._onloaded_units.accelerator.device)
         hidden = self._begin_reading(unit)
         try:
             return self._onloaded_units.weight(index).clone()
@@ -104,7 +105,7 @@ class ParamAccess:
 
     def compute(self, indices: Collection[int], run: Callable[[], T]) -> T:
         """See ``WeightAccess.compute``."""
-        if not self._forward_stack.may_run():
+        if self._contents.asleep or not self._forward_stack.may_run():
             return NotImplemented  # type: ignore[no-any-return]
         unit = self._parts.unit_of[next(iter(indices))]
         hidden = self._begin_computing(unit)
@@ -124,7 +125,7 @@ class ParamAccess:
 
     def _begin_computing(self, unit: int) -> list[int]:
         self._begin(unit)
-        self._trainer.require()
+        self._contents.wake()
         return self._begin_reading(unit, computing=True)
 
     def _begin_reading(self, unit: int, *, computing: bool = False) -> list[int]:
@@ -245,10 +246,8 @@ class ParamAccess:
             self._onloaded_units.forget_changed(changed)
 
     def _refuse_changes(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Restore weights that cannot be changed, and raise if a module had changed them.
-
-        If the copy that compute uses is the only one, the change stays, as in PyTorch.
-        """
+        """Restore weights that cannot be changed, and raise if a module had changed them; if the
+        copy that compute uses is the only one, the change stays, as in PyTorch."""
         self._onloaded_units.let_go()
         self._edits.restore({self._parts.unit_of[index] for index in values})
         # Only now: a failed restore must not lose the change.

@@ -96,6 +96,12 @@ class ForwardStack:
         """The number of entries that run in this thread, if there are several."""
         return len(self._mine.inside)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this thread runs a forward of a whole model, or a backward."""
+        running = torch_private.running_modules()
+        return torch_private.in_backward() or any(m in self._entries for m in running)
+
     def push_root(self) -> None:
         """Begin a forward of a whole model; activations between units can be offloaded too."""
         if self._saved.saved_offloader is None or not torch_private.saved_tensor_hooks_allowed():

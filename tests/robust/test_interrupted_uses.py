@@ -47,7 +47,7 @@ def wrapped(path: Path, place: str, **more: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize(
     ("of", "at"),
     [
-        (OnloadedUnits, "_to_views"),
+        (OnloadedUnits, "_show"),
         (EditWatch, "look_while_shown"),
         (OnloadedUnits, "_onloaded_unit"),
         (OnloadedUnits, "_hide"),
@@ -64,7 +64,7 @@ def test_a_unit_that_is_half_shown_or_half_hidden(
         if unit != 1:
             return real(self, unit, *rest)
         monkeypatch.undo()
-        if at == "_to_views":
+        if at == "_show":
             real(self, unit)
         raise KeyboardInterrupt
 
@@ -363,3 +363,43 @@ def test_what_is_declared_ends_with_its_block(tmp_path: Path) -> None:
         with optimizer.accumulate(final=True):
             assert early._final()
         assert len(early._declared) <= 3, "those that ended are forgotten"
+
+
+@pytest.mark.parametrize("place", TIGHT)
+@pytest.mark.parametrize("host", [False, True])
+def test_a_sleep_that_is_interrupted_loses_nothing(host: bool, place: str, tmp_path: Path) -> None:
+    """Nor a ``wake``: what comes next finds the weights, the gradients and the state."""
+    model, optimizer = wrapped(tmp_path, place, durable=False)
+    other, plain = wrapped(tmp_path, place, durable=False)
+
+    def sleep() -> None:
+        optimizer.sleep(host=host)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(normal(0, 2, WIDTH))
+
+    def train(of: nn.Module, by: Any, number: int) -> None:
+        by.zero_grad()
+        of(normal(number, 4, WIDTH)).square().sum().backward()
+
+    with optimizer, plain:
+        for what in (sleep, optimizer.wake, forward):
+            at, where = 0, ""
+            while where != "not reached":
+                at += 23
+                train(model, optimizer, at)
+                train(other, plain, at)
+                if what is not sleep:
+                    sleep()
+                with Tripwire(at) as trip, contextlib.suppress(Interrupted):
+                    what()
+                where = trip.where
+                if at % 2:
+                    optimizer.wake()
+                for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                    assert torch.equal(p.grad, q.grad), where
+                optimizer.step()
+                plain.step()
+                assert same(state(model), state(other)), where
+            assert at > (20 if place == "device" or host else 0)

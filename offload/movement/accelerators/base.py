@@ -87,6 +87,12 @@ class InOrder:
     def allocated_bytes(self) -> tuple[int, int] | None:
         return None
 
+    def trim(self) -> None:
+        return None
+
+    def page_unlock(self, address: int, nbytes: int) -> None:
+        return None
+
     def instant(self) -> Instant:
         return HostInstant()
 
@@ -135,6 +141,17 @@ class Accelerator(Protocol):
             Whether it is locked. Memory that the driver or a limit refuses to lock stays pageable:
                 its copies are correct but slower. The first refusal is logged as a warning.
         """
+        ...
+
+    def page_unlock(self, address: int, nbytes: int) -> None:
+        """Undo ``page_lock`` for what was locked between ``address`` and ``address + nbytes``.
+
+        No copy of it may be in progress.
+        """
+        ...
+
+    def trim(self) -> None:
+        """Return device memory to the system that PyTorch has cached for reuse."""
         ...
 
     def copy_in(

@@ -102,7 +102,8 @@ class SimAccelerator(InOrder):
         return arena
 
     def free(self, memory: torch.Tensor) -> None:
-        return None  # the last view frees it
+        # The last view frees it.
+        self._arenas = [arena for arena in self._arenas if arena is not memory]
 
     def page_lock(self, address: int, nbytes: int) -> bool:
         return True

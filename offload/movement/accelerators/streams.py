@@ -190,6 +190,16 @@ class StreamsAccelerator:
             return False
         return True
 
+    def page_unlock(self, address: int, nbytes: int) -> None:
+        mine = [each for each in self._locked if address <= each[0] < address + nbytes]
+        for each in mine:
+            assert self._vendor.unregister is not None
+            self._vendor.unregister(each[0])
+            self._locked.remove(each)
+
+    def trim(self) -> None:
+        torch.get_device_module(self.device).empty_cache()
+
     def _warn_pageable(self, nbytes: int, reason: str, remedy: str) -> None:
         """Log the first refusal; the plan counts all of them."""
         if not self._warned:
