@@ -216,6 +216,9 @@ def of_stores(rank: int, size: int, folder: Path) -> None:
     model = DistributedDataParallel(net())
     with wrapped(model, nvme=run) as optimizer:
         step(model, optimizer, 0, rank)
+        with pytest.raises(overspill.OffloadError, match="resume the run later"):
+            optimizer.sleep()
+        optimizer.commit()
     model = sharded()
     with pytest.raises(overspill.OffloadError, match="spread in another way") as caught:
         overspill.resume(model, run, adamw(model), **OPTIONS)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # Tests of other folders that execute the remedy.
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("offload/ranks/optimizer.py", "and resume the run later"): (
+        "tests/ranks/test_remedies.py::test_remedies"
+    ),
     ("offload/movement/arena_copies.py", "pass nvme= (a directory) to wrap"): (
         "tests/parity/test_sleep.py::test_no_disk_for_host_memory"
     ),
