@@ -182,6 +182,17 @@ class Chaos:
             self.shadow.edited(item, role)
             self.send(Edited(item, role))
 
+    def rest(self) -> None:
+        """What ``sleep()`` does: nothing moves, and what memory holds is known."""
+        self.protocol.finish_updates()
+        self.protocol.wait(Until.QUIET)
+        assert not self.pending
+        places = self.machine.occupied()
+        assert not any(a.overlaps(b) for n, a in enumerate(places) for b in places[:n])
+        grads = [item for item in self.machine.items.all() if item.key.kind is Kind.GRADS]
+        copies = [copy for each in grads for copy in (each.host, each.device) if copy is not None]
+        assert all(copy.fixed or copy.place in places for copy in copies)
+
     def drain(self) -> None:
         while self.pending:
             self.finish_one()
@@ -227,11 +238,12 @@ class Chaos:
         self.protocol.gathered(unit, merge=merge, update=update, in_place=in_place)
 
 
-def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
+def run(seed: int, steps: int, commits: list[int] | None = None, *, several: bool = False) -> int:
     rng = random.Random(seed)
     parts = random_parts(rng)
     fields = lambda chunk: [Field("exp_avg", torch.float32)]  # noqa: E731
     backward, accumulate = rng.random() < 0.5, rng.choice([1, 1, 3])
+    backward &= not several  # its steps are joint
     mode = "backward" if backward else "step"
     other = random.Random(seed)
     whole = Preference(
@@ -250,7 +262,10 @@ def run(seed: int, steps: int, commits: list[int] | None = None) -> int:
     assert layout.regions.host_bytes + unpacked <= budgets.host
     assert device is None or layout.regions.device_bytes <= device
     chaos = Chaos(rng, Residency(layout))
-    play(chaos, steps, accumulate, random.Random(seed), backward=backward)
+    if several:
+        play_models(chaos, steps, random.Random(seed))
+    else:
+        play(chaos, steps, accumulate, random.Random(seed), backward=backward)
     chaos.free()
     chaos.seal()
     for _ in range(MOST_MOVES * (len(parts.units) + sum(map(len, layout.subgroups)))):
@@ -299,28 +314,72 @@ def play(
             rng.choice([chaos.commit, chaos.rollback, chaos.edit])()
 
 
-def test_random_signals_keep_all_invariants() -> None:
-    signals, seed, commits = 0, 0, list[int]()
-    while signals < 100_000:
+def play_models(chaos: Chaos, steps: int, drawn: random.Random) -> None:
+    """Forwards of two or three models in any order, some within another one or without backward,
+    and steps of one optimizer for each model, which leave the gradients of the others."""
+    layout, protocol = chaos.machine.layout, chaos.protocol
+    count = drawn.randint(2, 3)
+    model_of = sorted(drawn.randrange(count) for _ in layout.units)
+    mine = [[u for u, model in enumerate(model_of) if model == each] for each in range(count)]
+    waiting: set[int] = set()  # units whose gradients no step has used
+    background = drawn.random() < 0.6
+    for _ in range(steps):
+        chaos.seal()
+        uses: list[int] = []
+        for model in drawn.choices(range(count), k=drawn.randint(0, 3)):
+            at = len(uses) if drawn.random() < 0.7 else drawn.randint(0, len(uses))
+            uses[at:at] = mine[model]
+        for unit in uses:
+            chaos.use(unit)
+        frozen = {model for model in range(count) if drawn.random() < 0.2}
+        for unit in reversed(uses) if drawn.random() < 0.8 else ():
+            chaos.use(unit)
+            if layout.units[unit].trainable and model_of[unit] not in frozen:
+                chaos.gather(unit, merge=unit in waiting, update=False)
+                waiting.add(unit)
+        if drawn.random() < 0.2:
+            chaos.rest()
+        for model in drawn.sample(range(count), drawn.randint(0, count)):
+            if drawn.random() < 0.7:
+                protocol.await_gradients()
+            protocol.finish_updates()
+            chaos.seal()
+            updated = tuple(unit for unit in mine[model] if unit in waiting)
+            chaos.step(updated, background=background, commit=layout.durable)
+            waiting.difference_update(updated)
+            if drawn.random() < 0.3:
+                waiting.difference_update(*drawn.sample(mine, 1))  # zero_grad
+            if layout.durable and drawn.random() < 0.2:
+                drawn.choice([chaos.commit, chaos.edit, chaos.rest])()
+
+
+def played_until(enough: int, first: int, play_one: Callable[[int], int]) -> None:
+    played, seed = 0, first
+    while played < enough:
         try:
-            signals += run(seed, 4, commits)
+            played += play_one(seed)
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
         seed += 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_random_signals_keep_all_invariants(several: bool) -> None:
+    commits = list[int]()
+    played_until(100_000, 0, lambda seed: run(seed, 4, commits, several=several))
     assert sum(commits) > len(commits), "commits are drawn"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_many_more() -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_many_more(several: bool) -> None:
     """100,000 sequences, each of one to three steps of a machine of its own."""
-    played = seed = 0
-    while played < 100_000:
-        seed += 1
-        try:
-            played += run(1_000_000 + seed, 1 + seed % 3) > 0
-        except BaseException as error:
-            raise AssertionError(f"seed {1_000_000 + seed}") from error
+
+    def play_one(seed: int) -> int:
+        return run(seed, 1 + seed % 3, several=several) > 0
+
+    played_until(100_000, 1_000_001, play_one)
 
 
 def streamed_machine(count: int, device: int | None = None) -> tuple[Residency, list[int]]:
